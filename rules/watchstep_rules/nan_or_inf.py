@@ -1,0 +1,71 @@
+"""A tensor that holds NaN or infinity."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.finding import Finding, finding_at
+
+
+class NanOrInfParams(Params):
+    """Parameters of `NanOrInf`."""
+
+    max_elements: int = Field(0, ge=0, description="How many such elements are tolerated in one tensor.")
+    only_nan: bool = Field(False, description="Leave infinities out, as SageMaker's ExplodingTensor can.")
+    allow_negative_infinity_in: tuple[str, ...] = Field(
+        ("output", "input"),
+        description="Roles in which -inf is legitimate: attention masks and log-probabilities use it.",
+    )
+
+
+class NanOrInfState(State):
+    """Nothing is remembered."""
+
+
+class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
+    """Fires when ``nan + pos_inf + neg_inf > max_elements`` for any tensor.
+
+    Non-finite numbers never leave a training by themselves, so one element is enough; that is the test of SageMaker's
+    ExplodingTensor rule. Unlike it, -inf in activations is left out: masked attention puts it there on purpose.
+    A step that a gradient scaler skips for overflow records no gradients, so mixed precision raises no alarm.
+    """
+
+    name = "nan_or_inf"
+    summary = "a weight, gradient, activation or loss holds NaN or infinity"
+    needs = Needs(collections=("losses", "gradients", "weights", "biases", "activations"))
+    merge = "per_worker"
+    params_type = NanOrInfParams
+    state_type = NanOrInfState
+
+    def evaluate(
+        self,
+        params: NanOrInfParams,
+        state: NanOrInfState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[NanOrInfState, list[Finding]]:
+        """Judge each row by itself."""
+        held = block.statistics
+        bad = held.nan.copy()
+        if not params.only_nan:
+            masked = block.mask_of_tensors(
+                [info.role in params.allow_negative_infinity_in for info in block.catalogue]
+            )
+            bad += held.pos_inf + np.where(masked, 0, held.neg_inf)
+        return state, [
+            self._finding(params, block, int(row), int(bad[row]))
+            for row in np.flatnonzero(bad > params.max_elements)
+        ]
+
+    def _finding(self, params: NanOrInfParams, block: Block, row: int, bad: int) -> Finding:
+        held = block.statistics
+        kinds = [(held.nan[row], "NaN"), (held.pos_inf[row], "+inf"), (held.neg_inf[row], "-inf")]
+        seen = ", ".join(f"{int(number)} {kind}" for number, kind in kinds if number)
+        message = f"{seen} among {int(held.count[row])} elements of {block.info(row).name}, {params.max_elements} tolerated"
+        return finding_at(
+            self.name, block, row, value=float(bad), threshold=float(params.max_elements), message=message
+        )

@@ -1,0 +1,179 @@
+"""A block: a columnar batch of statistics of one attempt of a run over some steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.statistics import Floats, StatisticsBatch
+from watchstep.tensors import MODES, Mode, Placement, Stage, TensorInfo
+
+STAGES: tuple[Stage, ...] = ("local", "reduced")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Placement of n rows, in columns: int32 of shape (n,), and the stage as an index into `STAGES`."""
+
+    shard_index: NDArray[np.int32]
+    shard_count: NDArray[np.int32]
+    replica: NDArray[np.int32]
+    stage: NDArray[np.int8]
+
+    @classmethod
+    def of(cls, placements: list[Placement]) -> Places:
+        """Columns from single placements."""
+        return cls(
+            np.array([p.shard_index for p in placements], np.int32),
+            np.array([p.shard_count for p in placements], np.int32),
+            np.array([p.replica for p in placements], np.int32),
+            np.array([STAGES.index(p.stage) for p in placements], np.int8),
+        )
+
+    def take(self, rows: NDArray[np.intp]) -> Places:
+        """Some rows, in that order."""
+        return Places(self.shard_index[rows], self.shard_count[rows], self.replica[rows], self.stage[rows])
+
+    @classmethod
+    def concatenate(cls, parts: list[Places]) -> Places:
+        """Several, one after the other."""
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *(p.shard_index for p in parts)]),
+            np.concatenate([np.empty(0, np.int32), *(p.shard_count for p in parts)]),
+            np.concatenate([np.empty(0, np.int32), *(p.replica for p in parts)]),
+            np.concatenate([np.empty(0, np.int8), *(p.stage for p in parts)]),
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """Statistics rows of one attempt, each column an array of shape (n,).
+
+    Attributes:
+        step: int64.
+        mode: int8, an index into `watchstep.tensors.MODES`.
+        worker: int32.
+        time_ns: int64, nanoseconds since the epoch when the step's record was taken, by the worker's clock.
+        tensor: int32, an index into ``catalogue``.
+        catalogue: the tensors that rows speak of.
+        places: the placement of each row.
+        statistics: n rows.
+        probes: further named figures, NaN where a row has none.
+    """
+
+    step: NDArray[np.int64]
+    mode: NDArray[np.int8]
+    worker: NDArray[np.int32]
+    time_ns: NDArray[np.int64]
+    tensor: NDArray[np.int32]
+    catalogue: tuple[TensorInfo, ...]
+    places: Places
+    statistics: StatisticsBatch
+    probes: dict[str, Floats] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @classmethod
+    def empty(cls) -> Block:
+        """A block without rows."""
+        return cls(
+            step=np.empty(0, np.int64),
+            mode=np.empty(0, np.int8),
+            worker=np.empty(0, np.int32),
+            time_ns=np.empty(0, np.int64),
+            tensor=np.empty(0, np.int32),
+            catalogue=(),
+            places=Places.of([]),
+            statistics=StatisticsBatch.empty(),
+        )
+
+    def take(self, rows: NDArray[np.intp]) -> Block:
+        """Some rows, in that order."""
+        return Block(
+            step=self.step[rows],
+            mode=self.mode[rows],
+            worker=self.worker[rows],
+            time_ns=self.time_ns[rows],
+            tensor=self.tensor[rows],
+            catalogue=self.catalogue,
+            places=self.places.take(rows),
+            statistics=self.statistics.take(rows),
+            probes={name: column[rows] for name, column in self.probes.items()},
+        )
+
+    def where(self, chosen: NDArray[np.bool_]) -> Block:
+        """The rows where a mask of shape (n,) is true."""
+        return self.take(np.flatnonzero(chosen))
+
+    def mode_name(self, row: int) -> Mode:
+        """The mode of one row."""
+        return MODES[int(self.mode[row])]
+
+    def info(self, row: int) -> TensorInfo:
+        """The tensor that one row speaks of."""
+        return self.catalogue[int(self.tensor[row])]
+
+    def mask_of_tensors(self, chosen: list[bool]) -> NDArray[np.bool_]:
+        """Which rows speak of chosen tensors; one flag for each entry of the catalogue."""
+        return np.asarray(chosen, np.bool_)[self.tensor] if len(self) else np.zeros(0, np.bool_)
+
+    def series_key(self) -> NDArray[np.int64]:
+        """int64 of shape (n,): one number for each series (tensor, worker, mode)."""
+        return (self.tensor.astype(np.int64) << 32) | (self.worker.astype(np.int64) << 4) | self.mode
+
+    def tail(self, rows: int) -> Block:
+        """The last rows of each series (tensor, worker, mode), in the order in which they stand."""
+        if rows <= 0:
+            return self.take(np.empty(0, np.intp))
+        key = self.series_key()
+        order = np.argsort(key, kind="stable")
+        ordered = key[order]
+        ends = np.searchsorted(ordered, ordered, side="right")
+        from_end = ends - np.arange(len(ordered))
+        return self.take(np.sort(order[from_end <= rows]))
+
+    def ordered(self) -> Block:
+        """The same rows by (step, worker, mode, tensor), the canonical order in which rules see them."""
+        return self.take(np.lexsort((self.tensor, self.mode, self.worker, self.step)))
+
+
+def concatenate(blocks: list[Block]) -> Block:
+    """Several blocks as one, over the union of their catalogues.
+
+    A tensor that several blocks describe keeps the description of the last.
+    """
+    blocks = [block for block in blocks if len(block.catalogue)]
+    if not blocks:
+        return Block.empty()
+    if len(blocks) == 1:
+        return blocks[0]
+    known: dict[str, int] = {}
+    catalogue: list[TensorInfo] = []
+    tensors = []
+    for block in blocks:
+        for info in block.catalogue:
+            if info.name in known:
+                catalogue[known[info.name]] = info
+            else:
+                known[info.name] = len(catalogue)
+                catalogue.append(info)
+        place = np.array([known[info.name] for info in block.catalogue], np.int32)
+        tensors.append(place[block.tensor])
+    names = {name for block in blocks for name in block.probes}
+    return Block(
+        step=np.concatenate([block.step for block in blocks]),
+        mode=np.concatenate([block.mode for block in blocks]),
+        worker=np.concatenate([block.worker for block in blocks]),
+        time_ns=np.concatenate([block.time_ns for block in blocks]),
+        tensor=np.concatenate(tensors),
+        catalogue=tuple(catalogue),
+        places=Places.concatenate([block.places for block in blocks]),
+        statistics=StatisticsBatch.concatenate([block.statistics for block in blocks]),
+        probes={
+            name: np.concatenate([block.probes.get(name, np.full(len(block), np.nan)) for block in blocks])
+            for name in sorted(names)
+        },
+    )

@@ -1,0 +1,45 @@
+"""The errors a user can meet. Each names the thing, the value, and the mend."""
+
+from __future__ import annotations
+
+
+class WatchstepError(Exception):
+    """Something a user can mend.
+
+    Args:
+        what: the thing and its value, e.g. ``"store s3://ml/runs: access denied"``.
+        mend: what to do about it, one sentence.
+    """
+
+    def __init__(self, what: str, mend: str) -> None:
+        super().__init__(f"{what}\n  mend: {mend}")
+        self.what = what
+        self.mend = mend
+
+
+class ConfigError(WatchstepError):
+    """An argument, environment variable or file that cannot be used as it is."""
+
+
+class BadNameError(ConfigError):
+    """A run, project or attempt name that could leave its place on the store."""
+
+
+class StoreError(WatchstepError):
+    """The object store refused, is missing, or cannot be reached."""
+
+
+class NotFoundError(StoreError):
+    """The object, run or tensor is not there."""
+
+
+class FormatError(WatchstepError):
+    """An object whose bytes are not what they claim to be."""
+
+
+class RuleError(WatchstepError):
+    """An unknown rule, a wrong parameter, or a rule file that cannot be read."""
+
+
+class ServiceError(WatchstepError):
+    """The service answered with a refusal, or does not answer."""

@@ -1,0 +1,93 @@
+"""Signed exponent histograms: how many elements have each power-of-two magnitude.
+
+An element ``x`` that is finite and not zero has exponent ``e = floor(log2(|x|))`` and falls into the bin
+``2 * e + (x < 0)``: its exponent and sign in one small integer. float64 needs bins -2148 … 2047. Histograms are
+sparse: only bins that hold something are kept, in ascending order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXPONENT_RANGE = (-1074, 1023)
+"""Smallest and largest exponent of a finite float64, subnormals included."""
+
+BIN_RANGE = (2 * EXPONENT_RANGE[0], 2 * EXPONENT_RANGE[1] + 1)
+
+
+@dataclass(frozen=True)
+class Histograms:
+    """Histograms of n tensors in compressed rows.
+
+    Attributes:
+        offsets: int64, shape (n + 1,); row i owns ``bins[offsets[i]:offsets[i + 1]]``.
+        bins: int16, ascending within a row.
+        counts: int64, same shape as bins, all positive.
+    """
+
+    offsets: NDArray[np.int64]
+    bins: NDArray[np.int16]
+    counts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """Bins and counts of one tensor."""
+        part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.bins[part], self.counts[part]
+
+    def take(self, rows: NDArray[np.intp]) -> Histograms:
+        """The histograms of some rows, in that order."""
+        lengths = np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        starts = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        index = (np.arange(offsets[-1]) + starts).astype(np.intp)
+        return Histograms(offsets, self.bins[index], self.counts[index])
+
+    @classmethod
+    def concatenate(cls, parts: list[Histograms]) -> Histograms:
+        """The histograms of several batches, one after the other."""
+        lengths = [np.diff(part.offsets) for part in parts]
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([*lengths, np.empty(0, np.int64)]))])
+        bins = np.concatenate([np.empty(0, np.int16), *(part.bins for part in parts)])
+        counts = np.concatenate([np.empty(0, np.int64), *(part.counts for part in parts)])
+        return cls(offsets.astype(np.int64), bins, counts)
+
+    @classmethod
+    def empty(cls, rows: int) -> Histograms:
+        """Histograms with nothing in them."""
+        return cls(np.zeros(rows + 1, np.int64), np.empty(0, np.int16), np.empty(0, np.int64))
+
+
+def exponent_of_bin(bins: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The power of two that a bin stands for."""
+    return bins >> 1
+
+
+def is_negative_bin(bins: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """Whether a bin holds elements below zero."""
+    return (bins & 1).astype(np.bool_)
+
+
+def sum_rows(histograms: Histograms, group: NDArray[np.intp], groups: int) -> Histograms:
+    """Add up histograms by group.
+
+    Args:
+        histograms: n rows.
+        group: int, shape (n,), the group of each row, 0 … groups - 1.
+        groups: how many rows the result has.
+    """
+    if len(histograms.bins) == 0:
+        return Histograms.empty(groups)
+    width = BIN_RANGE[1] - BIN_RANGE[0] + 1
+    owner = np.repeat(np.asarray(group, np.int64), np.diff(histograms.offsets))
+    key = owner * width + (histograms.bins.astype(np.int64) - BIN_RANGE[0])
+    keys, inverse = np.unique(key, return_inverse=True)
+    counts = np.zeros(len(keys), np.int64)
+    np.add.at(counts, inverse, histograms.counts)
+    offsets = np.searchsorted(keys // width, np.arange(groups + 1)).astype(np.int64)
+    return Histograms(offsets, (keys % width + BIN_RANGE[0]).astype(np.int16), counts)

@@ -1,0 +1,237 @@
+"""A segment: one object with the statistics of many tensors over a range of steps, from one writer.
+
+It is a Parquet file whose rows are those of a `Block`; the catalogue of its tensors travels in the file's metadata,
+so that every segment can be read by itself, by Watchstep or by anything else that reads Parquet.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from watchstep.block import STAGES, Block, Places
+from watchstep.errors import FormatError
+from watchstep.histogram import Histograms
+from watchstep.layout import SCHEMA_VERSION
+from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
+from watchstep.tensors import MODES, TensorInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_BYTES = 256 * 1024 * 1024
+"""Largest segment, compressed or not, that a reader takes."""
+
+MAX_ROWS = 5_000_000
+_MAX_CATALOGUE = 64 * 1024 * 1024
+_PROBE = "probe."
+_META = b"watchstep"
+_MEND = "the writer or the transfer damaged it; what other segments hold can still be read"
+
+
+def catalogue_bytes(catalogue: tuple[TensorInfo, ...]) -> bytes:
+    """The catalogue as it stands in a segment's metadata. Writers keep it while the tensors stay the same."""
+    text = json.dumps([info.as_data() for info in catalogue], separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 6))
+
+
+def encode(block: Block, catalogue: bytes | None = None) -> bytes:
+    """One segment's bytes.
+
+    Args:
+        block: the rows.
+        catalogue: what `catalogue_bytes` gives for the block's catalogue, where the caller has kept it.
+    """
+    import pyarrow.parquet as pq
+
+    table = to_table(block)
+    header = json.dumps({"schema": SCHEMA_VERSION})
+    meta = {_META: header.encode(), _META + b".tensors": catalogue or catalogue_bytes(block.catalogue)}
+    sink = io.BytesIO()
+    pq.write_table(
+        table.replace_schema_metadata(meta),
+        sink,
+        compression="zstd",
+        use_dictionary=["tensor", "mode", "stage"],
+        use_byte_stream_split=[*VALUE_COLUMNS, *(_PROBE + name for name in block.probes)],
+        write_statistics=["step", "tensor"],
+    )
+    return sink.getvalue()
+
+
+def to_table(block: Block) -> pa.Table:
+    """The rows as an Arrow table, one column a figure, as they stand in a segment."""
+    import pyarrow as pa
+
+    def words(index: np.ndarray, values: list[str]) -> Any:
+        return pa.DictionaryArray.from_arrays(pa.array(index.astype(np.int32)), pa.array(values, pa.string()))
+
+    held = block.statistics
+    columns: dict[str, Any] = {
+        "step": block.step,
+        "mode": words(block.mode, list(MODES)),
+        "worker": block.worker,
+        "tensor": words(block.tensor, [info.name for info in block.catalogue]),
+        "time_ns": block.time_ns,
+        "shard_index": block.places.shard_index,
+        "shard_count": block.places.shard_count,
+        "replica": block.places.replica,
+        "stage": words(block.places.stage, list(STAGES)),
+    }
+    columns.update({name: getattr(held, name) for name in COUNT_COLUMNS})
+    columns.update({name: pa.array(getattr(held, name), from_pandas=True) for name in VALUE_COLUMNS})
+    offsets = pa.array(held.histogram.offsets.astype(np.int32))
+    columns["histogram_bins"] = pa.ListArray.from_arrays(offsets, pa.array(held.histogram.bins))
+    columns["histogram_counts"] = pa.ListArray.from_arrays(offsets, pa.array(held.histogram.counts))
+    columns.update(
+        {_PROBE + name: pa.array(column, from_pandas=True) for name, column in block.probes.items()}
+    )
+    return pa.table(columns)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    table: Any
+    catalogue: tuple[TensorInfo, ...]
+
+
+def decode(data: bytes, name: str) -> Block:
+    """Read a segment; sizes are checked before memory is taken.
+
+    Args:
+        data: the object's bytes.
+        name: what to call it in an error.
+
+    Raises:
+        FormatError: the bytes are no whole segment, are of a later version, or claim sizes over the limits.
+    """
+    import pyarrow as pa
+
+    try:
+        opened = _open(data, name)
+        return _to_block(opened)
+    except FormatError:
+        raise
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        OverflowError,
+        zlib.error,
+    ) as error:
+        reason = str(error).split("\n", 1)[0][:200]
+        raise FormatError(f"segment {name}: not a whole segment ({reason})", _MEND) from error
+
+
+def _open(data: bytes, name: str) -> _Opened:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if len(data) > MAX_BYTES:
+        raise FormatError(f"segment {name}: {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
+    file = pq.ParquetFile(pa.BufferReader(data))
+    meta = file.metadata
+    claimed = sum(meta.row_group(group).total_byte_size for group in range(meta.num_row_groups))
+    if meta.num_rows > MAX_ROWS or claimed > MAX_BYTES:
+        raise FormatError(
+            f"segment {name}: claims {meta.num_rows} rows and {claimed} bytes, over the limits", _MEND
+        )
+    stored = meta.metadata or {}
+    header = json.loads(stored[_META])
+    if int(header["schema"]) > SCHEMA_VERSION:
+        raise FormatError(
+            f"segment {name}: schema {header['schema']}, this version reads up to {SCHEMA_VERSION}",
+            "read it with a newer watchstep",
+        )
+    return _Opened(file.read(), _catalogue(stored[_META + b".tensors"]))
+
+
+def _catalogue(stored: bytes) -> tuple[TensorInfo, ...]:
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
+    if unpacker.unconsumed_tail or not unpacker.eof:
+        raise ValueError("the catalogue of its tensors is too large or cut short")
+    return tuple(TensorInfo.from_data(entry) for entry in json.loads(text))
+
+
+def _to_block(opened: _Opened) -> Block:
+    table = opened.table.combine_chunks()
+    known = {info.name: place for place, info in enumerate(opened.catalogue)}
+    statistics = StatisticsBatch(
+        **{name: _ints(table, name, np.int64) for name in COUNT_COLUMNS},
+        **{name: _floats(table, name) for name in VALUE_COLUMNS},
+        histogram=_histograms(table),
+    )
+    return Block(
+        step=_ints(table, "step", np.int64),
+        mode=_words(table, "mode", {mode: place for place, mode in enumerate(MODES)}, np.int8),
+        worker=_ints(table, "worker", np.int32),
+        time_ns=_ints(table, "time_ns", np.int64),
+        tensor=_words(table, "tensor", known, np.int32),
+        catalogue=opened.catalogue,
+        places=Places(
+            _ints(table, "shard_index", np.int32),
+            _ints(table, "shard_count", np.int32),
+            _ints(table, "replica", np.int32),
+            _words(table, "stage", {stage: place for place, stage in enumerate(STAGES)}, np.int8),
+        ),
+        statistics=statistics,
+        probes={
+            name[len(_PROBE) :]: _floats(table, name)
+            for name in table.column_names
+            if name.startswith(_PROBE)
+        },
+    )
+
+
+def _ints(table: Any, name: str, dtype: Any) -> Any:
+    column = table.column(name)
+    if column.null_count:
+        raise ValueError(f"column {name} has nulls")
+    return np.ascontiguousarray(column.to_numpy().astype(dtype, casting="same_kind"))
+
+
+def _floats(table: Any, name: str) -> Any:
+    return np.ascontiguousarray(table.column(name).to_numpy().astype(np.float64))
+
+
+def _words(table: Any, name: str, known: dict[Any, int], dtype: Any) -> Any:
+    import pyarrow as pa
+
+    column = table.column(name)
+    merged = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
+    if not pa.types.is_dictionary(merged.type):
+        merged = merged.dictionary_encode()
+    if merged.null_count:
+        raise ValueError(f"column {name} has nulls")
+    place = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
+    return place[merged.indices.to_numpy()]
+
+
+def _histograms(table: Any) -> Histograms:
+    import pyarrow as pa
+
+    empty = pa.array([], pa.list_(pa.int64()))
+    parts = [
+        pa.concat_arrays(column.chunks) if column.num_chunks else empty
+        for column in (table.column("histogram_bins"), table.column("histogram_counts"))
+    ]
+    bins, counts = parts
+    offsets = bins.offsets.to_numpy().astype(np.int64)
+    if not np.array_equal(offsets, counts.offsets.to_numpy()):
+        raise ValueError("histogram columns do not match")
+    first, last = int(offsets[0]), int(offsets[-1])
+    return Histograms(
+        offsets - first,
+        bins.values.to_numpy()[first:last].astype(np.int16),
+        counts.values.to_numpy()[first:last].astype(np.int64),
+    )

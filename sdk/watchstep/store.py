@@ -1,0 +1,306 @@
+"""One object store behind one class: a local folder, S3, GCS or Azure by URL, through obstore."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from watchstep.errors import ConfigError, NotFoundError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
+_REQUEST_TIMEOUT = timedelta(seconds=10)
+_RETRY_TIMEOUT = timedelta(seconds=15)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object in a listing: its key, relative to the store, and its size in bytes."""
+
+    key: str
+    size: int
+
+
+class Store:
+    """Objects under one prefix. Keys are relative to it; objects are written whole and never changed.
+
+    Thread-safe; obstore releases the GIL while it waits.
+    """
+
+    def __init__(self, url: str, backend: Any, prefix: str = "") -> None:
+        self.url = url
+        self._backend = backend
+        self._prefix = prefix
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str], *, create: bool = False) -> Store:
+        """Open the store at a URL or a local path; nothing is read yet.
+
+        Args:
+            url: ``s3://``, ``gs://``, ``az://``, ``file://`` or a path.
+            create: make a missing local folder.
+
+        Raises:
+            ConfigError: the URL's scheme is not one of these.
+            StoreError: a local folder that is missing, or that cannot be made.
+        """
+        text = os.fspath(url)
+        scheme = urlsplit(text).scheme
+        if scheme in _CLOUD_SCHEMES:
+            return cls(text.rstrip("/"), _cloud_backend(text, scheme))
+        if scheme == "file":
+            text = urlsplit(text).path
+        elif scheme:
+            raise ConfigError(
+                f"store {text!r}: unknown scheme {scheme!r}",
+                "use a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+            )
+        return cls._open_folder(Path(text).expanduser().absolute(), create=create)
+
+    @classmethod
+    def _open_folder(cls, folder: Path, *, create: bool) -> Store:
+        from obstore.store import LocalStore
+
+        try:
+            if create:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"store {folder}: the folder cannot be made ({error.strerror})",
+                "name a folder that you may write to",
+            ) from error
+        if not folder.is_dir():
+            raise StoreError(f"store {folder}: no such folder", "check the path, or make the folder first")
+        return cls(folder.as_uri(), LocalStore(folder))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the store is a folder on this machine."""
+        return self.url.startswith("file:")
+
+    @property
+    def location(self) -> str:
+        """The URL of this prefix, or the path where the store is local; `Store.open` takes either."""
+        root = urlsplit(self.url).path if self.is_local else self.url
+        return f"{root}/{self._prefix}".rstrip("/")
+
+    def child(self, prefix: str) -> Store:
+        """The same store seen from a prefix below this one."""
+        return Store(self.url, self._backend, f"{self._prefix}{prefix.rstrip('/')}/")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object whole, replacing one of the same key.
+
+        Raises:
+            StoreError: it could not be written; nothing of it is visible.
+        """
+        import obstore
+
+        try:
+            obstore.put(self._backend, self._prefix + key, data)
+        except Exception as error:
+            raise self._translated("write", key, error) from error
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object only if the key is free; False where it was taken.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self._backend, self._prefix + key, data, mode="create")
+        except AlreadyExistsError:
+            return False
+        except Exception as error:
+            raise self._translated("write", key, error) from error
+        return True
+
+    def get(self, key: str, *, limit: int | None = None) -> bytes:
+        """Read an object whole.
+
+        Args:
+            key: relative to this store.
+            limit: refuse objects of more bytes than this, before memory is taken.
+
+        Raises:
+            NotFoundError: there is no such object.
+            StoreError: it is over the limit, or could not be read.
+        """
+        import obstore
+
+        try:
+            found = obstore.get(self._backend, self._prefix + key)
+            size = int(found.meta["size"])
+            if limit is None or size <= limit:
+                return bytes(found.bytes())
+        except Exception as error:
+            raise self._translated("read", key, error) from error
+        raise StoreError(
+            f"object {self._named(key)}: {size} bytes, over the limit of {limit}",
+            "raise the limit if this object is one of yours",
+        )
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Read ``length`` bytes of an object from ``start``; fewer where the object ends before.
+
+        Raises:
+            NotFoundError: there is no such object.
+            StoreError: it could not be read.
+        """
+        import obstore
+
+        try:
+            return bytes(obstore.get_range(self._backend, self._prefix + key, start=start, length=length))
+        except Exception as error:
+            raise self._translated("read", key, error) from error
+
+    def size(self, key: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+            NotFoundError: there is no such object.
+            StoreError: the store did not answer.
+        """
+        import obstore
+
+        try:
+            return int(obstore.head(self._backend, self._prefix + key)["size"])
+        except Exception as error:
+            raise self._translated("read", key, error) from error
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """All objects whose key starts with whole path segments of ``prefix``, in no order.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        import obstore
+
+        skip = len(self._prefix)
+        try:
+            for batch in obstore.list(self._backend, (self._prefix + prefix) or None):
+                for meta in batch:
+                    yield Entry(str(meta["path"])[skip:], int(meta["size"]))
+        except Exception as error:
+            raise self._translated("list", prefix, error) from error
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Names of the "folders" directly below a prefix, sorted.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        import obstore
+
+        try:
+            found = obstore.list_with_delimiter(self._backend, (self._prefix + prefix) or None)
+        except Exception as error:
+            raise self._translated("list", prefix, error) from error
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error.
+
+        Raises:
+            StoreError: the store refused.
+        """
+        import obstore
+
+        try:
+            obstore.delete(self._backend, self._prefix + key)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._translated("delete", key, error) from error
+
+    def check_writable(self) -> None:
+        """Write and remove a small object, so that a bad store is told before training starts.
+
+        Raises:
+            StoreError: with the store's own reason.
+        """
+        probe = f".watchstep-probe-{os.getpid()}"
+        self.put(probe, b"")
+        self.delete(probe)
+
+    def _named(self, key: str) -> str:
+        return f"{self.location}/{key}"
+
+    def _translated(self, verb: str, key: str, error: Exception) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
+        reason = _first_line(error)
+        named = self._named(key)
+        if "NoSuchBucket" in str(error):
+            return StoreError(f"store {self.url}: no such bucket", "create the bucket, or correct the URL")
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"object {named}: not found", "check the run's URL and the name")
+        if _is_denial(error):
+            return StoreError(
+                f"store {self.url}: access denied, cannot {verb} {key!r}",
+                "check the credentials and their permissions (for a folder: its owner and mode)",
+            )
+        return StoreError(
+            f"store {self.url}: cannot {verb} {key!r} ({reason})", "check the URL and that it answers"
+        )
+
+
+def _is_denial(error: Exception) -> bool:
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    signs = ("403", "401", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Permission denied")
+    return isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or any(
+        sign in str(error) for sign in signs
+    )
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).strip().split("\n", 1)[0]
+    return line[:300] or type(error).__name__
+
+
+def _cloud_backend(url: str, scheme: str) -> Any:
+    from obstore.store import from_url
+
+    client: Any = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
+    retry: Any = {"max_retries": 3, "retry_timeout": _RETRY_TIMEOUT}
+    options: Any = {}
+    if scheme in {"s3", "s3a"}:
+        options = _s3_options(client)
+    try:
+        return from_url(url, client_options=client, retry_config=retry, **options)
+    except Exception as error:
+        raise ConfigError(
+            f"store {url!r}: {_first_line(error)}", "correct the URL, e.g. s3://bucket/prefix"
+        ) from error
+
+
+def _s3_options(client: Any) -> dict[str, Any]:
+    """Endpoint and credentials as boto3 would find them; obstore's own chain where boto3 is not installed."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        options["endpoint"] = endpoint
+        options["virtual_hosted_style_request"] = False
+        if endpoint.startswith("http://"):
+            client["allow_http"] = True
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return options
+    session = boto3.Session()
+    if session.region_name:
+        options["region"] = session.region_name
+    if session.get_credentials() is not None:
+        options["credential_provider"] = Boto3CredentialProvider(session)
+    return options

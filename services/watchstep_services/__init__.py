@@ -1,0 +1,1 @@
+"""The Watchstep service: evaluates runs, keeps alerts, stops jobs."""
