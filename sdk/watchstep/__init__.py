@@ -1,3 +1,43 @@
-"""Watchstep watches training jobs from the inside."""
+"""Watchstep watches training jobs from the inside: record, judge while it runs, stop, explain."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from watchstep.capture.config import Bounds, Cadence, CaptureConfig
+    from watchstep.errors import WatchstepError
+    from watchstep.hook import Hook
+    from watchstep.reading.run import Run, open_run
+    from watchstep.stopping import StopTraining
 
 __version__ = "0.1.0"
+__all__ = [
+    "Bounds",
+    "Cadence",
+    "CaptureConfig",
+    "Hook",
+    "Run",
+    "StopTraining",
+    "WatchstepError",
+    "open_run",
+]
+
+_HOMES = {
+    "Bounds": "watchstep.capture.config",
+    "Cadence": "watchstep.capture.config",
+    "CaptureConfig": "watchstep.capture.config",
+    "Hook": "watchstep.hook",
+    "Run": "watchstep.reading.run",
+    "StopTraining": "watchstep.stopping",
+    "WatchstepError": "watchstep.errors",
+    "open_run": "watchstep.reading.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name's module when it is first used: importing watchstep stays cheap."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'watchstep' has no attribute {name!r}")

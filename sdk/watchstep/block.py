@@ -136,8 +136,10 @@ class Block:
         return self.take(np.sort(order[from_end <= rows]))
 
     def ordered(self) -> Block:
-        """The same rows by (step, worker, mode, tensor), the canonical order in which rules see them."""
-        return self.take(np.lexsort((self.tensor, self.mode, self.worker, self.step)))
+        """The same rows by (step, worker, mode, tensor, place), the canonical order in which rules see them."""
+        places = self.places
+        place = (places.shard_index, places.replica, places.stage)
+        return self.take(np.lexsort((*place, self.tensor, self.mode, self.worker, self.step)))
 
 
 def concatenate(blocks: list[Block]) -> Block:

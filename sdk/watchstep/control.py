@@ -80,16 +80,19 @@ class ControlDocument:
         try:
             stop = data.get("stop")
             return cls(
-                version=int(data["version"]),
+                version=_whole(data["version"]),
                 stop=StopRequest(
-                    str(stop["attempt"]), int(stop["step"]), str(stop["reason"]), str(stop.get("event", ""))
+                    str(stop["attempt"]),
+                    _whole(stop["step"]),
+                    str(stop["reason"]),
+                    str(stop.get("event", "")),
                 )
                 if stop
                 else None,
                 snapshots=tuple(
-                    SnapshotRequest(str(s["id"]), int(s["step"])) for s in data.get("snapshots", ())
+                    SnapshotRequest(str(s["id"]), _whole(s["step"])) for s in data.get("snapshots", ())
                 ),
-                cadence=tuple((str(name), int(every)) for name, every in data.get("cadence", ())),
+                cadence=tuple((str(name), _whole(every, 1)) for name, every in data.get("cadence", ())),
                 tombstone=str(data.get("tombstone", "")),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -104,5 +107,11 @@ class ControlDocument:
         """
         try:
             return cls.from_data(json.loads(data))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"control document: {error}", "let the service write it anew") from error
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"{str(value)[:80]!r} is not a whole number of at least {least}")
+    return value

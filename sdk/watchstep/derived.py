@@ -150,4 +150,5 @@ def _bin_of_rank(batch: StatisticsBatch, row: int, rank: int) -> tuple[float, fl
         seen += int(held)
         if seen >= rank:
             return float(low), float(high)
-    return float(edges[-1][0]), float(edges[-1][1])
+    # The histogram was not recorded, or not wholly: what is known are the extremes.
+    return -np.inf, np.inf

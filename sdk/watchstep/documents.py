@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from watchstep.errors import FormatError
 from watchstep.layout import SCHEMA_VERSION
@@ -103,15 +103,34 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
     try:
         held = json.loads(data)
         known = {entry.name: held[entry.name] for entry in fields(kind) if entry.name in held}
-        if int(known.get("schema", SCHEMA_VERSION)) > SCHEMA_VERSION:
+        if "rules" in known:
+            known["rules"] = tuple(dict(rule) for rule in known["rules"])
+        _check_types(kind, known)
+        if known.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
             raise FormatError(
                 f"{name}: schema {known['schema']}, this version reads up to {SCHEMA_VERSION}",
                 "read the run with a newer watchstep",
             )
-        if "rules" in known:
-            known["rules"] = tuple(dict(rule) for rule in known["rules"])
         return kind(**known)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(
             f"{name}: not a document of this kind ({error})", "write it anew, or remove it"
         ) from error
+
+
+def _check_types(kind: type[Document], known: dict[str, Any]) -> None:
+    """Refuse values of another type than the field's: readers count on them, whoever wrote the object."""
+    for name, hint in get_type_hints(kind).items():
+        if name in known and not _fits(known[name], hint):
+            raise ValueError(f"{name} is {str(known[name])[:80]!r}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return value in get_args(hint)
+    if hint is int:
+        return type(value) is int and -(2**63) <= value < 2**63
+    if origin is dict and get_args(hint)[1] is str:
+        return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
+    return isinstance(value, origin or hint)

@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 
 from watchstep.errors import BadNameError, FormatError
+from watchstep.tensors import MODES
 
 SCHEMA_VERSION = 1
 """Version of everything below a run's prefix; readers refuse a higher one."""
@@ -26,13 +27,16 @@ ATTEMPTS = "attempts/"
 ENDS = "end/"
 SNAPSHOTS = "tensors/"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# Numbers have one spelling, so that one object has one name: what parses prints back as it was.
+_NUMBER_PATTERN = r"0|[1-9][0-9]{0,17}"
 _SEGMENT = re.compile(
     r"stats/(?P<attempt>[^/]+)/(?P<node>[^/]+)/(?P<writer>[^/]+)/"
-    r"(?P<seq>\d{10})-(?P<first>\d{1,18})-(?P<last>\d{1,18})\.parquet"
+    rf"(?P<seq>[0-9]{{10}})-(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.parquet"
 )
 _SNAPSHOT = re.compile(
-    r"tensors/(?P<attempt>[^/]+)/(?P<worker>\d{1,9})/(?P<step>\d{1,18})-(?P<mode>[a-z]+)\.safetensors"
+    rf"tensors/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
+    rf"(?P<step>{_NUMBER_PATTERN})-(?P<mode>{'|'.join(MODES)})\.safetensors"
 )
 _SEQ_DIGITS = 10
 
@@ -47,12 +51,16 @@ def check_name(kind: str, value: str) -> str:
     Raises:
         BadNameError: for anything else, so that no name reaches outside its prefix.
     """
-    if not _NAME.fullmatch(value) or ".." in value:
+    if not _NAME.fullmatch(value):
         raise BadNameError(
             f"{kind} name {value!r} cannot be used",
             "use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, and no '..'",
         )
     return value
+
+
+def _are_names(*values: str) -> bool:
+    return all(_NAME.fullmatch(value) for value in values)
 
 
 def run_prefix(project: str, run: str) -> str:
@@ -70,8 +78,13 @@ class WriterId:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the writer's segments, relative to the run."""
-        return f"{SEGMENTS}{self.attempt}/{self.node}/{self.writer}/"
+        """Prefix of the writer's segments, relative to the run.
+
+        Raises:
+            BadNameError: a part of it could leave its place.
+        """
+        attempt, node = check_name("attempt", self.attempt), check_name("node", self.node)
+        return f"{SEGMENTS}{attempt}/{node}/{check_name('writer', self.writer)}/"
 
 
 @dataclass(frozen=True, order=True)
@@ -96,7 +109,11 @@ class SegmentKey:
             FormatError: when it is not a segment's key.
         """
         found = _SEGMENT.fullmatch(path)
-        if not found:
+        if (
+            not found
+            or not _are_names(found["attempt"], found["node"], found["writer"])
+            or int(found["first"]) > int(found["last"])
+        ):
             raise FormatError(
                 f"object {path!r} is not a segment", "leave only Watchstep's objects under stats/"
             )
@@ -116,7 +133,7 @@ class SnapshotKey:
     @property
     def path(self) -> str:
         """Key relative to the run."""
-        return f"{SNAPSHOTS}{self.attempt}/{self.worker}/{self.step}-{self.mode}.safetensors"
+        return f"{SNAPSHOTS}{check_name('attempt', self.attempt)}/{self.worker}/{self.step}-{self.mode}.safetensors"
 
     @classmethod
     def parse(cls, path: str) -> SnapshotKey:
@@ -126,7 +143,7 @@ class SnapshotKey:
             FormatError: when it is not a snapshot's key.
         """
         found = _SNAPSHOT.fullmatch(path)
-        if not found:
+        if not found or not _are_names(found["attempt"]):
             raise FormatError(
                 f"object {path!r} is not a snapshot", "leave only Watchstep's objects under tensors/"
             )

@@ -36,8 +36,8 @@ class ProcessIdentity:
             NotFoundError: there is none.
             ConfigError: the system has no /proc.
         """
-        start = int(_stat(pid)[_START_TIME])
-        return cls(pid, start, boot_id(), socket.gethostname())
+        boot = boot_id()  # first, so that a system without /proc is told as one
+        return cls(pid, int(_stat(pid)[_START_TIME]), boot, socket.gethostname())
 
     def is_running(self) -> bool:
         """Whether this very process still runs on this host; a zombie does not."""
@@ -45,7 +45,11 @@ class ProcessIdentity:
             fields = _stat(self.pid)
         except NotFoundError:
             return False
-        return self.boot == boot_id() and int(fields[_START_TIME]) == self.start_ticks and fields[_STATE] not in "ZX"
+        return (
+            self.boot == boot_id()
+            and int(fields[_START_TIME]) == self.start_ticks
+            and fields[_STATE] not in "ZX"
+        )
 
 
 def boot_id() -> str:

@@ -19,18 +19,16 @@ from watchstep.block import STAGES, Block, Places
 from watchstep.errors import FormatError
 from watchstep.histogram import Histograms
 from watchstep.layout import SCHEMA_VERSION
+from watchstep.segment_checks import MAX_BYTES, MAX_ROWS, PROBE, check_claims, check_values, checked_columns
 from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
 from watchstep.tensors import MODES, TensorInfo
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_BYTES = 256 * 1024 * 1024
-"""Largest segment, compressed or not, that a reader takes."""
+_MAX_CATALOGUE = 16 * 1024 * 1024
+__all__ = ["MAX_BYTES", "MAX_ROWS", "catalogue_bytes", "decode", "encode", "to_table"]
 
-MAX_ROWS = 5_000_000
-_MAX_CATALOGUE = 64 * 1024 * 1024
-_PROBE = "probe."
 _META = b"watchstep"
 _MEND = "the writer or the transfer damaged it; what other segments hold can still be read"
 
@@ -59,7 +57,7 @@ def encode(block: Block, catalogue: bytes | None = None) -> bytes:
         sink,
         compression="zstd",
         use_dictionary=["tensor", "mode", "stage"],
-        use_byte_stream_split=[*VALUE_COLUMNS, *(_PROBE + name for name in block.probes)],
+        use_byte_stream_split=[*VALUE_COLUMNS, *(PROBE + name for name in block.probes)],
         write_statistics=["step", "tensor"],
     )
     return sink.getvalue()
@@ -90,7 +88,7 @@ def to_table(block: Block) -> pa.Table:
     columns["histogram_bins"] = pa.ListArray.from_arrays(offsets, pa.array(held.histogram.bins))
     columns["histogram_counts"] = pa.ListArray.from_arrays(offsets, pa.array(held.histogram.counts))
     columns.update(
-        {_PROBE + name: pa.array(column, from_pandas=True) for name, column in block.probes.items()}
+        {PROBE + name: pa.array(column, from_pandas=True) for name, column in block.probes.items()}
     )
     return pa.table(columns)
 
@@ -114,8 +112,7 @@ def decode(data: bytes, name: str) -> Block:
     import pyarrow as pa
 
     try:
-        opened = _open(data, name)
-        return _to_block(opened)
+        return check_values(_to_block(_open(data, name)))
     except FormatError:
         raise
     except (
@@ -126,6 +123,7 @@ def decode(data: bytes, name: str) -> Block:
         TypeError,
         IndexError,
         OverflowError,
+        RecursionError,
         zlib.error,
     ) as error:
         reason = str(error).split("\n", 1)[0][:200]
@@ -139,20 +137,16 @@ def _open(data: bytes, name: str) -> _Opened:
     if len(data) > MAX_BYTES:
         raise FormatError(f"segment {name}: {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
     file = pq.ParquetFile(pa.BufferReader(data))
-    meta = file.metadata
-    claimed = sum(meta.row_group(group).total_byte_size for group in range(meta.num_row_groups))
-    if meta.num_rows > MAX_ROWS or claimed > MAX_BYTES:
-        raise FormatError(
-            f"segment {name}: claims {meta.num_rows} rows and {claimed} bytes, over the limits", _MEND
-        )
-    stored = meta.metadata or {}
+    stored = file.metadata.metadata or {}
     header = json.loads(stored[_META])
     if int(header["schema"]) > SCHEMA_VERSION:
         raise FormatError(
             f"segment {name}: schema {header['schema']}, this version reads up to {SCHEMA_VERSION}",
             "read it with a newer watchstep",
         )
-    return _Opened(file.read(), _catalogue(stored[_META + b".tensors"]))
+    columns = checked_columns(file.schema_arrow)
+    check_claims(file.metadata, columns)
+    return _Opened(file.read(columns, use_threads=False), _catalogue(stored[_META + b".tensors"]))
 
 
 def _catalogue(stored: bytes) -> tuple[TensorInfo, ...]:
@@ -166,6 +160,8 @@ def _catalogue(stored: bytes) -> tuple[TensorInfo, ...]:
 def _to_block(opened: _Opened) -> Block:
     table = opened.table.combine_chunks()
     known = {info.name: place for place, info in enumerate(opened.catalogue)}
+    if len(known) != len(opened.catalogue):
+        raise ValueError("two of its tensors have one name")
     statistics = StatisticsBatch(
         **{name: _ints(table, name, np.int64) for name in COUNT_COLUMNS},
         **{name: _floats(table, name) for name in VALUE_COLUMNS},
@@ -186,9 +182,7 @@ def _to_block(opened: _Opened) -> Block:
         ),
         statistics=statistics,
         probes={
-            name[len(_PROBE) :]: _floats(table, name)
-            for name in table.column_names
-            if name.startswith(_PROBE)
+            name[len(PROBE) :]: _floats(table, name) for name in table.column_names if name.startswith(PROBE)
         },
     )
 

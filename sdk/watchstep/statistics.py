@@ -189,9 +189,10 @@ def _moments(batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> tu
     share = sizes / total[group]
     mean = np.zeros(groups)
     np.add.at(mean, group, batch.mean[some] * share)
-    distance = batch.mean[some] - mean[group]
-    # A second pass over the parts takes out the rounding of the first.
-    np.add.at(mean, group, distance * share)
+    # A second pass over the parts takes out the rounding of the first; near float64's limit it would overflow.
+    rest = np.zeros(groups)
+    np.add.at(rest, group, (batch.mean[some] - mean[group]) * share)
+    mean += np.where(np.isfinite(rest), rest, 0.0)
     distance = batch.mean[some] - mean[group]
     m2 = np.zeros(groups)
     np.add.at(m2, group, batch.m2[some] + sizes * distance * distance)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from watchstep.errors import ConfigError, NotFoundError, StoreError
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
 _REQUEST_TIMEOUT = timedelta(seconds=10)
 _RETRY_TIMEOUT = timedelta(seconds=15)
+_METADATA_SERVICE = "http://169.254.169.254/"
+"""Where AWS clients look for credentials last; only asked where nothing else names any."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,15 @@ class Store:
             create: make a missing local folder.
 
         Raises:
-            ConfigError: the URL's scheme is not one of these.
+            ConfigError: the URL is empty, or its scheme is not one of these.
             StoreError: a local folder that is missing, or that cannot be made.
         """
         text = os.fspath(url)
-        scheme = urlsplit(text).scheme
+        scheme = checked_scheme(text)
         if scheme in _CLOUD_SCHEMES:
             return cls(text.rstrip("/"), _cloud_backend(text, scheme))
         if scheme == "file":
-            text = urlsplit(text).path
-        elif scheme:
-            raise ConfigError(
-                f"store {text!r}: unknown scheme {scheme!r}",
-                "use a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
-            )
+            return cls._open_folder(_folder_of(text), create=create)
         return cls._open_folder(Path(text).expanduser().absolute(), create=create)
 
     @classmethod
@@ -87,7 +84,7 @@ class Store:
     @property
     def location(self) -> str:
         """The URL of this prefix, or the path where the store is local; `Store.open` takes either."""
-        root = urlsplit(self.url).path if self.is_local else self.url
+        root = unquote(urlsplit(self.url).path) if self.is_local else self.url
         return f"{root}/{self._prefix}".rstrip("/")
 
     def child(self, prefix: str) -> Store:
@@ -150,11 +147,11 @@ class Store:
         )
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read ``length`` bytes of an object from ``start``; fewer where the object ends before.
+        """Read ``length`` bytes (at least 1) of an object from ``start``; fewer where the object ends before.
 
         Raises:
             NotFoundError: there is no such object.
-            StoreError: it could not be read.
+            StoreError: it could not be read, or ends at ``start`` or before.
         """
         import obstore
 
@@ -217,10 +214,10 @@ class Store:
 
         try:
             obstore.delete(self._backend, self._prefix + key)
-        except FileNotFoundError:
-            return
         except Exception as error:
-            raise self._translated("delete", key, error) from error
+            told = self._translated("delete", key, error)
+            if not isinstance(told, NotFoundError):
+                raise told from error
 
     def check_writable(self) -> None:
         """Write and remove a small object, so that a bad store is told before training starts.
@@ -244,6 +241,11 @@ class Store:
             return StoreError(f"store {self.url}: no such bucket", "create the bucket, or correct the URL")
         if isinstance(error, FileNotFoundError):
             return NotFoundError(f"object {named}: not found", "check the run's URL and the name")
+        if _METADATA_SERVICE in str(error):
+            return StoreError(
+                f"store {self.url}: no credentials found, cannot {verb} {key!r}",
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role",
+            )
         if _is_denial(error):
             return StoreError(
                 f"store {self.url}: access denied, cannot {verb} {key!r}",
@@ -254,10 +256,33 @@ class Store:
         )
 
 
+def checked_scheme(url: str) -> str:
+    """The scheme of a store's URL; empty for a path.
+
+    Raises:
+        ConfigError: there is no such store.
+    """
+    scheme = urlsplit(url).scheme
+    if not url or (scheme and scheme != "file" and scheme not in _CLOUD_SCHEMES):
+        raise ConfigError(
+            f"store {url!r}: unknown scheme {scheme!r}" if url else "store: no URL given",
+            "use a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+        )
+    return scheme
+
+
+def _folder_of(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in {"", "localhost"} or not parts.path:
+        raise ConfigError(f"store {url!r}: no absolute path", "write file:///absolute/path, or a plain path")
+    return Path(unquote(parts.path))
+
+
 def _is_denial(error: Exception) -> bool:
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-    signs = ("403", "401", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Permission denied")
+    # Signs that no key or bucket can carry: an error's text quotes both.
+    signs = ("status code: 403", "status code: 401", "(os error 13)")
     return isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or any(
         sign in str(error) for sign in signs
     )

@@ -16,6 +16,8 @@ ACTIVATIONS = "activations"
 LOSSES = "losses"
 METRICS = "metrics"
 
+_MAX_SIZE = 2**63
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -74,6 +76,14 @@ class TensorInfo:
             TypeError, ValueError, KeyError: the data has another form.
         """
         known = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
-        known["collections"] = tuple(str(name) for name in known["collections"])
-        known["shape"] = tuple(int(size) for size in known.get("shape", ()))
-        return cls(**known)
+        known["collections"] = tuple(known["collections"])
+        known["shape"] = tuple(known.get("shape", ()))
+        info = cls(**known)
+        words = (info.name, info.role, info.module, info.module_type, info.dtype, info.optimizer)
+        if not all(isinstance(word, str) for word in (*words, *info.collections)):
+            raise TypeError(f"tensor {str(info.name)[:80]!r}: a word is not text")
+        if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in (info.order, *info.shape)):
+            raise ValueError(f"tensor {info.name[:80]!r}: its order or shape is impossible")
+        if type(info.derived) is not bool:
+            raise TypeError(f"tensor {info.name[:80]!r}: derived is neither true nor false")
+        return info

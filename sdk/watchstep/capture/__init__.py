@@ -1,0 +1,1 @@
+"""Capture: select → measure → hand over → write → announce. Data flows one way."""

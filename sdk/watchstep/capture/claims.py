@@ -1,0 +1,44 @@
+"""Claims on the store: the run, the attempt and the writer's name, each by creating an object only if absent."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from watchstep import documents
+from watchstep.capture.identity import Identity
+from watchstep.errors import StoreError
+from watchstep.layout import RUN_DOCUMENT, WriterId, attempt_document
+from watchstep.store import Store
+
+_MOST_ATTEMPTS = 1000
+
+
+def claim_attempt(
+    store: Store, run: documents.RunDocument, attempt: documents.AttemptDocument, identity: Identity
+) -> WriterId:
+    """Make the run if it is new, and claim or join the attempt.
+
+    All ranks of an attempt share its id, and join it. A lone worker that finds the id taken was started again under
+    the same launcher: it claims the next free one, ``<id>.2`` and so on.
+
+    Returns:
+        The writer that this worker is.
+
+    Raises:
+        StoreError: the store refused, or a thousand attempts are taken.
+    """
+    store.create(RUN_DOCUMENT, documents.encode(run))
+    if identity.world_size > 1:
+        store.create(attempt_document(identity.attempt), documents.encode(attempt))
+        return identity.writer()
+    for number in range(1, _MOST_ATTEMPTS):
+        name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
+        if store.create(attempt_document(name), documents.encode(replace(attempt, attempt=name))):
+            return replace(identity, attempt=name).writer()
+    raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")
+
+
+def fresh_writer(writer: WriterId) -> WriterId:
+    """The same writer under a name that nobody else has."""
+    return replace(writer, writer=f"{writer.writer.split('-')[0]}-{secrets.token_hex(3)}")

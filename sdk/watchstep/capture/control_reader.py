@@ -1,0 +1,49 @@
+"""The worker's view of its control document: from the service's answers, or from the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from watchstep.capture.health import Health
+from watchstep.control import MAX_BYTES, ControlDocument
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.layout import CONTROL_DOCUMENT
+from watchstep.store import Store
+
+
+class ControlReader:
+    """Keeps the newest document seen, and tells of each newer one. Runs on the writer's thread.
+
+    Attributes:
+        attempt: the attempt that this worker claimed; empty before that.
+    """
+
+    def __init__(
+        self, changed: Callable[[ControlDocument, str], None], health: Health, interval: float
+    ) -> None:
+        self._changed = changed
+        self._health = health
+        self._interval = interval
+        self._next = 0.0
+        self._document = ControlDocument()
+        self.attempt = ""
+
+    def accept(self, document: ControlDocument) -> None:
+        """A document from the service; also puts off the next look at the store."""
+        self._next = time.monotonic() + self._interval
+        if document.version > self._document.version:
+            self._document = document
+            self._changed(document, self.attempt)
+
+    def refresh(self, store: Store) -> None:
+        """Look at the store, if no service has answered for a while."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._interval
+        try:
+            self.accept(ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES)))
+        except NotFoundError:
+            return
+        except (StoreError, FormatError) as error:
+            self._health.fault("control document", error)

@@ -1,0 +1,48 @@
+"""What the recorder knows of itself: what it wrote, what it dropped, what went wrong."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+_log = logging.getLogger("watchstep")
+_MAX_KINDS = 32
+
+
+class Health:
+    """Counters of one recorder. Thread-safe; nothing here ever raises."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._faults: dict[str, str] = {}
+        self._notes: dict[str, str] = {}
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0) + by
+
+    def fault(self, where: str, error: BaseException) -> None:
+        """Note a fault of the recorder; each kind is logged once."""
+        text = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
+        with self._lock:
+            self._counts["faults"] = self._counts.get("faults", 0) + 1
+            new = where not in self._faults and len(self._faults) < _MAX_KINDS
+            if new:
+                self._faults[where] = text
+        if new:
+            _log.warning(
+                "watchstep: %s: %s. Training goes on; further faults of this kind are counted.", where, text
+            )
+
+    def note(self, name: str, text: str) -> None:
+        """Say something about what is recorded, e.g. that activations are not observed, and why."""
+        with self._lock:
+            self._notes[name] = text
+
+    def as_data(self) -> dict[str, Any]:
+        """A JSON-ready copy."""
+        with self._lock:
+            return {"counts": dict(self._counts), "faults": dict(self._faults), "notes": dict(self._notes)}

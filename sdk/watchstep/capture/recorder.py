@@ -1,0 +1,121 @@
+"""Steps: what belongs to which, when one is over, and whether to stop. Framework-neutral, on the training thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
+from watchstep.capture.health import Health
+from watchstep.capture.record import Group, Record
+from watchstep.control import StopRequest
+from watchstep.kernels.interface import Measurement
+from watchstep.kernels.ready import Ready
+from watchstep.statistics import scalars
+from watchstep.stopping import OnStop, StopTraining
+from watchstep.tensors import LOSSES, METRICS, Mode, TensorInfo
+
+
+class Recorder:
+    """Collects what is measured during a step, and hands it over when the next one begins.
+
+    A step is *finished* by the optimizer and *handed over* when something of the next begins, so that a loss that is
+    logged after the update still belongs to it.
+    """
+
+    def __init__(self, worker: int, queue: BoundedQueue, health: Health, on_stop: OnStop) -> None:
+        self.step = 0
+        self.worker = worker
+        self.stopped: StopRequest | None = None
+        self._queue = queue
+        self._health = health
+        self._on_stop = on_stop
+        self._stop_request: StopRequest | None = None
+        self._pending: list[Record] = []
+        self._scalars: dict[tuple[Mode, str], tuple[TensorInfo, float]] = {}
+        self._finished = False
+        self._nonfinite = False
+        self._was_nonfinite = False
+        self._group_of_scalars: dict[tuple[TensorInfo, ...], Group] = {}
+
+    @property
+    def last_finished(self) -> int:
+        """The last step whose update is done; -1 before the first."""
+        return self.step if self._finished else self.step - 1
+
+    def begin(self) -> None:
+        """Something of a training step happens: if the last one is finished, this is the next."""
+        if self._finished:
+            self.hand_over()
+            self.step += 1
+            self._finished = False
+
+    def add(self, group: Group, measurement: Measurement, mode: Mode = "train") -> None:
+        """Record statistics at the current step."""
+        if not group.tensors:
+            return
+        self._pending.append(Record(self.step, mode, self.worker, time.time_ns(), group, measurement))
+        self._nonfinite |= bool(measurement.nonfinite)
+
+    def scalar(self, name: str, value: float, mode: Mode = "train", *, derived: bool = False) -> None:
+        """Record a number; a later one of the same name and step replaces it, unless that is only derived."""
+        held = self._scalars.get((mode, name))
+        if derived and held is not None and not held[0].derived:
+            return
+        self._scalars[mode, name] = (scalar_info(name, derived=derived), float(value))
+
+    def finish(self) -> None:
+        """The update of the current step is done.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
+        self._finished = True
+        request = self._stop_request
+        if request is not None and self.step >= request.step and self.stopped is None:
+            self.stopped = request
+            self._obey(request)
+
+    def ask_to_stop(self, request: StopRequest) -> None:
+        """Let the first step at or after the request's be the last. Called from the writer's thread."""
+        self._stop_request = request
+
+    def hand_over(self) -> None:
+        """Give what was recorded of the current step to the writer; drop and count it where the queue is full."""
+        self._flush_scalars()
+        if not self._pending:
+            return
+        item = FinishedStep(self.step, tuple(self._pending))
+        self._pending = []
+        urgent = self._nonfinite and not self._was_nonfinite
+        self._was_nonfinite, self._nonfinite = self._nonfinite, False
+        if not self._queue.offer(item, urgent=urgent):
+            self._health.count("dropped_rows", item.rows)
+            self._health.count("dropped_steps")
+
+    def _flush_scalars(self) -> None:
+        by_mode: dict[Mode, list[tuple[TensorInfo, float]]] = {}
+        for (mode, _), entry in self._scalars.items():
+            by_mode.setdefault(mode, []).append(entry)
+        self._scalars = {}
+        for mode, entries in by_mode.items():
+            infos = tuple(info for info, _ in entries)
+            group = self._group_of_scalars.setdefault(infos, Group.of(infos))
+            self.add(group, Ready(scalars([value for _, value in entries])), mode)
+
+    def _obey(self, request: StopRequest) -> None:
+        if self._on_stop == "ignore":
+            return
+        self.hand_over()
+        if self._on_stop == "raise":
+            raise StopTraining(request, self.step)
+        call: Callable[[StopRequest], None] = self._on_stop
+        call(request)
+
+
+def scalar_info(name: str, *, derived: bool = False) -> TensorInfo:
+    """A loss, if its name says so, or else a metric."""
+    loss = "loss" in name.lower()
+    return TensorInfo(
+        name, (LOSSES if loss else METRICS,), "loss" if loss else "metric", dtype="float64", derived=derived
+    )

@@ -1,0 +1,126 @@
+"""What the SDK says to the service: registrations and announcements. Hints, never a must."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from watchstep.control import ControlDocument
+from watchstep.errors import ConfigError, FormatError, ServiceError
+from watchstep.layout import SegmentKey
+
+SERVICE = "WATCHSTEP_SERVICE"
+TOKEN = "WATCHSTEP_TOKEN"  # noqa: S105 - the name of a variable
+_TIMEOUT_SECONDS = 5.0
+_MAX_ANSWER = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """Where the service answers, and the token to show it."""
+
+    url: str
+    token: str = ""
+
+    @classmethod
+    def from_environment(cls) -> ServiceAddress | None:
+        """The service that ``WATCHSTEP_SERVICE`` names, if it names one.
+
+        Raises:
+            ConfigError: it is no http or https URL.
+        """
+        url = os.environ.get(SERVICE, "")
+        return cls.checked(url, os.environ.get(TOKEN, "")) if url else None
+
+    @classmethod
+    def checked(cls, url: str, token: str) -> ServiceAddress:
+        """An address.
+
+        Raises:
+            ConfigError: it is no http or https URL.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"service {url!r}: no http or https URL", "use the URL that 'watchstep serve' prints"
+            )
+        return cls(url.rstrip("/"), token)
+
+
+class ServiceClient:
+    """A few requests for one project. Blocks up to five seconds each; never called on the training thread."""
+
+    def __init__(self, address: ServiceAddress, project: str) -> None:
+        self._address = address
+        self._runs = f"{address.url}/v1/projects/{quote(project, safe='')}/runs"
+
+    def register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a run known, with its rules and job.
+
+        Args:
+            registration: the body of ``POST /v1/projects/{project}/runs``.
+
+        Raises:
+            ServiceError: the service refused, or did not answer.
+        """
+        return self._post(self._runs, registration)
+
+    def announce(self, run: str, key: SegmentKey, health: Mapping[str, Any]) -> ControlDocument:
+        """Say that a segment lies on the store.
+
+        Returns:
+            The control document of the run.
+
+        Raises:
+            ServiceError: the service refused, or did not answer.
+        """
+        body = {
+            "attempt": key.writer.attempt,
+            "node": key.writer.node,
+            "writer": key.writer.writer,
+            "seq": key.seq,
+            "first": key.first,
+            "last": key.last,
+            "health": health,
+        }
+        answer = self._post(f"{self._runs}/{quote(run, safe='')}/announcements", body)
+        try:
+            return ControlDocument.from_data(answer["control"])
+        except (KeyError, FormatError) as error:
+            raise ServiceError(
+                f"service {self._address.url}: no control document in its answer", _MEND
+            ) from error
+
+    def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._address.token}"}
+        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
+            url, json.dumps(body, default=str).encode(), headers, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:  # noqa: S310 - as above
+                data = json.loads(answer.read(_MAX_ANSWER))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refusal(self._address.url, error) from None
+        except (OSError, ValueError) as error:
+            raise ServiceError(f"service {self._address.url}: no answer ({error})", _MEND) from error
+        if not isinstance(data, dict):
+            raise ServiceError(f"service {self._address.url}: an answer of another form", _MEND)
+        return data
+
+
+_MEND = "check the URL, and that 'watchstep serve' runs there; recording goes on without it"
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> ServiceError:
+    try:
+        problem = json.loads(error.read(_MAX_ANSWER))
+        detail, mend = str(problem.get("detail", "")), str(problem.get("mend", ""))
+    except (OSError, ValueError, AttributeError):
+        detail, mend = "", ""
+    return ServiceError(f"service {url}: refused ({error.code} {detail or error.reason})", mend or _MEND)

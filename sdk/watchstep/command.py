@@ -1,0 +1,40 @@
+"""The ``watchstep`` command. ``run`` is the SDK's own; all others belong to the packages above it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+
+from watchstep.errors import ConfigError, WatchstepError
+
+EXIT_ERROR = 2
+
+
+def main() -> None:
+    """Run the command line; what a user did wrong is said in two lines, with exit code 2."""
+    arguments = sys.argv[1:]
+    try:
+        if arguments[:1] == ["run"]:
+            from watchstep.launch.run_command import main as run
+
+            run(arguments[1:])
+        _application()(arguments)
+    except WatchstepError as error:
+        sys.stderr.write(f"watchstep: {error}\n")
+        raise SystemExit(EXIT_ERROR) from None
+
+
+def _application():  # type: ignore[no-untyped-def]
+    """The commands that come with the service."""
+    for entry in entry_points(group="watchstep.commands"):
+        try:
+            return entry.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"this command is not installed ({error})", "pip install 'watchstep[server]'"
+            ) from error
+    raise ConfigError("this command is not installed", "pip install 'watchstep[server]'")
+
+
+if __name__ == "__main__":
+    main()

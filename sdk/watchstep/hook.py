@@ -1,0 +1,339 @@
+"""The hook: what a training program holds, and all that it needs to know of recording."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from watchstep import documents, rule_files
+from watchstep.capture.bounded_queue import BoundedQueue
+from watchstep.capture.config import CaptureConfig
+from watchstep.capture.control_reader import ControlReader
+from watchstep.capture.health import Health
+from watchstep.capture.identity import Identity, resolve
+from watchstep.capture.recorder import Recorder
+from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.writer import Target, Writer
+from watchstep.control import ControlDocument, StopRequest
+from watchstep.errors import ConfigError
+from watchstep.layout import run_prefix
+from watchstep.stopping import OnStop, StopTraining
+from watchstep.store import Store, checked_scheme
+from watchstep.tensors import MODES, Mode
+
+if TYPE_CHECKING:
+    from watchstep.pytorch.watch import Watch
+
+STORE = "WATCHSTEP_STORE"
+ON_STOP = "WATCHSTEP_ON_STOP"
+
+_log = logging.getLogger("watchstep")
+_live: weakref.WeakSet[Hook] = weakref.WeakSet()
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _guarded(method: _Method) -> _Method:
+    """Keep the recorder's own faults out of training; `StopTraining` and wrong arguments pass."""
+
+    @functools.wraps(method)
+    def call(self: Hook, *args: Any, **kwargs: Any) -> Any:
+        if self._off:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except (StopTraining, ConfigError):
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault(method.__name__, error)
+            return None
+
+    return call  # type: ignore[return-value]
+
+
+class Hook:
+    """Records one worker of one run.
+
+    Nothing that happens to the store, the service or the recorder itself reaches the program; `health` tells of it.
+
+    Example::
+
+        hook = watchstep.Hook("s3://bucket/runs")
+        hook.watch(model, optimizer)
+        for x, y in batches:
+            ...
+            hook.log(loss=loss)
+        hook.close()
+    """
+
+    def __init__(
+        self,
+        store_url: str | os.PathLike[str] | None = None,
+        *,
+        project: str | None = None,
+        run: str | None = None,
+        rules: str | os.PathLike[str] | None = None,
+        on_stop: OnStop | None = None,
+        config: CaptureConfig | None = None,
+    ) -> None:
+        """Start to record.
+
+        Args:
+            store_url: where runs lie; or ``WATCHSTEP_STORE``, or ``./watchstep-runs``.
+            project: or ``WATCHSTEP_PROJECT``, or ``default``.
+            run: the run's id; or ``WATCHSTEP_RUN``, or a new one.
+            rules: a rule file that the service shall judge this run by, besides its own.
+            on_stop: what a stop does: ``"ignore"`` (the default), ``"raise"`` `StopTraining` at the end of a step,
+                or a function that is called with the `StopRequest`; or ``WATCHSTEP_ON_STOP``.
+            config: what to record, how often.
+
+        Raises:
+            ConfigError, RuleError: an argument or variable is wrong. A store that cannot be reached is no such error.
+        """
+        url = os.fspath(store_url or os.environ.get(STORE) or "watchstep-runs")
+        scheme = checked_scheme(url)
+        self.store_url = url if scheme else Path(url).expanduser().absolute().as_uri()
+        self.config = config or CaptureConfig()
+        self._identity = resolve(project, run)
+        self._on_stop = _checked_on_stop(on_stop or os.environ.get(ON_STOP) or "ignore")
+        rule_data = tuple(rule_files.load(rules)) if rules is not None else ()
+        address = ServiceAddress.from_environment()
+        bounds = self.config.bounds
+        self._mode: Mode = "train"
+        self._off = False
+        self._ended = False
+        self._watches: list[Watch] = []
+        self._snapshot_due = False
+        self._health = Health()
+        self._queue = BoundedQueue(bounds.queue_bytes)
+        self._recorder = Recorder(self._identity.worker, self._queue, self._health, self._on_stop)
+        self._control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
+        target = Target(
+            open_store=self._open_store,
+            identity=self._identity,
+            run=_run_document(self._identity, rule_data, self.config),
+            attempt=_attempt_document(self._identity, self._on_stop),
+            service=ServiceClient(address, self._identity.project) if address else None,
+        )
+        self._writer = Writer(target, self._queue, self._control, self._health, bounds)
+        self._writer.start()
+        _live.add(self)
+        _watch_process_end()
+        _log.info("watchstep: recording %s", self.run_url)
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+        return self._identity.run
+
+    @property
+    def run_url(self) -> str:
+        """What `watchstep.open_run` takes to read this run."""
+        return f"{self.store_url.rstrip('/')}/{run_prefix(self._identity.project, self._identity.run).rstrip('/')}"
+
+    @property
+    def health(self) -> dict[str, Any]:
+        """Counters, faults and notes of the recorder: what was written, what was dropped, what is not observed."""
+        return self._health.as_data()
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of what is logged from now on: train, eval, predict or global."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"mode {mode!r}", f"use one of {', '.join(MODES)}")
+        self._mode = mode
+
+    def watch(self, model: Any, optimizer: Any = None) -> None:
+        """Record a PyTorch model's weights, gradients and activations.
+
+        Args:
+            model: a `torch.nn.Module`, also compiled or wrapped for distributed training.
+            optimizer: whose steps count; the first one that updates the model where it is left out.
+
+        Raises:
+            ConfigError: the model cannot be watched; the message says why.
+        """
+        if self._off:
+            return
+        from watchstep.pytorch.watch import Watch
+
+        self._watches.append(Watch(self, model, optimizer))
+
+    @_guarded
+    def log(
+        self, values: Mapping[str, Any] | None = None, /, *, mode: Mode | None = None, **scalars: Any
+    ) -> None:
+        """Record numbers at the current step. Names with "loss" in them are losses, others metrics.
+
+        Args:
+            values: name → number, for names that are no Python names.
+            mode: where it is not the hook's own.
+            **scalars: name=number; a tensor of one element is read without waiting for its device.
+        """
+        for name, value in {**(values or {}), **scalars}.items():
+            if hasattr(value, "detach"):
+                from watchstep.pytorch.scalars import record_tensor
+
+                record_tensor(self._recorder, name, value, mode or self._mode)
+            else:
+                self._recorder.scalar(name, value, mode or self._mode)
+
+    @_guarded
+    def step(self) -> None:
+        """Say that a step is done, where no optimizer does; from then on only this counts steps.
+
+        Raises:
+            StopTraining: a stop is due and the program opted in.
+        """
+        for watch in self._watches:
+            watch.counts_steps = False
+        self._recorder.begin()
+        self._recorder.finish()
+
+    def snapshot(self) -> None:
+        """Write the full weights and gradients of the next step that is updated."""
+        self._snapshot_due = True
+
+    def close(self) -> None:
+        """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
+        self._end("stopped" if self._recorder.stopped else "completed")
+
+    def __enter__(self) -> Hook:  # noqa: PYI034 - Self comes with Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, StopTraining):
+            self.close()
+        else:
+            self._end("failed", f"{type(error).__name__}: {error}")
+
+    def _end(self, state: documents.EndState, reason: str = "") -> None:
+        if self._ended:
+            return
+        self._ended = True
+        for watch in self._watches:
+            watch.detach()
+        try:
+            last = self._recorder.last_finished
+            self._recorder.hand_over()
+            stopped = self._recorder.stopped
+            end = documents.EndDocument(
+                worker=self._identity.worker,
+                state=state,
+                last_step=last,
+                ended_ns=time.time_ns(),
+                segments=0,
+                writer="",
+                reason=(reason or (stopped.reason if stopped else ""))[:500],
+            )
+            if not self._writer.close(end):
+                _log.warning(
+                    "watchstep: %s: not everything was written: %s", self.run_url, self._health.as_data()
+                )
+        except Exception as error:  # noqa: BLE001 - ending must not break the program's own
+            self._health.fault("close", error)
+        self._off = True
+
+    def _open_store(self) -> Store:
+        prefix = run_prefix(self._identity.project, self._identity.run)
+        return Store.open(self.store_url, create=True).child(prefix)
+
+    def _control_changed(self, document: ControlDocument, attempt: str) -> None:
+        if document.stop is not None and document.stop.attempt == attempt:
+            self._recorder.ask_to_stop(document.stop)
+        elif document.tombstone:
+            self._recorder.ask_to_stop(
+                StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
+            )
+        if document.snapshots:
+            self._snapshot_due = True
+
+    def _forget(self) -> None:
+        """Record nothing more: this is a forked child, and the run is its parent's."""
+        self._off = True
+        self._ended = True
+        for watch in self._watches:
+            watch.detach()
+
+
+def active_hooks() -> list[Hook]:
+    """The hooks of this process that still record."""
+    return [hook for hook in _live if not hook._ended]  # noqa: SLF001 - same module
+
+
+def _checked_on_stop(on_stop: Any) -> OnStop:
+    if callable(on_stop) or on_stop in {"ignore", "raise"}:
+        return on_stop  # type: ignore[no-any-return]
+    raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "raise" or a function')
+
+
+def _run_document(
+    identity: Identity, rules: tuple[dict[str, Any], ...], config: CaptureConfig
+) -> documents.RunDocument:
+    return documents.RunDocument(
+        project=identity.project,
+        run=identity.run,
+        created_ns=time.time_ns(),
+        rules=rules,
+        config={
+            "collections": {name: vars(cadence) for name, cadence in config.collections.items()},
+            "snapshot_every": config.snapshot_every,
+        },
+        environment={
+            "python": platform.python_version(),
+            "host": socket.gethostname(),
+            "program": Path(sys.argv[0]).name if sys.argv else "",
+        },
+    )
+
+
+def _attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptDocument:
+    return documents.AttemptDocument(
+        attempt=identity.attempt,
+        started_ns=time.time_ns(),
+        world_size=identity.world_size,
+        on_stop="callback" if callable(on_stop) else on_stop,
+        host=socket.gethostname(),
+    )
+
+
+@functools.cache
+def _watch_process_end() -> None:
+    """Once a process: end the hooks when it exits, note an exception that ends it, and forget them in forks."""
+    previous = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for hook in active_hooks():
+            hook._end("failed", f"{kind.__name__}: {error}")  # noqa: SLF001 - same module
+        previous(kind, error, trace)
+
+    sys.excepthook = note
+    atexit.register(_close_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_all)
+
+
+def _close_all() -> None:
+    for hook in active_hooks():
+        hook.close()
+
+
+def _forget_all() -> None:
+    for hook in active_hooks():
+        hook._forget()  # noqa: SLF001 - same module

@@ -1,0 +1,1 @@
+"""Kernels: one pass over many tensors that gives their statistics. All behind `Kernel`, all to the same figures."""

@@ -1,0 +1,23 @@
+"""A measurement that is complete already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from watchstep.statistics import StatisticsBatch
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Statistics at hand."""
+
+    statistics: StatisticsBatch
+
+    @property
+    def nonfinite(self) -> bool | None:
+        """Whether some element is NaN or infinite."""
+        return bool(self.statistics.nonfinite.any())
+
+    def collect(self) -> StatisticsBatch:
+        """The statistics."""
+        return self.statistics

@@ -1,0 +1,160 @@
+"""``watchstep run``: start a program so that it records itself, with no change to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from watchstep import documents, rule_files
+from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
+from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress, ServiceClient
+from watchstep.control import MAX_BYTES, ControlDocument
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep.hook import STORE
+from watchstep.launch.environment import Launch, environment
+from watchstep.layout import CONTROL_DOCUMENT, RUN_DOCUMENT, check_name, run_prefix
+from watchstep.process_identity import ProcessIdentity
+from watchstep.stopping import EXIT_TOMBSTONE
+from watchstep.store import Store, checked_scheme
+
+_ISOLATING = {"I", "S", "E"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parsed = argparse.ArgumentParser(
+        prog="watchstep run",
+        description="Start a program so that it records itself. Its arguments, exit code, signals and output are its own.",
+    )
+    parsed.add_argument("--store", help=f"where runs lie: a folder or s3://, gs://, az:// (or {STORE})")
+    parsed.add_argument("--project", help=f"the project (or {PROJECT}; else 'default')")
+    parsed.add_argument("--run", dest="run_id", help=f"the run's id (or {RUN}; else a new one)")
+    parsed.add_argument("--rules", help="a rule file to judge this run by")
+    parsed.add_argument(
+        "--service", help=f"URL of the service (or {SERVICE}; else the one that serves the store here)"
+    )
+    parsed.add_argument(
+        "--on-stop",
+        choices=["ignore", "raise"],
+        default="raise",
+        help="when a rule stops the run: raise StopTraining at the end of a step (default), or leave it to the job's end",
+    )
+    parsed.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM …", help="what to start")
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Settle the run, make it known, and become the program.
+
+    Raises:
+        WatchstepError: an option is wrong, the store cannot be written, or the service refuses.
+    """
+    options = parser().parse_args(arguments)
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        raise ConfigError("watchstep run: no program", "watchstep run [options] -- python train.py")
+    executable = shutil.which(program[0])
+    if executable is None:
+        raise ConfigError(f"watchstep run: program {program[0]!r} not found", "check its name and PATH")
+    launch = _settle(options)
+    rules = rule_files.load(options.rules) if options.rules else []
+    _make_run(launch, rules)
+    _register(launch, rules)
+    _warn_if_isolated(program)
+    sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}\n")
+    sys.stderr.flush()
+    os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - it is what the user asked for
+
+
+def _settle(options: argparse.Namespace) -> Launch:
+    url = options.store or os.environ.get(STORE) or "watchstep-runs"
+    if not checked_scheme(url):
+        url = Path(url).expanduser().absolute().as_uri()
+    return Launch(
+        store_url=url,
+        project=check_name("project", options.project or os.environ.get(PROJECT) or "default"),
+        run=check_name("run", options.run_id or os.environ.get(RUN) or new_run_id()),
+        attempt=new_nonce(),
+        service=_service(options.service, url),
+        on_stop=options.on_stop,
+    )
+
+
+def _service(url: str | None, store_url: str) -> ServiceAddress | None:
+    """The service named, or the embedded one that serves this store on this machine."""
+    if url:
+        return ServiceAddress.checked(url, os.environ.get(TOKEN, ""))
+    return ServiceAddress.from_environment() or local_service(store_url)
+
+
+def local_service(store_url: str) -> ServiceAddress | None:
+    """The embedded service that serves a local store, as it left its address there; None where none runs."""
+    if not store_url.startswith("file:"):
+        return None
+    note = Path(store_url.removeprefix("file://")) / ".watchstep" / "service.json"
+    try:
+        held = json.loads(note.read_text(encoding="utf-8"))
+        alive = ProcessIdentity(**held["process"]).is_running()
+        return ServiceAddress.checked(str(held["url"]), str(held["token"])) if alive else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{note}: cannot be used ({error})", "remove it, or name the service by --service"
+        ) from error
+
+
+def _make_run(launch: Launch, rules: list[dict[str, Any]]) -> None:
+    """Make the run, unless it is there; refuse one that was stopped for good."""
+    root = Store.open(launch.store_url, create=True)
+    root.check_writable()
+    store = root.child(run_prefix(launch.project, launch.run))
+    try:
+        control = ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES))
+    except NotFoundError:
+        control = ControlDocument()
+    if control.tombstone:
+        sys.stderr.write(
+            f"watchstep: run {launch.run} was stopped ({control.tombstone}) and does not start again.\n"
+            "  mend: start it under a new run id\n"
+        )
+        raise SystemExit(EXIT_TOMBSTONE)
+    document = documents.RunDocument(launch.project, launch.run, time.time_ns(), tuple(rules))
+    store.create(RUN_DOCUMENT, documents.encode(document))
+
+
+def _register(launch: Launch, rules: list[dict[str, Any]]) -> None:
+    if launch.service is None:
+        if rules:
+            sys.stderr.write(
+                "watchstep: no service: the rules are kept with the run, and judged when one watches this store"
+                f" (watchstep serve --store {launch.store_url})\n"
+            )
+        return
+    me = ProcessIdentity.of(os.getpid())  # exec keeps both the id and the start time
+    job = {"backend": "local", "id": str(me.pid), "identity": asdict(me)}
+    client = ServiceClient(launch.service, launch.project)
+    client.register({"run": launch.run, "attempt": launch.attempt, "rules": rules, "job": job})
+
+
+def _warn_if_isolated(program: Sequence[str]) -> None:
+    """Python's -I, -S and -E keep the injected code from running: say so, rather than record nothing in silence."""
+    if not Path(program[0]).name.startswith("python"):
+        return
+    for argument in program[1:]:
+        if not argument.startswith("-") or argument.startswith("--") or argument[1:2] in {"c", "m"}:
+            return
+        if found := _ISOLATING & set(argument[1:]):
+            sys.stderr.write(
+                f"watchstep: not attached: python -{found.pop()} ignores what watchstep run adds."
+                " Leave the flag out, or use watchstep.Hook in the program.\n"
+            )
+            return

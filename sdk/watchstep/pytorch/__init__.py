@@ -1,0 +1,1 @@
+"""PyTorch: what a model holds, and when it steps. Nothing here changes training."""

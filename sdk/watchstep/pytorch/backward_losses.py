@@ -1,0 +1,109 @@
+"""Losses found at ``backward()``, where the program does not log them.
+
+No hook of PyTorch sees ``backward()``, and a `TorchFunctionMode` costs 1.7 times the CPU; so
+`torch.autograd.backward`, which ``Tensor.backward`` calls, is wrapped once for the process. Each place in the program
+that calls it is one loss: the first is named ``loss``, the next ``loss_2``. Under a gradient scaler the loss before
+scaling is taken. A loss that was divided for accumulation is as the program divided it: it is marked derived.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_UNSCALED = "_watchstep_unscaled"
+_MOST_PLACES = 16
+_installed: list[bool] = []
+
+
+@dataclass(frozen=True)
+class FoundLoss:
+    """A loss as ``backward()`` met it."""
+
+    name: str
+    value: Tensor
+
+
+class LossListener(Protocol):
+    """Is told of losses, before their gradients are computed."""
+
+    def found(self, loss: FoundLoss) -> None:
+        """A loss of the step that is under way."""
+        ...
+
+
+_listeners: list[weakref.ref[LossListener]] = []
+_places: dict[tuple[str, int], str] = {}
+
+
+def listen(listener: LossListener) -> None:
+    """Tell a listener of losses for as long as it lives."""
+    install()
+    _listeners.append(weakref.ref(listener))
+
+
+def forget(listener: LossListener) -> None:
+    """Tell it no more."""
+    _listeners[:] = [held for held in _listeners if held() not in {None, listener}]
+
+
+def install() -> None:
+    """Wrap `torch.autograd.backward` and the gradient scaler, once."""
+    if _installed:
+        return
+    _installed.append(True)
+    torch.autograd.backward = _telling(torch.autograd.backward)
+    scaler = torch.amp.GradScaler
+    scaler.scale = _remembering(scaler.scale)  # type: ignore[method-assign]
+
+
+def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if _listeners and isinstance(tensors, Tensor) and tensors.numel() == 1:
+            _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
+        return backward(tensors, *args, **kwargs)
+
+    return call
+
+
+def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def call(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
+            setattr(scaled, _UNSCALED, outputs.detach())
+        return scaled
+
+    return call
+
+
+def _tell(loss: Tensor, frame: FrameType) -> None:
+    name = _name_of(frame)
+    if name is None:
+        return
+    value = getattr(loss, _UNSCALED, None)
+    found = FoundLoss(name, loss.detach() if value is None else value)
+    for held in _listeners:
+        if (listener := held()) is not None:
+            listener.found(found)
+
+
+def _name_of(frame: FrameType | None) -> str | None:
+    """The name of the place outside PyTorch from which ``backward()`` is called; None past the sixteenth."""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+    if place not in _places:
+        if len(_places) >= _MOST_PLACES:
+            return None
+        _places[place] = f"loss_{len(_places) + 1}" if _places else "loss"
+    return _places[place]

@@ -1,0 +1,186 @@
+"""A watched model: which of its tensors are due at a step, and when a step begins and ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from watchstep import tensors
+from watchstep.capture.bounded_queue import PendingSnapshot
+from watchstep.capture.record import Group
+from watchstep.errors import ConfigError
+from watchstep.layout import SnapshotKey
+from watchstep.pytorch import backward_losses, optimizer_steps
+from watchstep.pytorch.activations import ActivationHooks
+from watchstep.pytorch.backward_losses import FoundLoss
+from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.names import NamedParameter, name_parameters, placements, unwrap
+from watchstep.pytorch.scalars import record_tensor
+from watchstep.pytorch.snapshots import encode_parameters
+from watchstep.stopping import StopTraining
+from watchstep.tensors import Mode
+
+if TYPE_CHECKING:
+    from watchstep.hook import Hook
+
+_OBSERVED_AFTER = 2  # finished steps after which a silent module is reported as not observed
+
+
+class Watch:
+    """Listens to one model and the optimizers that update it. Told by hooks; tells the hook's recorder.
+
+    Attributes:
+        counts_steps: whether the primary optimizer's steps count as steps of the run. Of several watched models,
+            that of the first does.
+    """
+
+    def __init__(self, hook: Hook, model: Any, optimizer: Any = None) -> None:
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"watch(…, {type(optimizer).__name__})", "give a torch.optim.Optimizer, or leave it out"
+            )
+        self.counts_steps = not hook._watches  # noqa: SLF001 - the two are one
+        self._hook = hook
+        self._recorder = hook._recorder  # noqa: SLF001 - the two are one
+        self._health = hook._health  # noqa: SLF001 - as above
+        self._config = hook.config
+        self._kernel = TorchKernel()
+        self._model = unwrap(model)
+        self._own_place, self._gradient_place = placements(model)
+        self._parameters = name_parameters(self._model)
+        self._primary: Optimizer | None = optimizer
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._handle = self._model.register_forward_pre_hook(self._before_forward)
+        self._activations = ActivationHooks(
+            self._model, self._own_place, self._activations_due, self._observe_activations
+        )
+        optimizer_steps.listen(self)
+        backward_losses.listen(self)
+
+    def detach(self) -> None:
+        """Stop listening, and take the hooks off the model."""
+        optimizer_steps.forget(self)
+        backward_losses.forget(self)
+        self._handle.remove()
+        self._activations.remove()
+
+    def found(self, loss: FoundLoss) -> None:
+        """A loss at ``backward()``."""
+        try:
+            self._begin()
+            if self._config.due(tensors.LOSSES, self._recorder.step):
+                record_tensor(self._recorder, loss.name, loss.value, "train", derived=True)
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            self._health.fault("loss", error)
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """The optimizer is about to update: measure gradients, and weights as they were used."""
+        if has_closure:
+            return
+        try:
+            self._measure(optimizer)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("measuring", error)
+
+    def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """The optimizer has updated: the step is over, if it is the primary one's."""
+        try:
+            if has_closure:
+                self._measure(optimizer)
+            if optimizer is self._primary and self.counts_steps:
+                self._recorder.begin()
+                self._recorder.finish()
+                self._report_unseen()
+        except StopTraining:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("step", error)
+
+    def adopt_loss(self, losses: list[FoundLoss]) -> None:
+        """Losses that were found before this model was watched belong to the step under way."""
+        for loss in losses:
+            self.found(loss)
+
+    def _begin(self) -> None:
+        optimizer_steps.settle()
+        if self.counts_steps:
+            self._recorder.begin()
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled():
+            try:
+                self._begin()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._health.fault("begin", error)
+
+    def _activations_due(self) -> bool:
+        return self._config.due(tensors.ACTIVATIONS, self._recorder.step)
+
+    def _observe_activations(self, group: Group, found: list[Tensor], mode: Mode) -> None:
+        try:
+            self._recorder.add(group, self._kernel.measure(found), mode)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("activations", error)
+
+    def _measure(self, optimizer: Optimizer) -> None:
+        updated = self._updated_by(optimizer)
+        if not updated:
+            return
+        if self._primary is None:
+            self._primary = optimizer
+        if optimizer is self._primary and self.counts_steps:
+            self._recorder.begin()
+        step = self._recorder.step
+        due = {
+            name: self._config.due(name, step)
+            for name in (tensors.WEIGHTS, tensors.BIASES, tensors.GRADIENTS)
+        }
+        weights = [p for p in updated if due[p.weight.collections[0]]]
+        self._record([p.weight for p in weights], [p.parameter for p in weights])
+        if due[tensors.GRADIENTS]:
+            with_gradient = [p for p in updated if p.parameter.grad is not None]
+            gradients = [p.parameter.grad for p in with_gradient if p.parameter.grad is not None]
+            self._record([p.gradient for p in with_gradient], gradients)
+        if self._snapshot_due(step):
+            self._snapshot(step, updated)
+
+    def _record(self, infos: list[tensors.TensorInfo], found: list[Tensor]) -> None:
+        if not infos:
+            return
+        key = tuple(id(info) for info in infos)
+        if key not in self._groups:
+            gradients = infos[0].role == "gradient"
+            place = self._gradient_place if gradients else self._own_place
+            self._groups[key] = Group.of(tuple(infos), place)
+        self._recorder.add(self._groups[key], self._kernel.measure(found))
+
+    def _updated_by(self, optimizer: Optimizer) -> list[NamedParameter]:
+        """The watched parameters among the optimizer's."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return [self._parameters[id(p)] for p in held if id(p) in self._parameters]
+
+    def _snapshot_due(self, step: int) -> bool:
+        every = self._config.snapshot_every
+        asked = self._hook._snapshot_due  # noqa: SLF001 - the two are one
+        return asked or (every is not None and step % every == 0)
+
+    def _snapshot(self, step: int, parameters: list[NamedParameter]) -> None:
+        self._hook._snapshot_due = False  # noqa: SLF001 - as above
+        key = SnapshotKey("unclaimed", self._recorder.worker, step, "train")
+        snapshot = PendingSnapshot(key, encode_parameters(parameters))
+        if not self._hook._queue.offer(snapshot, urgent=True):  # noqa: SLF001 - as above
+            self._health.count("dropped_snapshots")
+
+    def _report_unseen(self) -> None:
+        if self._recorder.step == _OBSERVED_AFTER and self._config.due(
+            tensors.ACTIVATIONS, self._recorder.step
+        ):
+            unseen = self._activations.unseen
+            if unseen:
+                named = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
+                self._health.note("activations", f"not observed: {named} (compiled, or not called)")

@@ -1,0 +1,1 @@
+"""Reading a run, while it goes on and after it: tensors, steps, figures, losses."""

@@ -1,0 +1,250 @@
+"""A recorded run."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from watchstep import documents
+from watchstep.block import Block
+from watchstep.errors import ConfigError, NotFoundError, StoreError
+from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
+from watchstep.reading.newest import newest_of_each_step
+from watchstep.reading.segments import SegmentReader
+from watchstep.reading.tensor import Tensor
+from watchstep.snapshot import Snapshot, open_snapshot
+from watchstep.store import Store
+from watchstep.tensors import LOSSES, MODES, Mode, TensorInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 2.0
+
+
+def open_run(url: str | os.PathLike[str]) -> Run:
+    """Open a run, while it goes on or after it.
+
+    Args:
+        url: the run's own place, ``<store>/<project>/<run>``, as a path or URL.
+
+    Raises:
+        NotFoundError: there is no run.
+        StoreError: the store cannot be read.
+        FormatError: the run is of a later version.
+    """
+    text = os.fspath(url).rstrip("/")
+    scheme = urlsplit(text).scheme
+    parts = (text if scheme else str(Path(text).expanduser().absolute())).rsplit("/", 2)
+    if len(parts) != 3 or not parts[0]:
+        raise ConfigError(f"run {text!r}: no run's URL", "use <store>/<project>/<run>")
+    root, project, run = parts
+    missing = NotFoundError(f"run {text}: not found", "check the URL: <store>/<project>/<run>")
+    try:
+        store = Store.open(root).child(f"{check_name('project', project)}/{check_name('run', run)}/")
+        document = documents.decode(
+            documents.RunDocument,
+            store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES),
+            f"{text}/{RUN_DOCUMENT}",
+        )
+    except NotFoundError:
+        raise missing from None
+    except StoreError as error:
+        if "no such folder" in error.what:
+            raise missing from None
+        raise
+    return Run(store, document)
+
+
+class Run:
+    """What was recorded of a run. Reads what is new when asked; everything read is kept.
+
+    The default view is the newest attempt of each step; `attempts` and `rows` give the others.
+
+    Attributes:
+        document: the run's identity, rules and configuration.
+    """
+
+    def __init__(self, store: Store, document: documents.RunDocument) -> None:
+        self._store = store
+        self._segments = SegmentReader(store)
+        self._view: Block | None = None
+        self.document = document
+        self.refresh()
+
+    @property
+    def id(self) -> str:
+        """The run's id."""
+        return self.document.run
+
+    def refresh(self) -> bool:
+        """Read what was written since; whether there was anything.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        new = self._segments.refresh()
+        if new:
+            self._view = None
+        return new
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Segments that could not be read, and why."""
+        return dict(self._segments.damaged)
+
+    @property
+    def attempts(self) -> list[str]:
+        """Attempts, oldest first."""
+        return self._segments.attempts()
+
+    def rows(self, attempt: str | None = None) -> Block:
+        """All rows of one attempt; of the newest attempt of each step where it is left out."""
+        if attempt is not None:
+            return self._segments.rows(attempt)
+        if self._view is None:
+            self._view = newest_of_each_step([self._segments.rows(name) for name in self.attempts])
+        return self._view
+
+    @property
+    def workers(self) -> list[int]:
+        """Workers that recorded, ascending."""
+        return [int(worker) for worker in np.unique(self.rows().worker)]
+
+    @property
+    def collections(self) -> dict[str, list[str]]:
+        """Collection → names of its tensors."""
+        found: dict[str, list[str]] = {}
+        for info in self._infos():
+            for collection in info.collections:
+                found.setdefault(collection, []).append(info.name)
+        return found
+
+    def steps(self, mode: Mode | None = None) -> list[int]:
+        """Steps that were recorded, ascending; only those of one mode where it is given."""
+        rows = self.rows()
+        chosen = rows.step if mode is None else rows.step[rows.mode == MODES.index(mode)]
+        return [int(step) for step in np.unique(chosen)]
+
+    def tensors(self, collection: str | None = None, regex: str | None = None) -> list[str]:
+        """Names of tensors, in the model's order.
+
+        Args:
+            collection: only those of this collection.
+            regex: only those in whose name this is found.
+
+        Raises:
+            ConfigError: the regular expression is none.
+        """
+        try:
+            pattern = re.compile(regex or "")
+        except re.error as error:
+            raise ConfigError(f"regex {regex!r}: {error}", "correct the expression") from error
+        return [
+            info.name
+            for info in self._infos()
+            if (collection is None or collection in info.collections) and pattern.search(info.name)
+        ]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            NotFoundError: none of that name was recorded.
+        """
+        rows = self.rows()
+        for place, info in enumerate(rows.catalogue):
+            if info.name == name:
+                return Tensor(self, info, rows.where(rows.tensor == place))
+        raise NotFoundError(
+            f"tensor {name!r}: not recorded in run {self.id}", "see Run.tensors() for the names"
+        )
+
+    def losses(self) -> pa.Table:
+        """All losses: step, mode, worker, name, value; null where the loss was not finite."""
+        import pyarrow as pa
+
+        rows = self.rows()
+        rows = rows.where(rows.mask_of_tensors([LOSSES in info.collections for info in rows.catalogue]))
+        return pa.table(
+            {
+                "step": rows.step,
+                "mode": [rows.mode_name(row) for row in range(len(rows))],
+                "worker": rows.worker,
+                "name": [rows.info(row).name for row in range(len(rows))],
+                "value": pa.array(rows.statistics.mean, from_pandas=True),
+            },
+            schema=pa.schema(
+                [
+                    ("step", "int64"),
+                    ("mode", "string"),
+                    ("worker", "int32"),
+                    ("name", "string"),
+                    ("value", "float64"),
+                ]
+            ),
+        )
+
+    def snapshots(self) -> list[SnapshotKey]:
+        """Snapshots that there are, by attempt, worker and step."""
+        return sorted(SnapshotKey.parse(entry.key) for entry in self._store.entries(SNAPSHOTS))
+
+    def open_snapshot(self, key: SnapshotKey) -> Snapshot:
+        """A snapshot; its tensors are read one by one.
+
+        Raises:
+            NotFoundError, FormatError: it is not there, or damaged.
+        """
+        return open_snapshot(self._store, key.path)
+
+    def ends(self) -> list[documents.EndDocument]:
+        """How workers ended, of all attempts."""
+        return [
+            documents.decode(documents.EndDocument, self._store.get(entry.key), entry.key)
+            for entry in self._store.entries(ENDS)
+        ]
+
+    def wait_for_steps(
+        self, steps: list[int], mode: Mode | None = None, timeout: float | None = None
+    ) -> list[int]:
+        """Wait until steps are recorded; looks rarer the longer nothing comes, every two seconds at the most.
+
+        Args:
+            steps: which.
+            mode: recorded in this mode.
+            timeout: seconds; None for as long as the run goes on.
+
+        Returns:
+            Those of the steps that are there: fewer than asked where the run ended or the time was up. A step is
+            there as soon as one worker recorded it.
+        """
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        pause = _FIRST_PAUSE
+        while True:
+            ended = self._has_ended()
+            if self.refresh():
+                pause = _FIRST_PAUSE
+            known = set(self.steps(mode))
+            there = [step for step in steps if step in known]
+            if len(there) == len(steps) or ended or time.monotonic() >= deadline:
+                return there
+            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+
+    def _has_ended(self) -> bool:
+        """Whether every attempt that wrote something has a worker that ended."""
+        ended = {entry.key.removeprefix(ENDS).split("/")[0] for entry in self._store.entries(ENDS)}
+        return bool(self.attempts) and set(self.attempts) <= ended
+
+    def _infos(self) -> list[TensorInfo]:
+        return sorted(self.rows().catalogue, key=lambda info: (info.order, info.name))
+
+    def __repr__(self) -> str:
+        return f"Run({self._store.location!r}, {len(self.steps())} steps)"

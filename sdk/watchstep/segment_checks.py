@@ -1,0 +1,121 @@
+"""What must hold of a segment before memory is taken for it, and of its figures before anything counts on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.block import Block
+from watchstep.histogram import BIN_RANGE, Histograms
+from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_BYTES = 256 * 1024 * 1024
+"""Largest segment, compressed or not, that a reader takes."""
+
+MAX_ROWS = 1_000_000
+"""Most rows of one segment; with their columns they are some 250 MB."""
+
+PROBE = "probe."
+"""Prefix of a probe's column."""
+
+_MAX_PROBES = 64
+_MAX_ROW_GROUPS = 1024
+_MAX_BINS = 32 * MAX_ROWS
+_MAX_WORKER = 2**28 - 1  # what `Block.series_key` has room for
+_MAX_COUNT = 2**48  # elements; sums of whole segments stay within int64
+
+
+def checked_columns(schema: pa.Schema) -> list[str]:
+    """The columns to read, each of its type; what a later version adds beside them is left out."""
+    due = _column_types()
+    probes = [name for name in schema.names if name.startswith(PROBE)]
+    if len(probes) > _MAX_PROBES:
+        raise ValueError(f"{len(probes)} probes, at most {_MAX_PROBES} are read")
+    due.update(dict.fromkeys(probes, due["mean"]))
+    for name, kinds in due.items():
+        kind = schema.field(name).type
+        if not any(kind.equals(allowed) for allowed in kinds):
+            raise ValueError(f"column {name[:80]} is of type {str(kind)[:80]}")
+    return list(due)
+
+
+def _column_types() -> dict[str, tuple[Any, ...]]:
+    import pyarrow as pa
+
+    words = (pa.dictionary(pa.int32(), pa.string()), pa.string())
+    whole, short = (pa.int64(),), (pa.int32(),)
+    return {
+        **dict.fromkeys(("mode", "tensor", "stage"), words),
+        **dict.fromkeys(("step", "time_ns", *COUNT_COLUMNS), whole),
+        **dict.fromkeys(("worker", "shard_index", "shard_count", "replica"), short),
+        **dict.fromkeys(VALUE_COLUMNS, (pa.float64(),)),
+        "histogram_bins": (pa.list_(pa.int16()),),
+        "histogram_counts": (pa.list_(pa.int64()),),
+    }
+
+
+def check_claims(meta: Any, columns: list[str]) -> None:
+    """Hold what the file says of its sizes against the limits, before anything is unpacked."""
+    if not 0 <= meta.num_rows <= MAX_ROWS or meta.num_row_groups > _MAX_ROW_GROUPS:
+        raise ValueError(f"claims {meta.num_rows} rows in {meta.num_row_groups} groups, over the limits")
+    size = 0
+    values = dict.fromkeys(columns, 0)
+    for group in range(meta.num_row_groups):
+        part = meta.row_group(group)
+        for place in range(part.num_columns):
+            column = part.column(place)
+            name = column.path_in_schema.removesuffix(".list.element")
+            if name not in values:
+                continue
+            if min(column.num_values, column.total_uncompressed_size, column.total_compressed_size) < 0:
+                raise ValueError(f"column {name} claims a size below nothing")
+            values[name] += column.num_values
+            size += column.total_uncompressed_size
+    over = [
+        name
+        for name, number in values.items()
+        if (number > _MAX_BINS if name.startswith("histogram") else number != meta.num_rows)
+    ]
+    if over or size > MAX_BYTES:
+        raise ValueError(f"claims {size} bytes, and a number of values that cannot be for {over[:5]}")
+
+
+def check_values(block: Block) -> Block:
+    """The same block, if its figures are such as a tensor can have.
+
+    Raises:
+        ValueError: with the column's name.
+    """
+    held, places = block.statistics, block.places
+    _within("step", block.step, 0)
+    _within("worker", block.worker, 0, _MAX_WORKER)
+    _within("replica", places.replica, 0)
+    _within("shard_count", places.shard_count, 1)
+    _within("shard_index", places.shard_index, 0)
+    _within("shard_index", places.shard_count - places.shard_index, 1)
+    for name in COUNT_COLUMNS:
+        _within(name, getattr(held, name), 0, _MAX_COUNT)
+    _within("count", held.finite - held.zero - held.negative, 0)
+    _check_histograms(held.histogram)
+    return block
+
+
+def _within(name: str, values: NDArray[Any], least: int, most: int | None = None) -> None:
+    if (values < least).any() or (most is not None and (values > most).any()):
+        raise ValueError(f"column {name} holds a number that cannot be")
+
+
+def _check_histograms(histogram: Histograms) -> None:
+    if (np.diff(histogram.offsets) < 0).any() or len(histogram.bins) != len(histogram.counts):
+        raise ValueError("histogram columns do not match")
+    _within("histogram_bins", histogram.bins, *BIN_RANGE)
+    _within("histogram_counts", histogram.counts, 1, _MAX_COUNT)
+    starts = np.zeros(len(histogram.bins) + 1, np.bool_)
+    starts[histogram.offsets] = True
+    if (np.diff(histogram.bins.astype(np.int32)) <= 0)[~starts[1:-1]].any():
+        raise ValueError("column histogram_bins is not in ascending order")

@@ -1,0 +1,33 @@
+"""How a training process stops when Watchstep asks it to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from watchstep.control import StopRequest
+
+EXIT_STOPPED = 86
+"""Exit code of a process that a stop ended and that did not catch `StopTraining`."""
+
+EXIT_TOMBSTONE = 87
+"""Exit code of ``watchstep run`` when the run was stopped before and may not start again."""
+
+OnStop = Literal["ignore", "raise"] | Callable[[StopRequest], None]
+"""What a cooperative stop does in this process: nothing, raise `StopTraining`, or call a function."""
+
+
+class StopTraining(SystemExit):
+    """Raised at the end of a step, where the program opted in with ``on_stop="raise"``.
+
+    It is a `SystemExit`, so that ``except Exception`` in a training loop does not swallow it, and so that a program
+    that does not catch it ends with code 86 and no stack trace.
+    """
+
+    def __init__(self, request: StopRequest, step: int) -> None:
+        super().__init__(EXIT_STOPPED)
+        self.request = request
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"stopped after step {self.step}: {self.request.reason}"
