@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from watchstep.errors import ConfigError, WatchstepError
@@ -24,16 +25,16 @@ def main() -> None:
         raise SystemExit(EXIT_ERROR) from None
 
 
-def _application():  # type: ignore[no-untyped-def]
+def _application() -> Callable[[list[str]], None]:
     """The commands that come with the service."""
-    for entry in entry_points(group="watchstep.commands"):
-        try:
-            return entry.load()
-        except ImportError as error:
-            raise ConfigError(
-                f"this command is not installed ({error})", "pip install 'watchstep[server]'"
-            ) from error
-    raise ConfigError("this command is not installed", "pip install 'watchstep[server]'")
+    try:
+        (entry,) = entry_points(group="watchstep.commands")
+        application: Callable[[list[str]], None] = entry.load()
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"this command is not installed ({error})", "pip install 'watchstep[server]'"
+        ) from error
+    return application
 
 
 if __name__ == "__main__":
