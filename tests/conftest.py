@@ -1,0 +1,95 @@
+"""Shared fixtures: stores to write to, and the same examples in every run."""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from watchstep.store import Store
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> Store:
+    """A store in an empty local folder."""
+    return Store.open(tmp_path / "store", create=True)
+
+
+@dataclass(frozen=True)
+class S3:
+    """An S3 server on this machine, which forgets everything between tests."""
+
+    endpoint: str
+
+    def post(self, path: str, body: bytes = b"") -> None:
+        """Call moto's own interface."""
+        call = urllib.request.Request(
+            f"{self.endpoint}/moto-api/{path}", body, {"Content-Type": "text/plain"}, method="POST"
+        )
+        with urllib.request.urlopen(call):
+            pass
+
+    def make_bucket(self, name: str) -> None:
+        """Make an empty bucket."""
+        call = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
+        with urllib.request.urlopen(call):
+            pass
+
+    def require_known_keys(self) -> None:
+        """From now on, refuse access keys that no user of the account has."""
+        self.post("reset-auth", b"0")
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    yield f"http://127.0.0.1:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(_s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """An empty S3 server; the environment leads every client to it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", _s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    server = S3(_s3_server)
+    server.post("reset")
+    yield server
+    server.post("reset-auth", b"Infinity")
+
+
+@pytest.fixture
+def s3_store(s3: S3) -> Store:
+    """A store below a prefix of an S3 bucket."""
+    s3.make_bucket("runs")
+    return Store.open("s3://runs/some/prefix")
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """Each kind of store in turn."""
+    kind: Store = request.getfixturevalue({"folder": "folder_store", "s3": "s3_store"}[request.param])
+    return kind
