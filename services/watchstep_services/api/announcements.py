@@ -1,0 +1,47 @@
+"""Announcements: a recorder says which segment lies on the store, and is told what is asked of it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from watchstep.errors import ConfigError
+from watchstep.layout import SegmentKey, WriterId, check_name
+from watchstep_services.api.access import Served, permits
+from watchstep_services.api.lookup import find_run
+from watchstep_services.api.models import Announced, AnnouncementInput, ControlData
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.records import hint, put_segment
+
+router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/announcements", tags=["recording"])
+
+_WRITERS_WITH_HEALTH = 1024
+
+
+@router.post("", summary="Announce a segment")
+@permits("record")
+def announce(project: str, run: str, body: AnnouncementInput, service: Served) -> Announced:
+    """Put a segment into the inbox. Whether it exists, and what it holds, only the store says."""
+    # The key is made here from checked parts; a recorder names no key.
+    writer = WriterId(
+        check_name("attempt", body.attempt), check_name("node", body.node), check_name("writer", body.writer)
+    )
+    if body.first > body.last:
+        raise ConfigError(f"steps {body.first} to {body.last}: none", "announce the first and the last step")
+    key = SegmentKey(writer, body.seq, body.first, body.last)
+    with service.database.write() as session:
+        row = find_run(session, project, run)
+        now = read_clock(session)
+        row.heard_ns = now
+        if body.health:
+            held = dict(row.health.get("recorders", {}))
+            if len(held) < _WRITERS_WITH_HEALTH or f"{writer.node}/{writer.writer}" in held:
+                held[f"{writer.node}/{writer.writer}"] = body.health
+                row.health = {**row.health, "recorders": held}
+        session.flush()
+        fresh = put_segment(session, row.id, key, now)
+        if fresh:
+            hint(session, row.id)
+        run_id, control = row.id, row.control
+    if fresh:
+        service.notifier.run_changed(run_id)
+    return Announced(control=ControlData.model_validate(control))

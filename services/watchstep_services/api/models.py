@@ -1,0 +1,249 @@
+"""What the API takes and gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from watchstep_services.events import CloudEvent
+
+_NAME = "1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit."
+
+
+class _Input(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class JobInput(_Input):
+    """The job that an attempt is."""
+
+    backend: str = Field(description="Kind of job, e.g. local.", max_length=32)
+    id: str = Field(description="As people know it.", max_length=256)
+    identity: dict[str, str | int] = Field(
+        description="What tells it from a later job with the same id; of a local process: pid, start_ticks, boot, host."
+    )
+
+
+class RunInput(_Input):
+    """A run to make known."""
+
+    run: str = Field(description=_NAME)
+    rules: list[dict[str, Any]] = Field(
+        default_factory=list, max_length=200, description="Rule configs, as in a rule file."
+    )
+    attempt: str = Field("", description="The attempt that begins; needed to bind a job. " + _NAME)
+    job: JobInput | None = Field(None, description="Only an operator may bind one.")
+
+
+class JobBinding(_Input):
+    """A job to bind to an attempt."""
+
+    attempt: str = Field("", description="Which attempt; the newest where empty.")
+    job: JobInput
+
+
+class StopInput(_Input):
+    """A stop that an operator asks for."""
+
+    reason: str = Field("stopped by an operator", max_length=1000)
+    attempt: str = Field("", description="Which attempt; the newest where empty.")
+
+
+class AnnouncementInput(_Input):
+    """A segment that lies on the store. It is a hint: nothing but the store's content counts."""
+
+    attempt: str = Field(description=_NAME)
+    node: str = Field(description=_NAME)
+    writer: str = Field(description=_NAME)
+    seq: int = Field(ge=0, lt=10**10, description="Its place in the writer's sequence.")
+    first: int = Field(ge=0, lt=10**18, description="Its first step.")
+    last: int = Field(ge=0, lt=10**18, description="Its last step, which its writer has passed.")
+    health: dict[str, Any] = Field(default_factory=dict, description="The recorder's counters.")
+
+
+class StopData(BaseModel):
+    """A stop, as workers are asked for it."""
+
+    attempt: str
+    step: int
+    reason: str
+    event: str
+
+
+class SnapshotData(BaseModel):
+    """A snapshot, as workers are asked for it."""
+
+    id: str
+    step: int
+
+
+class ControlData(BaseModel):
+    """The control document: what is asked of the run's workers."""
+
+    version: int
+    stop: StopData | None
+    snapshots: list[SnapshotData]
+    cadence: list[tuple[str, int]]
+    tombstone: str
+
+
+class Announced(BaseModel):
+    """The answer to an announcement."""
+
+    control: ControlData
+
+
+class RuleState(BaseModel):
+    """A rule config of a run and how it stands. Its health is apart from its alert."""
+
+    name: str
+    rule: str
+    origin: str = Field(description="owner, operator or recorder.")
+    granted_stop: bool = Field(description="Whether its alert stops the job.")
+    health: str = Field(description="ok, no_data or error; of the newest attempt.")
+    problem: str
+    judged: int = Field(description="Rows judged.")
+    findings: int = Field(description="Findings so far; the first thousand are kept.")
+    phase: str = Field(description="inactive, pending, firing or resolved.")
+    config: dict[str, Any]
+
+
+class JobOutput(BaseModel):
+    """The job of the newest attempt."""
+
+    backend: str
+    id: str
+    identity: dict[str, Any]
+    bound_by: str
+    state: str
+    exit_code: int | None
+
+
+class AlertCounts(BaseModel):
+    """Alerts of a run by phase."""
+
+    pending: int = 0
+    firing: int = 0
+    resolved: int = 0
+
+
+class RunSummary(BaseModel):
+    """A run in a list."""
+
+    project: str
+    run: str
+    url: str
+    state: str = Field(description="created, running, completed, failed, stopped or lost.")
+    attempt: str = Field(description="The newest; empty before the first.")
+    last_step: int = Field(description="The largest step judged; -1 before the first.")
+    created_ns: int
+    ended_ns: int | None
+    alerts: AlertCounts
+
+
+class RunOutput(RunSummary):
+    """A run."""
+
+    control: ControlData
+    job: JobOutput | None
+    rules: list[RuleState]
+    health: dict[str, Any] = Field(description="Faults of the recorder, the store and the segments.")
+
+
+class RunList(BaseModel):
+    """Runs, the newest first."""
+
+    runs: list[RunSummary]
+
+
+class AlertOutput(BaseModel):
+    """An alert: a rule config on one attempt."""
+
+    name: str
+    rule: str
+    attempt: str
+    severity: str
+    phase: str
+    since_step: int
+    since_ns: int
+    fired_ns: int | None
+    resolved_ns: int | None
+    finding: dict[str, Any] | None
+
+
+class AlertList(BaseModel):
+    """Alerts, the last changed first."""
+
+    alerts: list[AlertOutput]
+
+
+class EventList(BaseModel):
+    """Events in the order in which they came, and where the next ones follow."""
+
+    events: list[CloudEvent]
+    after: int = Field(description="Pass it as 'after' to get later events only.")
+
+
+class TryOutput(BaseModel):
+    """One try of an action."""
+
+    number: int
+    at_ns: int
+    outcome: str
+    detail: str
+
+
+class ActionOutput(BaseModel):
+    """An action and its tries."""
+
+    key: str
+    kind: str
+    event_id: str
+    state: str = Field(description="pending, done, skipped or failed.")
+    stage: int
+    outcome: str
+    created_ns: int
+    finished_ns: int | None
+    tries: list[TryOutput]
+
+
+class ActionList(BaseModel):
+    """Actions in the order in which they came."""
+
+    actions: list[ActionOutput]
+
+
+class StopOutput(BaseModel):
+    """The answer to a stop."""
+
+    accepted: bool = Field(description="False where the attempt has been asked to stop already.")
+    attempt: str
+
+
+class RuleSummary(BaseModel):
+    """A rule in a list."""
+
+    name: str
+    summary: str
+
+
+class RuleOutput(RuleSummary):
+    """A rule and its parameters."""
+
+    description: str
+    merge: str
+    collections: list[str]
+    parameters: dict[str, Any] = Field(description="JSON schema of the parameters.")
+
+
+class RuleList(BaseModel):
+    """The rules by name."""
+
+    rules: list[RuleSummary]
+
+
+class Health(BaseModel):
+    """Whether the service works."""
+
+    status: str

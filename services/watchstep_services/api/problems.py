@@ -1,0 +1,110 @@
+"""Errors as ``application/problem+json`` (RFC 9457), with what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+
+from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
+
+MEDIA_TYPE = "application/problem+json"
+_log = logging.getLogger(__name__)
+
+
+class Problem(BaseModel):
+    """What went wrong."""
+
+    title: str = Field(description="The kind of problem.")
+    status: int
+    what: str = Field(description="The thing and its value.")
+    mend: str = Field(description="What to do about it.")
+
+
+class RefusedError(WatchstepError):
+    """A request that is not granted.
+
+    Args:
+        status: of the answer.
+        what: the thing and its value.
+        mend: what to do about it.
+    """
+
+    def __init__(self, status: int, what: str, mend: str) -> None:
+        super().__init__(what, mend)
+        self.status = status
+
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Problem, "description": text, "content": {MEDIA_TYPE: {}}}
+    for code, text in {
+        401: "No token, or one that is not known.",
+        403: "The token's role or project does not allow this.",
+        404: "There is no such thing.",
+        422: "A value cannot be used.",
+        503: "The database or the store does not answer.",
+    }.items()
+}
+
+_STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
+    (NotFoundError, 404),
+    (ConfigError, 422),
+    (RuleError, 422),
+    (FormatError, 422),
+    (StoreError, 503),
+)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error as a problem; none shows a stack trace."""
+    app.add_exception_handler(WatchstepError, _watchstep)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(SQLAlchemyError, _database)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def problem(status: int, title: str, what: str, mend: str) -> JSONResponse:
+    """An answer that tells a problem."""
+    content = Problem(title=title, status=status, what=what, mend=mend).model_dump()
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(content, status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def _watchstep(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, WatchstepError)
+    status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
+    if isinstance(error, RefusedError):
+        status = error.status
+    return problem(status, type(error).__name__.removesuffix("Error"), error.what, error.mend)
+
+
+def _invalid(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return problem(422, "Invalid", f"{place}: {message}", "see /docs for what this address takes")
+
+
+def _http(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return problem(error.status_code, "Refused", str(error.detail), "see /docs for the addresses and methods")
+
+
+def _database(_request: Request, error: Exception) -> JSONResponse:
+    _log.error("database: %s", error)
+    return problem(503, "Unavailable", "the database does not answer", "try again; see /readyz")
+
+
+def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return problem(
+        500, "Fault", "the service failed on this request", "see the service's log; please report it"
+    )

@@ -1,0 +1,181 @@
+"""Runs: register, list, look at, stop, bind to a job."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from watchstep.errors import ConfigError
+from watchstep.layout import check_name
+from watchstep_rules import rule_file
+from watchstep_rules.judge import RuleMemory
+from watchstep_services.api.access import Caller, Served, permits
+from watchstep_services.api.lookup import find_run
+from watchstep_services.api.models import (
+    AlertCounts,
+    ControlData,
+    JobBinding,
+    JobInput,
+    JobOutput,
+    RuleState,
+    RunInput,
+    RunList,
+    RunOutput,
+    RunSummary,
+    StopInput,
+    StopOutput,
+)
+from watchstep_services.api.problems import RefusedError
+from watchstep_services.database.models import Alert, Job, Memory, RuleConfigRow, Run
+from watchstep_services.dispatcher.request import request_stop
+from watchstep_services.estimator.backend import JobHandle
+from watchstep_services.events import run_url
+from watchstep_services.registration import bind_job, register
+from watchstep_services.service import Service
+
+router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
+
+
+@router.post("", summary="Register a run")
+@permits("record")
+def register_run(project: str, body: RunInput, service: Served, caller: Caller) -> RunOutput:
+    """Make a run known, before or after it is on the store. Safe to repeat.
+
+    The owner's rules judge it as well. Rules that a recorder asks for stop nothing.
+    """
+    operator = caller.may("operate")
+    if body.job is not None and not operator:
+        raise RefusedError(
+            403, "a recorder token may not bind a job", "bind the job at launch, or with an operator's token"
+        )
+    if body.job is not None and not body.attempt:
+        raise ConfigError("attempt: none is named for the job", "name the attempt that the job is")
+    if body.attempt:
+        check_name("attempt", body.attempt)
+    rules = rule_file.check({"rules": body.rules}, "of the request")
+    run_id = register(service, project, body.run, rules, "operator" if operator else "recorder")
+    if body.job is not None:
+        bind_job(service, run_id, body.attempt, _handle(body.job), caller.role)
+    service.notifier.run_changed(run_id)
+    return _read(service, project, body.run)
+
+
+@router.get("", summary="List runs")
+@permits("read")
+def list_runs(project: str, service: Served, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> RunList:
+    """Runs of a project, the newest first."""
+    check_name("project", project)
+    with service.database.read() as session:
+        rows = session.execute(
+            select(Run).filter_by(project=project).order_by(Run.id.desc()).limit(limit)
+        ).scalars()
+        return RunList(runs=[RunSummary(**_summary(service, session, row)) for row in rows])
+
+
+@router.get("/{run}", summary="Look at a run")
+@permits("read")
+def get_run(project: str, run: str, service: Served) -> RunOutput:
+    """State, alerts, job, rules and health of a run."""
+    return _read(service, project, run)
+
+
+@router.post("/{run}/stop", summary="Stop a run", status_code=202)
+@permits("operate")
+def stop_run(project: str, run: str, body: StopInput, service: Served) -> StopOutput:
+    """Ask the workers to stop, then end the job. An attempt is stopped once, however often it is asked."""
+    with service.database.write() as session:
+        row = find_run(session, project, run)
+        attempt = check_name("attempt", body.attempt or row.attempt) if body.attempt or row.attempt else ""
+        if not attempt:
+            raise ConfigError(f"run {project}/{run}: has no attempt yet", "stop it when it has begun")
+        action = request_stop(session, service.base_url, row.id, attempt, ("", body.reason))
+    if action is not None:
+        service.notifier.action_due(action)
+    return StopOutput(accepted=action is not None, attempt=attempt)
+
+
+@router.put("/{run}/job", summary="Bind a job")
+@permits("operate")
+def put_job(project: str, run: str, body: JobBinding, service: Served, caller: Caller) -> RunOutput:
+    """Say which job an attempt is, so that it can be stopped."""
+    with service.database.read() as session:
+        row = find_run(session, project, run)
+    attempt = body.attempt or row.attempt
+    if not attempt:
+        raise ConfigError(f"run {project}/{run}: has no attempt yet", "name the attempt that the job is")
+    bind_job(service, row.id, attempt, _handle(body.job), caller.role)
+    return _read(service, project, run)
+
+
+def _handle(job: JobInput) -> JobHandle:
+    return JobHandle(job.backend, job.id, job.identity)
+
+
+def _read(service: Service, project: str, run: str) -> RunOutput:
+    with service.database.read() as session:
+        row = find_run(session, project, run)
+        job = session.execute(select(Job).filter_by(run_id=row.id, attempt=row.attempt)).scalar_one_or_none()
+        return RunOutput(
+            **_summary(service, session, row),
+            control=ControlData.model_validate(row.control),
+            job=None if job is None else _job(job),
+            rules=_rules(session, row),
+            health=row.health,
+        )
+
+
+def _summary(service: Service, session: Session, row: Run) -> dict[str, object]:
+    found = select(Alert.phase, func.count()).where(Alert.run_id == row.id).group_by(Alert.phase)
+    counts = {str(phase): int(number) for phase, number in session.execute(found).all()}
+    return {
+        "project": row.project,
+        "run": row.run,
+        "url": run_url(service.base_url, row.project, row.run),
+        "state": row.state,
+        "attempt": row.attempt,
+        "last_step": row.last_step,
+        "created_ns": row.created_ns,
+        "ended_ns": row.ended_ns,
+        "alerts": AlertCounts(**{phase: counts.get(phase, 0) for phase in AlertCounts.model_fields}),
+    }
+
+
+def _job(job: Job) -> JobOutput:
+    return JobOutput(
+        backend=job.backend,
+        id=job.job_id,
+        identity=job.identity,
+        bound_by=job.bound_by,
+        state=job.state,
+        exit_code=job.exit_code,
+    )
+
+
+def _rules(session: Session, run: Run) -> list[RuleState]:
+    rows = session.execute(
+        select(RuleConfigRow, Memory)
+        .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == run.attempt))
+        .where(RuleConfigRow.run_id == run.id, ~RuleConfigRow.origin.startswith("retired"))
+        .order_by(RuleConfigRow.id)
+    ).all()
+    states = []
+    for config, held in rows:
+        memory = RuleMemory() if held is None else RuleMemory.model_validate_json(held.memory)
+        states.append(
+            RuleState(
+                name=config.name,
+                rule=config.rule,
+                origin=config.origin,
+                granted_stop=config.granted_stop,
+                health=memory.health.value,
+                problem=memory.problem,
+                judged=memory.judged,
+                findings=0 if held is None else held.findings,
+                phase=memory.alert.phase.value,
+                config=config.data,
+            )
+        )
+    return states

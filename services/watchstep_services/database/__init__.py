@@ -1,0 +1,1 @@
+"""The service's database: the truth about runs, alerts, events and actions."""

@@ -1,0 +1,105 @@
+"""The database connection: SQLite when embedded, PostgreSQL in production."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.orm import Session
+
+from watchstep.errors import ConfigError
+
+_BUSY_MS = 20_000
+_READ_ONLY = "watchstep_read_only"
+
+
+@dataclass(frozen=True)
+class Database:
+    """Short transactions on one database. Thread-safe; open it after a fork, never before."""
+
+    engine: Engine
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """A transaction that commits at the end of the block, and rolls back when it raises."""
+        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A transaction that only reads; on SQLite it takes no write lock."""
+        engine = self.engine.execution_options(**{_READ_ONLY: True})
+        with Session(engine, expire_on_commit=False) as session:
+            yield session
+
+    def check(self) -> None:
+        """Ask the database for an answer.
+
+        Raises:
+            ConfigError: it does not answer.
+        """
+        try:
+            with self.engine.connect() as connection:
+                connection.exec_driver_sql("SELECT 1")
+        except OperationalError as error:
+            shown = self.engine.url.render_as_string(hide_password=True)
+            raise ConfigError(
+                f"database {shown}: does not answer ({error.orig})",
+                "check WATCHSTEP_DATABASE_URL and that the database runs",
+            ) from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+
+def open_database(url: str) -> Database:
+    """Open a database by its SQLAlchemy URL; ``postgresql://`` uses psycopg.
+
+    Raises:
+        ConfigError: the URL cannot be used.
+    """
+    try:
+        parsed = make_url(url)
+        if parsed.drivername in {"postgresql", "postgres"}:
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        if parsed.get_backend_name() not in {"sqlite", "postgresql"}:
+            raise ConfigError(
+                f"database {parsed.render_as_string(hide_password=True)}: not supported",
+                "use sqlite:///PATH or postgresql://USER@HOST/NAME in WATCHSTEP_DATABASE_URL",
+            )
+        if parsed.get_backend_name() == "sqlite" and parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        engine = create_engine(parsed, pool_pre_ping=parsed.get_backend_name() != "sqlite")
+    except (ArgumentError, ModuleNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"database {url.rsplit('@', maxsplit=1)[-1]!r}: {error}",
+            "use sqlite:///PATH, or postgresql://USER@HOST/NAME with watchstep[production] installed",
+        ) from error
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _configure_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return Database(engine)
+
+
+def _configure_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # transactions are begun by _begin_sqlite, not by the driver
+    for pragma in (
+        f"busy_timeout = {_BUSY_MS}",
+        "journal_mode = WAL",
+        "synchronous = NORMAL",
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A deferred transaction that reads first and writes later can fail with SQLITE_BUSY whatever the timeout.
+    only_reads = connection.get_execution_options().get(_READ_ONLY, False)
+    connection.exec_driver_sql("BEGIN" if only_reads else "BEGIN IMMEDIATE")

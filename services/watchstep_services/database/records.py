@@ -1,0 +1,104 @@
+"""Rows that several parts write in the same way: events, actions, inbox entries, hints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from watchstep.layout import SegmentKey
+from watchstep_services.database.clock import now_ns
+from watchstep_services.database.models import Action, Event, Run, Segment
+from watchstep_services.database.upsert import insert_missing
+from watchstep_services.events import CloudEvent
+
+
+def add_event(session: Session, run_id: int, event: CloudEvent, at_ns: int) -> None:
+    """Publish an event."""
+    session.add(
+        Event(
+            id=event.id, run_id=run_id, type=event.type, event=event.model_dump(mode="json"), created_ns=at_ns
+        )
+    )
+
+
+def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[str, Any]) -> int | None:
+    """Put an action into the outbox, due at once.
+
+    Args:
+        session: the transaction.
+        run_id: whose.
+        kind: stop or webhook.
+        key: the same key is done once.
+        cause: ``event_id``, ``at_ns``, and the action's payload.
+
+    Returns:
+        The action's id; None where the key is there already.
+    """
+    at_ns = int(cause["at_ns"])
+    values = {
+        "key": key,
+        "run_id": run_id,
+        "event_id": str(cause["event_id"]),
+        "kind": kind,
+        "payload": dict(cause["payload"]),
+        "stage": 0,
+        "stage_since_ns": at_ns,
+        "state": "pending",
+        "claims": 0,
+        "tries": 0,
+        "next_ns": at_ns,
+        "created_ns": at_ns,
+        "outcome": "",
+    }
+    if not insert_missing(session, Action, values):
+        return None
+    return session.execute(select(Action.id).where(Action.key == key)).scalar_one()
+
+
+def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, listed: bool = False) -> bool:
+    """Put a segment into the inbox.
+
+    One that was given up as missing is taken up again, once. What a listing says of its steps corrects what an
+    announcement said.
+
+    Returns:
+        Whether there is something to read that was not known.
+    """
+    who = key.writer
+    named = {
+        "run_id": run_id,
+        "attempt": who.attempt,
+        "node": who.node,
+        "writer": who.writer,
+        "seq": key.seq,
+    }
+    values = {
+        **named,
+        "first": key.first,
+        "last": key.last,
+        "state": "announced",
+        "found_ns": at_ns,
+        "problem": "",
+    }
+    if insert_missing(session, Segment, values):
+        return True
+    row = session.execute(select(Segment).filter_by(**named)).scalar_one()
+    if row.state == "missing":
+        row.state, row.found_ns, row.first, row.last = "announced", at_ns, key.first, key.last
+        return True
+    if listed and row.state == "announced" and (row.first, row.last) != (key.first, key.last):
+        row.first, row.last = key.first, key.last
+        return True
+    return False
+
+
+def hint(session: Session, run_id: int) -> None:
+    """Say that a run has work, so that a sweep finds it whatever becomes of other hints."""
+    session.execute(
+        update(Run)
+        .where(Run.id == run_id)
+        .values(hints=Run.hints + 1, due_ns=now_ns())
+        .execution_options(synchronize_session=False)
+    )

@@ -1,0 +1,1 @@
+"""The outbox: does what events cause, once each, and records every try."""

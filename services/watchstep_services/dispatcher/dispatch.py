@@ -1,0 +1,147 @@
+"""Do one due action of the outbox: claim it, try it with no transaction open, record what came of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from watchstep.errors import WatchstepError
+from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.models import Action, ActionTry, Run
+from watchstep_services.database.records import add_event
+from watchstep_services.dispatcher.outbox import DueAction, Tried
+from watchstep_services.dispatcher.stop import try_stop
+from watchstep_services.dispatcher.webhook import try_webhook
+from watchstep_services.events import make_event
+from watchstep_services.service import Service
+from watchstep_services.settings import nanoseconds
+
+_KINDS = {"stop": try_stop, "webhook": try_webhook}
+_LONGEST_BACKOFF = 300.0
+_FINAL = {"done", "skipped", "failed"}
+
+_log = logging.getLogger(__name__)
+
+
+def due_actions(service: Service, limit: int = 100) -> list[int]:
+    """Ids of actions that are due, the longest due first."""
+    with service.database.read() as session:
+        return list(
+            session.execute(
+                select(Action.id)
+                .where(Action.state == "pending", Action.next_ns <= now_ns())
+                .order_by(Action.next_ns)
+                .limit(limit)
+            ).scalars()
+        )
+
+
+def next_due_ns(service: Service) -> int | None:
+    """Nanoseconds until the next pending action is due, negative if it is overdue; None for none."""
+    with service.database.read() as session:
+        first = session.execute(
+            select(func.min(Action.next_ns)).where(Action.state == "pending")
+        ).scalar_one()
+        return None if first is None else int(first) - read_clock(session)
+
+
+def dispatch(service: Service, action_id: int) -> Tried | None:
+    """Try an action once.
+
+    A try that fails in any way is recorded and tried again later, so that it blocks no other.
+
+    Returns:
+        What came of it; None where it is not due or another worker has it.
+    """
+    due = _claim(service, action_id)
+    if due is None:
+        return None
+    try:
+        tried = _KINDS[due.kind](service, due)
+    except WatchstepError as error:
+        tried = Tried("error", f"{error.what} ({error.mend})", due.stage)
+    except Exception as error:  # noqa: BLE001 - told with the action; it must not keep others from their turn
+        _log.exception("action %d (%s) failed", due.id, due.kind)
+        tried = Tried("error", f"{type(error).__name__}: {error}", due.stage)
+    _record(service, due, tried)
+    return tried
+
+
+def _claim(service: Service, action_id: int) -> DueAction | None:
+    lease = nanoseconds(service.settings.lease_seconds + service.settings.webhook_seconds)
+    with service.database.write() as session:
+        # Until the try is recorded the action is not due again; if this process dies, it is when the lease ends.
+        taken: Any = session.execute(
+            update(Action)
+            .where(Action.id == action_id, Action.state == "pending", Action.next_ns <= now_ns())
+            .values(claims=Action.claims + 1, next_ns=now_ns() + lease)
+            .execution_options(synchronize_session=False)
+        )
+        if taken.rowcount != 1:
+            return None
+        row = session.get_one(Action, action_id)
+        return DueAction(
+            id=row.id,
+            run_id=row.run_id,
+            event_id=row.event_id,
+            kind=row.kind,
+            payload=row.payload,
+            stage=row.stage,
+            stage_since_ns=row.stage_since_ns,
+            tries=row.tries,
+            claims=row.claims,
+            now_ns=read_clock(session),
+        )
+
+
+def _record(service: Service, due: DueAction, tried: Tried) -> None:
+    with service.database.write() as session:
+        row = session.get_one(Action, due.id, with_for_update=True)
+        if row.claims != due.claims or row.state != "pending":
+            return  # the lease ended and another worker has gone on from here
+        now = read_clock(session)
+        if tried.result == "waiting":
+            row.next_ns = tried.after_ns
+            return
+        row.tries += 1
+        session.add(
+            ActionTry(
+                action_id=row.id,
+                number=row.tries,
+                at_ns=now,
+                outcome=tried.result,
+                detail=tried.detail[:4000],
+            )
+        )
+        row.outcome = tried.detail[:4000]
+        if tried.stage != row.stage:
+            row.stage, row.stage_since_ns = tried.stage, now
+        if tried.result == "advanced":
+            row.next_ns = tried.after_ns
+        elif tried.result == "error" and row.tries < service.settings.max_tries:
+            pause = min(_LONGEST_BACKOFF, service.settings.retry_seconds * 2 ** (row.tries - 1))
+            row.next_ns = now + nanoseconds(pause)
+        else:
+            row.state = tried.result if tried.result in _FINAL else "failed"
+            row.finished_ns = now
+        if tried.facts is not None:
+            _tell(service, session, row, tried)
+
+
+def _tell(service: Service, session: Session, row: Action, tried: Tried) -> None:
+    run = session.get_one(Run, row.run_id)
+    now = read_clock(session)
+    data = {
+        **(tried.facts or {}),
+        "attempt": row.payload["attempt"],
+        "reason": row.payload["reason"],
+        "cause": row.payload["cause"],
+        "detail": tried.detail,
+        "requested_ns": row.created_ns,
+        "done_ns": now,
+    }
+    event = make_event("watchstep.stop.done", service.base_url, (run.project, run.run), now, data)
+    add_event(session, run.id, event, now)

@@ -1,0 +1,127 @@
+"""The graded stop: ask all workers, then the backend's stop, then its kill. One stage a try, until it is over."""
+
+from __future__ import annotations
+
+import logging
+
+from watchstep.control import StopRequest
+from watchstep.errors import StoreError
+from watchstep_services.dispatcher.outbox import DueAction, Tried
+from watchstep_services.dispatcher.target import Target, common_step, load_target, write_control
+from watchstep_services.estimator.backend import JobStatus
+from watchstep_services.evaluator.discover import discover, listing_due
+from watchstep_services.service import Service
+from watchstep_services.settings import NANOSECONDS, nanoseconds
+
+ASK, ASKED, TERMINATED, KILLED = 0, 1, 2, 3
+_HOW = {ASK: "already ended", ASKED: "cooperative", TERMINATED: "terminated", KILLED: "killed"}
+_POLL_NS = NANOSECONDS // 5
+_KILL_PATIENCE_NS = 30 * NANOSECONDS
+
+_log = logging.getLogger(__name__)
+
+
+def try_stop(service: Service, due: DueAction) -> Tried:
+    """Take a stop one stage further, or see that it is over.
+
+    Raises:
+        StoreError, ConfigError: the store does not answer, or the job's identity cannot be used.
+    """
+    target = load_target(service, due.run_id, str(due.payload["attempt"]))
+    if due.stage == ASK:
+        return _ask(service, due, target)
+    if target.status is None:
+        return _await_ends(service, due, target)
+    if target.is_over:
+        return _over(service, due, target, _HOW[due.stage])
+    waited = due.now_ns - due.stage_since_ns
+    if due.stage == KILLED:
+        if waited > _KILL_PATIENCE_NS:
+            return Tried(
+                "failed",
+                f"job {_named(target)} is still there {waited // NANOSECONDS} s after SIGKILL",
+                KILLED,
+            )
+        return _again(due)
+    if waited < nanoseconds(service.settings.grace_seconds):
+        return _again(due)
+    return _press(service, due, target, due.stage + 1)
+
+
+def _again(due: DueAction, after_ns: int = _POLL_NS) -> Tried:
+    return Tried("waiting", "", due.stage, due.now_ns + after_ns)
+
+
+def _ask(service: Service, due: DueAction, target: Target) -> Tried:
+    attempt = target.attempt.attempt
+    if target.run.attempt != attempt:
+        return Tried("skipped", f"attempt {attempt} is over: {target.run.attempt} runs now")
+    if target.is_over:
+        return _over(service, due, target, _HOW[ASK])
+    step = common_step(service, target)
+    stop = StopRequest(attempt, step, str(due.payload["reason"]), str(due.payload["cause"]))
+    control = write_control(service, target, stop)
+    if target.attempt.on_stop != "ignore":
+        assert control.stop is not None
+        return Tried(
+            "advanced", f"asked all workers to stop at step {control.stop.step}", ASKED, due.now_ns + _POLL_NS
+        )
+    if target.status is not None:
+        return _press(service, due, target, TERMINATED)
+    facts = {"how": "asked", "stopped_at_step": None}
+    return Tried(
+        "done",
+        "no job bound: asked cooperatively; the program has not agreed to be stopped so",
+        ASKED,
+        facts=facts,
+    )
+
+
+def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
+    """Without a bound job only the workers' own end documents can tell."""
+    if target.ends_complete:
+        return _over(service, due, target, _HOW[ASKED])
+    if due.now_ns - due.stage_since_ns > nanoseconds(service.settings.silent_seconds):
+        facts = {"how": "asked", "stopped_at_step": None}
+        return Tried(
+            "done", "no job bound: asked cooperatively; the workers did not confirm", ASKED, facts=facts
+        )
+    if listing_due(service, target.run_store.url, target.run.listed_ns, due.now_ns) and discover(
+        service, due.run_id
+    ):
+        return _again(due, 0)
+    return _again(due)
+
+
+def _press(service: Service, due: DueAction, target: Target, stage: int) -> Tried:
+    assert target.job is not None
+    assert target.status is not None
+    if target.status.state == "unknown" or target.backend is None:
+        return Tried(
+            "failed", f"job {_named(target)} cannot be stopped from here: {target.status.detail}", due.stage
+        )
+    after: JobStatus = (
+        target.backend.stop(target.job) if stage == TERMINATED else target.backend.kill(target.job)
+    )
+    if after.state == "gone":
+        return _over(service, due, target, _HOW[stage])
+    verb = "asked to end (SIGTERM)" if stage == TERMINATED else "killed (SIGKILL)"
+    return Tried("advanced", f"job {_named(target)} {verb}", stage, due.now_ns + _POLL_NS)
+
+
+def _over(service: Service, due: DueAction, target: Target, how: str) -> Tried:
+    try:
+        discover(service, due.run_id)  # its workers' last words say at which step they stopped
+        target = load_target(service, due.run_id, target.attempt.attempt)
+    except StoreError as error:
+        _log.warning("run %s/%s: %s", target.run.project, target.run.run, error.what)
+    steps = [int(end["last_step"]) for end in target.attempt.ends.values()]
+    facts = {"how": how, "stopped_at_step": max([target.attempt.largest, *steps])}
+    named = f"job {_named(target)}" if target.job is not None else "every worker"
+    if due.stage == ASK and how == _HOW[ASK]:
+        return Tried("skipped", f"{named} had ended already", facts=facts)
+    return Tried("done", f"{named} is gone ({how})", due.stage, facts=facts)
+
+
+def _named(target: Target) -> str:
+    return f"{target.job.backend}:{target.job.id}" if target.job is not None else "none"

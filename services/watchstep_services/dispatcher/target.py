@@ -1,0 +1,109 @@
+"""What a stop is aimed at: the run, its attempt, its job, and whether they are over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+
+from watchstep.control import ControlDocument, StopRequest
+from watchstep.layout import CONTROL_DOCUMENT, run_prefix
+from watchstep.store import Store
+from watchstep_services.database.models import Attempt, Job, Project, Run, Segment
+from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
+from watchstep_services.evaluator import attempts
+from watchstep_services.service import Service
+
+_RECENT = 20
+_LEAST_MARGIN = 10
+
+
+@dataclass(frozen=True)
+class Target:
+    """An attempt to stop.
+
+    Attributes:
+        run: its run.
+        attempt: its row.
+        run_store: where the run lies.
+        job: the bound job, if any.
+        status: how the job is; None without one.
+        backend: what the job runs on; None where this process knows no such backend.
+    """
+
+    run: Run
+    attempt: Attempt
+    run_store: Store
+    job: JobHandle | None
+    status: JobStatus | None
+    backend: Backend | None
+
+    @property
+    def ends_complete(self) -> bool:
+        """Whether every worker has said how it ended."""
+        return len(self.attempt.ends) >= max(1, self.attempt.world_size)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is gone or, where none is bound, every worker has ended."""
+        return self.status.state == "gone" if self.status is not None else self.ends_complete
+
+
+def load_target(service: Service, run_id: int, attempt: str) -> Target:
+    """Find what a stop is aimed at, and how its job is now.
+
+    Raises:
+        StoreError, ConfigError: the store cannot be opened or does not answer.
+    """
+    with service.database.read() as session:
+        run = session.get_one(Run, run_id)
+        store_url = session.get_one(Project, run.project).store_url
+        bound = session.execute(select(Job).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
+    run_store = service.stores.open(store_url).child(run_prefix(run.project, run.run))
+    row = attempts.load(service.database, run_store, run_id, attempt)
+    if bound is None:
+        return Target(run, row, run_store, None, None, None)
+    job = JobHandle(bound.backend, bound.job_id, bound.identity)
+    backend = service.backends.get(bound.backend)
+    if backend is None:
+        status = JobStatus("unknown", detail=f"this service has no backend {bound.backend!r}")
+    else:
+        status = backend.status(job)
+    return Target(run, row, run_store, job, status, backend)
+
+
+def common_step(service: Service, target: Target) -> int:
+    """A step beyond every one that a worker has passed, at which all can stop together.
+
+    One worker stops at its next step. Of several, each learns of the stop only with its next announcement, so the
+    step lies two segments ahead.
+    """
+    named = {"run_id": target.run.id, "attempt": target.attempt.attempt}
+    with service.database.read() as session:
+        seen = session.execute(select(func.max(Segment.last)).filter_by(**named)).scalar_one()
+        recent = session.execute(
+            select(Segment.first, Segment.last).filter_by(**named).order_by(Segment.id.desc()).limit(_RECENT)
+        ).all()
+    largest = max(target.attempt.largest, -1 if seen is None else int(seen))
+    if target.attempt.world_size <= 1:
+        return largest + 1
+    width = max((last - first + 1 for first, last in recent), default=1)
+    return largest + max(_LEAST_MARGIN, 2 * int(width))
+
+
+def write_control(service: Service, target: Target, stop: StopRequest) -> ControlDocument:
+    """Ask all workers to stop: in the database, which answers announcements, and on the store.
+
+    An attempt that has been asked is not asked for another step: its workers must agree on one.
+
+    Raises:
+        StoreError: the store refused; the database has the stop already.
+    """
+    with service.database.write() as session:
+        run = session.get_one(Run, target.run.id, with_for_update=True)
+        control = ControlDocument.from_data(run.control)
+        if control.stop is None or control.stop.attempt != stop.attempt:
+            control = control.with_stop(stop)
+            run.control = control.as_data()
+    target.run_store.put(CONTROL_DOCUMENT, control.encode())
+    return control

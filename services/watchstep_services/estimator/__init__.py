@@ -1,0 +1,1 @@
+"""Jobs: start them, ask how they are, stop them."""

@@ -1,0 +1,1 @@
+"""From segments to alerts: the heart of the service."""

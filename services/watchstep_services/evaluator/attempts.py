@@ -1,0 +1,73 @@
+"""Attempts as the service knows them: from their document on the store, or from an operator's registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from watchstep import documents, layout
+from watchstep.documents import AttemptDocument, EndDocument
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.store import Store
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import Attempt, Run
+
+
+def read_document(run_store: Store, attempt: str) -> AttemptDocument | None:
+    """An attempt's document; None where it is not there or is damaged."""
+    key = layout.attempt_document(attempt)
+    try:
+        data = run_store.get(key, limit=documents.MAX_BYTES)
+        return documents.decode(AttemptDocument, data, key)
+    except (NotFoundError, FormatError):
+        return None
+
+
+def ensure(session: Session, run_id: int, attempt: str) -> Attempt:
+    """The row of an attempt. One that was not known becomes the run's newest."""
+    row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
+    if row is None:
+        row = Attempt(
+            run_id=run_id, attempt=attempt, world_size=0, on_stop="ignore", started_ns=0, first_heard_ns=0,
+            sealed=-1, largest=-1, writers={}, ends={}, context=[],
+        )  # fmt: skip
+        session.add(row)
+        session.get_one(Run, run_id).attempt = attempt
+        session.flush()
+    return row
+
+
+def describe(row: Attempt, document: AttemptDocument) -> None:
+    """Take over what an attempt's document says."""
+    row.world_size = max(1, int(document.world_size))
+    row.on_stop = str(document.on_stop)
+    row.started_ns = int(document.started_ns)
+
+
+def load(database: Database, run_store: Store, run_id: int, attempt: str) -> Attempt:
+    """The row of an attempt that has segments, made where there is none, with its document's content."""
+    with database.read() as session:
+        row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
+        if row is not None and row.world_size:
+            return row
+    document = read_document(run_store, attempt)
+    with database.write() as session:
+        row = ensure(session, run_id, attempt)
+        if document is not None:
+            describe(row, document)
+        return row
+
+
+def end_as_data(end: EndDocument, found_ns: int) -> dict[str, Any]:
+    """What is kept of the document that says how a worker ended."""
+    return {
+        "state": str(end.state),
+        "last_step": int(end.last_step),
+        "segments": int(end.segments),
+        "writer": str(end.writer),
+        "reason": str(end.reason)[:2000],
+        "ended_ns": int(end.ended_ns),
+        "found_ns": found_ns,
+    }

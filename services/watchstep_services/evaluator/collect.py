@@ -1,0 +1,196 @@
+"""Phase b, first half: find and read the segments that an evaluation judges. No transaction is open meanwhile."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from sqlalchemy import select
+
+from watchstep import layout, segment
+from watchstep.block import Block
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.layout import SegmentKey, WriterId
+from watchstep.store import Store
+from watchstep_services.database.models import Attempt, Run, Segment
+from watchstep_services.evaluator import cursor as cursors
+from watchstep_services.evaluator.claim import Claim, renew
+from watchstep_services.evaluator.discover import discover, key_of, listing_due
+from watchstep_services.evaluator.history import union_catalogue, with_catalogue
+from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_plan
+from watchstep_services.service import Service
+from watchstep_services.settings import nanoseconds
+
+
+class FencedError(Exception):
+    """Another worker has taken the run: whatever was found out is discarded."""
+
+
+@dataclass
+class Collected:
+    """What was read of one attempt.
+
+    Attributes:
+        attempt: its name; empty where there was nothing to read.
+        cursor: after these segments.
+        blocks: rows of each segment that was read, in journal order.
+        corrupt: segments that are there and cannot be read, and why.
+        missing: gaps that were given up.
+        waiting: gaps that still hold something up.
+        more: there is more to read at once.
+    """
+
+    attempt: str
+    cursor: dict[WriterId, int]
+    blocks: list[tuple[Entry, Block]] = field(default_factory=list)
+    corrupt: list[tuple[Entry, str]] = field(default_factory=list)
+    missing: list[Gap] = field(default_factory=list)
+    waiting: tuple[Gap, ...] = ()
+    more: bool = False
+
+
+def collect(service: Service, held: Claim, run_store: Store) -> Collected:
+    """Read what can be read, up to the limits of the settings.
+
+    Raises:
+        FencedError: another worker has taken the run.
+        StoreError: the store did not answer.
+    """
+    plan = _plan(service, held)
+    if not plan.readable:
+        return _without_segments(held, plan)
+    attempt = plan.readable[0].key.writer.attempt
+    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting)
+    mine = [entry for entry in plan.readable if entry.key.writer.attempt == attempt]
+    found.more = len(mine) < len(plan.readable)
+    absent = _read_all(service, held, run_store, mine, found)
+    if absent:
+        found.waiting += tuple(absent)
+        if _may_list(service, held, found.waiting):
+            found.more |= discover(service, held.run_id)
+    return found
+
+
+def _without_segments(held: Claim, plan: Plan) -> Collected:
+    attempt = plan.trailing[0].writer.attempt if plan.trailing else ""
+    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting)
+    for gap in plan.trailing:
+        found.missing.append(gap)
+        found.cursor[gap.writer] = gap.until
+    return found
+
+
+def _plan(service: Service, held: Claim) -> Plan:
+    gap_ns = nanoseconds(service.settings.gap_seconds)
+    plan = _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=False))
+    if not plan.waiting or not _may_list(service, held, plan.waiting):
+        return plan
+    # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
+    discover(service, held.run_id)
+    return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=True))
+
+
+def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
+    gap_ns = nanoseconds(service.settings.gap_seconds)
+    if any(held.now_ns >= gap.since_ns + gap_ns for gap in gaps):
+        return True
+    with service.database.read() as session:
+        listed_ns = session.get_one(Run, held.run_id).listed_ns
+    return listing_due(service, held.store_url, listed_ns, held.now_ns)
+
+
+def _load_plan(service: Service, held: Claim, patience: Patience) -> Plan:
+    with service.database.read() as session:
+        rows = session.execute(select(Segment).filter_by(run_id=held.run_id, state="announced")).scalars()
+        entries = [Entry(row.id, key_of(row), row.found_ns) for row in rows]
+        ends = {
+            row.attempt: row.ends
+            for row in session.execute(select(Attempt).filter_by(run_id=held.run_id)).scalars()
+        }
+    return make_plan(cursors.decode(held.cursor), entries, ends, patience)
+
+
+def _read_all(
+    service: Service, held: Claim, run_store: Store, entries: list[Entry], found: Collected
+) -> list[Gap]:
+    """Read in order; returns the gaps that segments leave which were announced and are not there."""
+    size, renewed = 0, time.monotonic()
+    absent: dict[WriterId, Gap] = {}
+    for number, entry in enumerate(entries):
+        writer = entry.key.writer
+        if number >= service.settings.max_segments or size >= service.settings.max_bytes:
+            found.more = True
+            break
+        renewed = _renewed(service, held, renewed)
+        if writer in absent and entry.key.seq >= found.cursor.get(writer, 0):
+            continue
+        try:
+            data = fetch(run_store, entry.key)
+            size += len(data)
+            found.blocks.append((entry, decode(data, entry.key)))
+        except NotFoundError:
+            absent[writer] = Gap(writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
+            continue
+        except FormatError as error:
+            found.corrupt.append((entry, error.what))
+        _advance(found, entry.key)
+    return list(absent.values())
+
+
+def _renewed(service: Service, held: Claim, renewed: float) -> float:
+    lease = service.settings.lease_seconds
+    if time.monotonic() - renewed <= lease / 3:
+        return renewed
+    if not renew(service.database, held, nanoseconds(lease)):
+        raise FencedError
+    return time.monotonic()
+
+
+def _advance(found: Collected, key: SegmentKey) -> None:
+    following = found.cursor.get(key.writer, 0)
+    if key.seq > following:
+        found.missing.append(Gap(key.writer, following, key.seq, 0))
+    found.cursor[key.writer] = max(following, key.seq + 1)
+
+
+def fetch(run_store: Store, key: SegmentKey) -> bytes:
+    """A segment's bytes.
+
+    Raises:
+        NotFoundError: it is not there.
+        FormatError: it is too large to be one.
+        StoreError: the store did not answer.
+    """
+    try:
+        return run_store.get(key.path, limit=segment.MAX_BYTES)
+    except NotFoundError:
+        raise
+    except StoreError as error:
+        size = run_store.size(key.path)
+        if size <= segment.MAX_BYTES:
+            raise
+        raise FormatError(f"segment {key.path}: {size} bytes, over the limit", error.mend) from error
+
+
+def decode(data: bytes, key: SegmentKey) -> Block:
+    """A segment's rows in canonical order, over a catalogue sorted by name.
+
+    Raises:
+        FormatError: the bytes are no whole segment, or hold steps that its name does not say.
+    """
+    block = segment.decode(data, key.path)
+    if len(block) and not (key.first <= int(block.step.min()) and int(block.step.max()) <= key.last):
+        raise FormatError(
+            f"segment {key.path}: holds steps {block.step.min()} to {block.step.max()}",
+            "the writer or the transfer damaged it",
+        )
+    return with_catalogue(block, union_catalogue([block])).ordered()
+
+
+def run_store_of(service: Service, held: Claim) -> Store:
+    """The store seen from the run.
+
+    Raises:
+        ConfigError, StoreError: it cannot be opened.
+    """
+    return service.stores.open(held.store_url).child(layout.run_prefix(held.project, held.run))

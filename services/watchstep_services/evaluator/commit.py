@@ -1,0 +1,191 @@
+"""Phase c: everything that an evaluation found out, in one short transaction, or nothing of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import (
+    Attempt,
+    FindingRow,
+    Memory,
+    Run,
+    Seal,
+    Segment,
+    Tick,
+)
+from watchstep_services.database.upsert import insert_missing
+from watchstep_services.evaluator.alerting import Place, publish
+from watchstep_services.evaluator.claim import Claim, due_unless_hinted
+from watchstep_services.evaluator.collect import Collected
+from watchstep_services.evaluator.judging import Judged
+from watchstep_services.evaluator.plan import Gap
+from watchstep_services.evaluator.seals import AttemptProgress, SealDecision, writers_as_data
+from watchstep_services.service import Service
+
+FINDINGS_KEPT = 1000
+"""Findings of one rule config on one attempt that are kept; the rest are counted."""
+
+_MISSING_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an evaluation found out.
+
+    Attributes:
+        collected: the segments.
+        cursor: after them, canonical text.
+        progress: how far the attempt came, before the new seal.
+        seal: the new seal, if any.
+        context: journal positions that the next evaluation may look back to.
+        judged: what the rules said.
+        due_ns: when to look again without a hint.
+    """
+
+    collected: Collected
+    cursor: str
+    progress: AttemptProgress
+    seal: SealDecision | None
+    context: list[int]
+    judged: list[Judged]
+    due_ns: int | None
+
+
+def commit(service: Service, held: Claim, outcome: Outcome) -> list[int] | None:
+    """Write an outcome if the claim still stands.
+
+    Returns:
+        Ids of the actions that it caused; None where another worker has taken the run or moved its cursor, and
+        nothing was written.
+    """
+    with service.database.write() as session:
+        if not _move(session, held, outcome):
+            session.rollback()
+            return None
+        now = read_clock(session)
+        _segments(session, held, outcome.collected, now)
+        _attempt(session, held, outcome)
+        _journal(session, held, outcome)
+        actions: list[int] = []
+        place = Place(service.base_url, held, outcome.collected.attempt, now)
+        for judged in outcome.judged:
+            _remember(session, outcome.collected.attempt, judged)
+            actions += publish(session, place, judged)
+        return actions
+
+
+def _move(session: Session, held: Claim, outcome: Outcome) -> bool:
+    result: Any = session.execute(
+        update(Run)
+        .where(Run.id == held.run_id, Run.epoch == held.epoch, Run.cursor == held.cursor)
+        .values(
+            cursor=outcome.cursor,
+            journal=held.journal + len(outcome.collected.blocks),
+            ticks=held.tick + 1,
+            lease_until_ns=0,
+            due_ns=due_unless_hinted(held, outcome.due_ns),
+        )
+        .execution_options(synchronize_session=False)
+    )
+    return bool(result.rowcount == 1)
+
+
+def _segments(session: Session, held: Claim, collected: Collected, now: int) -> None:
+    for place, (entry, _) in enumerate(collected.blocks):
+        session.execute(
+            update(Segment)
+            .where(Segment.id == entry.row_id)
+            .values(state="read", position=held.journal + place)
+        )
+    for entry, problem in collected.corrupt:
+        session.execute(
+            update(Segment).where(Segment.id == entry.row_id).values(state="corrupt", problem=problem[:2000])
+        )
+    missing = sum(_mark_missing(session, held.run_id, gap, now) for gap in collected.missing)
+    run = session.get_one(Run, held.run_id)
+    run.last_step = max([run.last_step, *(entry.key.last for entry, _ in collected.blocks)])
+    health = {key: value for key, value in run.health.items() if key != "evaluation"}
+    if missing:
+        health["missing_segments"] = int(health.get("missing_segments", 0)) + missing
+    if collected.corrupt:
+        health["corrupt_segments"] = int(health.get("corrupt_segments", 0)) + len(collected.corrupt)
+        health["last_corrupt"] = collected.corrupt[-1][1][:500]
+    if health != run.health:
+        run.health = health
+
+
+def _mark_missing(session: Session, run_id: int, gap: Gap, now: int) -> int:
+    who = gap.writer
+    for seq in range(gap.start, min(gap.until, gap.start + _MISSING_ROWS)):
+        values = {
+            "run_id": run_id, "attempt": who.attempt, "node": who.node, "writer": who.writer, "seq": seq,
+            "first": -1, "last": -1, "state": "missing", "found_ns": now, "problem": "waited for until the deadline",
+        }  # fmt: skip
+        insert_missing(session, Segment, values)
+    return gap.until - gap.start
+
+
+def _attempt(session: Session, held: Claim, outcome: Outcome) -> None:
+    progress = outcome.progress
+    session.execute(
+        update(Attempt)
+        .where(Attempt.run_id == held.run_id, Attempt.attempt == outcome.collected.attempt)
+        .values(
+            writers=writers_as_data(progress.writers),
+            first_heard_ns=progress.first_heard_ns,
+            largest=progress.largest,
+            sealed=outcome.seal.step if outcome.seal else progress.sealed,
+            context=outcome.context,
+        )
+    )
+
+
+def _journal(session: Session, held: Claim, outcome: Outcome) -> None:
+    attempt = outcome.collected.attempt
+    session.add(
+        Tick(
+            run_id=held.run_id,
+            tick=held.tick,
+            attempt=attempt,
+            position=held.journal + len(outcome.collected.blocks),
+            at_ns=held.now_ns,
+        )
+    )
+    if outcome.seal:
+        session.add(
+            Seal(
+                run_id=held.run_id,
+                tick=held.tick,
+                attempt=attempt,
+                step=outcome.seal.step,
+                cause=outcome.seal.cause,
+                at_ns=held.now_ns,
+            )
+        )
+
+
+def _remember(session: Session, attempt: str, judged: Judged) -> None:
+    row = session.get(Memory, (judged.row.id, attempt))
+    if row is None:
+        row = Memory(config_id=judged.row.id, attempt=attempt, memory="", findings=0)
+        session.add(row)
+    row.memory = judged.memory.model_dump_json()
+    kept = session.execute(
+        select(func.count()).select_from(FindingRow).filter_by(config_id=judged.row.id, attempt=attempt)
+    ).scalar_one()
+    for finding in judged.findings[: max(0, FINDINGS_KEPT - kept)]:
+        session.add(
+            FindingRow(
+                config_id=judged.row.id,
+                attempt=attempt,
+                step=finding.step,
+                finding=json.loads(finding.model_dump_json()),
+            )
+        )
+    row.findings += len(judged.findings)

@@ -1,0 +1,221 @@
+"""The heart: evaluate one run. Production calls it from a Celery task, the embedded service from a thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from sqlalchemy import select
+
+from watchstep.errors import WatchstepError
+from watchstep.store import Store
+from watchstep_rules.judge import Progress
+from watchstep_services.database.models import Attempt, Memory, RuleConfigRow, Run, Segment
+from watchstep_services.evaluator import attempts, seals
+from watchstep_services.evaluator import cursor as cursors
+from watchstep_services.evaluator.claim import Claim, claim, release
+from watchstep_services.evaluator.collect import Collected, FencedError, collect, decode, fetch, run_store_of
+from watchstep_services.evaluator.commit import Outcome, commit
+from watchstep_services.evaluator.discover import key_of
+from watchstep_services.evaluator.history import History, joined, trimmed
+from watchstep_services.evaluator.judging import Loaded, judge_all, load_config, lookback
+from watchstep_services.evaluator.plan import Gap, ended_ranks
+from watchstep_services.evaluator.seals import AttemptProgress, WriterProgress
+from watchstep_services.service import Service
+from watchstep_services.settings import nanoseconds
+
+_RETRY_SECONDS = 5.0
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation did.
+
+    Attributes:
+        outcome: ``busy``: another worker holds the run; ``idle``: nothing to judge; ``committed``;
+            ``fenced``: another worker took the run meanwhile, and everything was discarded.
+        more: there is more to judge at once.
+        actions: ids of the actions that it caused.
+    """
+
+    outcome: Literal["busy", "idle", "committed", "fenced"]
+    more: bool = False
+    actions: tuple[int, ...] = ()
+
+
+def evaluate(service: Service, run_id: int) -> Evaluation:
+    """Read and judge what is new of a run.
+
+    Raises:
+        StoreError, ConfigError: the store did not answer; the run is let go and looked at again later.
+    """
+    held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
+    if held is None:
+        return Evaluation("busy")
+    try:
+        outcome, history = _find_out(service, held)
+    except FencedError:
+        return Evaluation("fenced")
+    except BaseException as error:
+        _let_go(service, held, error)
+        raise
+    if history is None:
+        release(service.database, held, outcome.due_ns)
+        return Evaluation("idle")
+    actions = commit(service, held, outcome)
+    if actions is None:
+        return Evaluation("fenced")
+    key = (held.run_id, outcome.collected.attempt)
+    service.histories.put(key, outcome.cursor, history.lookback, history.rows)
+    return Evaluation("committed", outcome.collected.more, tuple(actions))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    rows: History
+    lookback: int
+
+
+def _let_go(service: Service, held: Claim, error: BaseException) -> None:
+    if isinstance(error, WatchstepError):
+        with service.database.write() as session:
+            run = session.get_one(Run, held.run_id)
+            run.health = {**run.health, "evaluation": error.what[:500]}
+    release(service.database, held, held.now_ns + nanoseconds(_RETRY_SECONDS))
+
+
+def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
+    run_store = run_store_of(service, held)
+    collected = collect(service, held, run_store)
+    if not collected.attempt:
+        collected.attempt = _attempt_to_seal(service, held)
+    if not collected.attempt:
+        empty = AttemptProgress(0, 0, {}, frozenset(), -1)
+        return Outcome(collected, held.cursor, empty, None, [], [], _due(service, held, collected)), None
+    attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt)
+    configs = _configs(service, held.run_id, collected.attempt)
+    reach = lookback(configs)
+    before = _history(service, held, run_store, attempt, reach)
+
+    progress = _progress(service, held, attempt, collected)
+    # While more waits to be read, a worker is not silent: it is only not read yet.
+    patience = _NEVER if collected.more else nanoseconds(service.settings.seal_seconds)
+    seal = seals.decide(progress, held.now_ns, patience)
+    sealed = seal.step if seal else progress.sealed
+
+    parts = [(held.journal + place, block) for place, (_, block) in enumerate(collected.blocks)]
+    arrived = joined(parts, History.empty()).block
+    judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns))
+    rows = trimmed(joined(parts, before), reach, sealed)
+    outcome = Outcome(
+        collected=collected,
+        cursor=cursors.encode(collected.cursor),
+        progress=progress,
+        seal=seal,
+        context=rows.positions,
+        judged=judged,
+        due_ns=_due(service, held, collected, replace(progress, sealed=sealed)),
+    )
+    return outcome, _Kept(rows, reach)
+
+
+def _attempt_to_seal(service: Service, held: Claim) -> str:
+    """An attempt in which a deadline lets further steps be sealed; empty for none."""
+    with service.database.read() as session:
+        rows = session.execute(
+            select(Attempt).where(Attempt.run_id == held.run_id, Attempt.sealed < Attempt.largest)
+        ).scalars()
+        found = [row for row in rows if row.writers]
+    patience = nanoseconds(service.settings.seal_seconds)
+    nothing = Collected("", cursors.decode(held.cursor))
+    for row in found:
+        if seals.decide(_progress(service, held, row, nothing), held.now_ns, patience):
+            return row.attempt
+    return ""
+
+
+def _configs(service: Service, run_id: int, attempt: str) -> list[Loaded]:
+    with service.database.read() as session:
+        rows = session.execute(
+            select(RuleConfigRow, Memory.memory)
+            .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == attempt))
+            .where(RuleConfigRow.run_id == run_id, ~RuleConfigRow.origin.startswith("retired"))
+            .order_by(RuleConfigRow.id)
+        ).all()
+    return [load_config(row, memory) for row, memory in rows]
+
+
+def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, reach: int) -> History:
+    """Earlier rows: from this process if it judged last, else from the segments that hold them."""
+    known = service.histories.get((held.run_id, attempt.attempt), held.cursor, reach)
+    if known is not None:
+        return known
+    with service.database.read() as session:
+        rows = session.execute(
+            select(Segment)
+            .where(Segment.run_id == held.run_id, Segment.position.in_(attempt.context))
+            .order_by(Segment.position)
+        ).scalars()
+        places = [(row.position, key_of(row)) for row in rows]
+    parts = [
+        (position, decode(fetch(run_store, key), key)) for position, key in places if position is not None
+    ]
+    return trimmed(joined(parts, History.empty()), reach, attempt.sealed)
+
+
+def _progress(service: Service, held: Claim, row: Attempt, collected: Collected) -> AttemptProgress:
+    until = held.now_ns - nanoseconds(service.settings.gap_seconds)
+    progress = AttemptProgress(
+        row.world_size,
+        row.first_heard_ns,
+        seals.writers_from_data(row.writers),
+        ended_ranks(collected.cursor, row.attempt, row.ends, until),
+        row.sealed,
+    )
+    for entry, block in collected.blocks:
+        who = entry.key.writer
+        ranks = tuple(int(rank) for rank in np.unique(block.worker))
+        progress = progress.heard(
+            f"{who.node}/{who.writer}", WriterProgress(entry.key.last, entry.found_ns, ranks)
+        )
+    return progress
+
+
+def _due(
+    service: Service, held: Claim, collected: Collected, progress: AttemptProgress | None = None
+) -> int | None:
+    """When to look again, should no hint come before."""
+    settings = service.settings
+    if collected.more:
+        return held.now_ns
+    moments = [_gap_due(service, held, gap) for gap in collected.waiting]
+    moments += _later_seals(service, held, besides=collected.attempt)
+    if progress is not None:
+        sealing = seals.due_ns(progress, nanoseconds(settings.seal_seconds))
+        moments += [] if sealing is None else [sealing]
+    return min(moments, default=None)
+
+
+def _gap_due(service: Service, held: Claim, gap: Gap) -> int:
+    local = service.stores.open(held.store_url).is_local
+    return min(
+        gap.since_ns + nanoseconds(service.settings.gap_seconds),
+        held.now_ns + service.settings.listing_ns(local=local),
+    )
+
+
+def _later_seals(service: Service, held: Claim, besides: str) -> list[int]:
+    with service.database.read() as session:
+        rows = session.execute(
+            select(Attempt).where(
+                Attempt.run_id == held.run_id, Attempt.sealed < Attempt.largest, Attempt.attempt != besides
+            )
+        ).scalars()
+        nothing = Collected("", cursors.decode(held.cursor))
+        due = [
+            seals.due_ns(_progress(service, held, row, nothing), nanoseconds(service.settings.seal_seconds))
+            for row in rows
+        ]
+    return [moment for moment in due if moment is not None]

@@ -1,0 +1,146 @@
+"""The life of a run: created → running → completed | failed | stopped | lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import func, select
+
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import Action, Attempt, Job, Run, Segment
+from watchstep_services.database.records import add_event
+from watchstep_services.dispatcher.request import stop_key
+from watchstep_services.estimator.backend import JobHandle, JobStatus
+from watchstep_services.events import make_event
+from watchstep_services.service import Service
+from watchstep_services.settings import nanoseconds
+
+RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
+ENDED = ("completed", "failed", "stopped")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run's newest attempt.
+
+    Attributes:
+        heard: a segment of it was read.
+        world_size: workers to expect, at least 1.
+        ends: states of the workers that said how they ended.
+        unread: segments that wait to be read.
+        job: how the bound job is; None without one.
+        gone_for_ns: how long the job has been gone.
+        stopped: Watchstep stopped it.
+        silent_ns: how long nothing was heard.
+    """
+
+    heard: bool
+    world_size: int
+    ends: tuple[str, ...]
+    unread: bool
+    job: JobStatus | None
+    gone_for_ns: int
+    stopped: bool
+    silent_ns: int
+
+
+def next_state(facts: Facts, grace_ns: int, silent_ns: int) -> RunState:
+    """Where a run stands.
+
+    Args:
+        facts: what is known.
+        grace_ns: how long the last words of a job that is gone are waited for.
+        silent_ns: after so long without a sign, and without a job that runs, a run is lost.
+    """
+    gone = facts.job is not None and facts.job.state == "gone"
+    runs = facts.job is not None and facts.job.state == "running"
+    complete = len(facts.ends) >= facts.world_size
+    if (complete or (gone and facts.gone_for_ns >= grace_ns)) and not facts.unread:
+        return _ending(facts)
+    if facts.silent_ns >= silent_ns and not runs and not facts.unread:
+        return "lost"
+    return "running" if facts.heard or runs else "created"
+
+
+def _ending(facts: Facts) -> RunState:
+    if facts.stopped or "stopped" in facts.ends:
+        return "stopped"
+    if "failed" in facts.ends:
+        return "failed"
+    if len(facts.ends) >= facts.world_size:
+        return "completed"
+    # Gone without last words of every worker: only its exit code speaks for it.
+    return "completed" if facts.job is not None and facts.job.exit_code == 0 else "failed"
+
+
+def advance_run(service: Service, run_id: int) -> RunState:
+    """Bring a run's state up to date, with events on its start and end; returns the state."""
+    with service.database.read() as session:
+        run = session.get_one(Run, run_id)
+        bound = session.execute(
+            select(Job).filter_by(run_id=run_id, attempt=run.attempt)
+        ).scalar_one_or_none()
+    status = _job_status(service, bound)
+    with service.database.write() as session:
+        now = read_clock(session)
+        run = session.get_one(Run, run_id, with_for_update=True)
+        gone_for = 0
+        if bound is not None and bound.attempt == run.attempt and status is not None:
+            job = session.get_one(Job, bound.id)
+            job.state, job.exit_code = status.state, status.exit_code
+            if status.state == "gone" and job.gone_ns is None:
+                job.gone_ns = now
+            gone_for = now - (job.gone_ns or now)
+        attempt = session.execute(
+            select(Attempt).filter_by(run_id=run_id, attempt=run.attempt)
+        ).scalar_one_or_none()
+        unread = session.execute(
+            select(func.count()).select_from(Segment).filter_by(run_id=run_id, state="announced")
+        ).scalar_one()
+        stop = session.execute(
+            select(Action).where(Action.key == stop_key(run_id, run.attempt))
+        ).scalar_one_or_none()
+        # Without a job, only the workers' last words tell whether what was asked was done.
+        stopped = stop is not None and stop.state == "done" and bound is not None
+        facts = Facts(
+            heard=attempt is not None and attempt.largest >= 0,
+            world_size=max(1, attempt.world_size if attempt else 1),
+            ends=tuple(str(end["state"]) for end in attempt.ends.values()) if attempt else (),
+            unread=bool(unread),
+            job=status,
+            gone_for_ns=gone_for,
+            stopped=stopped,
+            silent_ns=now - run.heard_ns,
+        )
+        settings = service.settings
+        state = next_state(facts, nanoseconds(settings.grace_seconds), nanoseconds(settings.silent_seconds))
+        _change(service, run, state, now, session)
+        return state
+
+
+def _job_status(service: Service, bound: Job | None) -> JobStatus | None:
+    if bound is None:
+        return None
+    if bound.state == "gone":
+        return JobStatus("gone", bound.exit_code)
+    backend = service.backends.get(bound.backend)
+    if backend is None:
+        return JobStatus("unknown")
+    return backend.status(JobHandle(bound.backend, bound.job_id, bound.identity))
+
+
+def _change(service: Service, run: Run, state: RunState, now: int, session: Any) -> None:
+    before = run.state
+    if state == before:
+        return
+    run.state = state
+    run.ended_ns = now if state in ENDED or state == "lost" else None
+    data = {"attempt": run.attempt, "state": state, "before": before, "last_step": run.last_step}
+    named = (run.project, run.run)
+    if state == "running":
+        add_event(
+            session, run.id, make_event("watchstep.run.started", service.base_url, named, now, data), now
+        )
+    elif run.ended_ns is not None:
+        add_event(session, run.id, make_event("watchstep.run.ended", service.base_url, named, now, data), now)

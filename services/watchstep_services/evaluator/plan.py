@@ -1,0 +1,140 @@
+"""Which segments can be read now: contiguous for each writer, late ones, and what waits behind a gap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from watchstep.layout import SegmentKey, WriterId
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A segment of the inbox that was not read: its row, its key, and when it was found."""
+
+    row_id: int
+    key: SegmentKey
+    found_ns: int
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Segments that should be there and are not: sequence numbers start … until - 1 of a writer."""
+
+    writer: WriterId
+    start: int
+    until: int
+    since_ns: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to read.
+
+    Attributes:
+        readable: in the order in which they will stand in the journal.
+        waiting: gaps that hold up what is behind them.
+        trailing: gaps at the end of a writer that has ended, given up.
+    """
+
+    readable: tuple[Entry, ...]
+    waiting: tuple[Gap, ...]
+    trailing: tuple[Gap, ...]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long gaps are waited for.
+
+    Attributes:
+        now_ns: by the database's clock.
+        gap_ns: how long.
+        listed: the store has been listed in this evaluation: what is not in the inbox does not exist.
+    """
+
+    now_ns: int
+    gap_ns: int
+    listed: bool
+
+    def over(self, gap: Gap) -> bool:
+        """Whether a gap is given up."""
+        return self.listed and self.now_ns >= gap.since_ns + self.gap_ns
+
+
+def make_plan(
+    cursor: dict[WriterId, int],
+    entries: list[Entry],
+    ends: dict[str, dict[str, Any]],
+    patience: Patience,
+) -> Plan:
+    """Sort the inbox.
+
+    Args:
+        cursor: next sequence number of each writer.
+        entries: all that was announced and not read.
+        ends: attempt → rank → what its end document said.
+        patience: how long gaps are waited for.
+    """
+    ordered: list[tuple[int, Entry]] = []
+    waiting: list[Gap] = []
+    reached = dict(cursor)
+    blocked: set[WriterId] = set()
+    held_up: dict[WriterId, int] = {}
+    for entry in sorted(entries, key=lambda entry: entry.key):
+        writer, seq = entry.key.writer, entry.key.seq
+        following = reached.get(writer, 0)
+        if writer in blocked:
+            continue
+        if seq > following:
+            gap = Gap(writer, following, seq, entry.found_ns)
+            if not patience.over(gap):
+                waiting.append(gap)
+                blocked.add(writer)
+                continue
+        reached[writer] = max(following, seq + 1)
+        # A segment stands behind its writer's earlier ones, even where it was found before them.
+        held_up[writer] = max(held_up.get(writer, 0), entry.found_ns)
+        ordered.append((held_up[writer], entry))
+    open_ends = [gap for gap in _trailing(reached, ends) if gap.writer not in blocked]
+    readable = sorted(ordered, key=lambda pair: (pair[0], pair[1].key))
+    return Plan(
+        tuple(entry for _, entry in readable),
+        (*waiting, *(gap for gap in open_ends if not patience.over(gap))),
+        tuple(gap for gap in open_ends if patience.over(gap)),
+    )
+
+
+def _trailing(reached: dict[WriterId, int], ends: dict[str, dict[str, Any]]) -> list[Gap]:
+    gaps: dict[WriterId, Gap] = {}
+    for attempt, ranks in ends.items():
+        for end in ranks.values():
+            for writer, following in reached.items():
+                if (writer.attempt, writer.writer) == (attempt, end["writer"]) and following < end[
+                    "segments"
+                ]:
+                    gaps[writer] = Gap(writer, following, int(end["segments"]), int(end["found_ns"]))
+    return list(gaps.values())
+
+
+def ended_ranks(
+    cursor: dict[WriterId, int], attempt: str, ends: dict[str, Any], until_ns: int
+) -> frozenset[int]:
+    """Ranks that ended and whose segments have all been read or given up.
+
+    Args:
+        cursor: next sequence number of each writer.
+        attempt: whose.
+        ends: rank → what its end document said.
+        until_ns: ends found before this no longer wait for a writer that was never heard of.
+    """
+    ended = set()
+    for rank, end in ends.items():
+        heard = [
+            following
+            for writer, following in cursor.items()
+            if (writer.attempt, writer.writer) == (attempt, end["writer"])
+        ]
+        read = any(following >= end["segments"] for following in heard)
+        if end["segments"] == 0 or read or (not heard and end["found_ns"] <= until_ns):
+            ended.add(int(rank))
+    return frozenset(ended)

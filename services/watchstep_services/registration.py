@@ -1,0 +1,234 @@
+"""How runs come into the database: registered by the API, or found on the store."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Literal
+
+from pydantic import ValidationError
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from watchstep import documents, layout
+from watchstep.control import ControlDocument
+from watchstep.documents import RunDocument
+from watchstep.errors import BadNameError, ConfigError, FormatError, NotFoundError, RuleError
+from watchstep.store import Store
+from watchstep_rules import rule_file
+from watchstep_rules.config import RuleConfig
+from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.models import Job, Memory, Project, RuleConfigRow, Run
+from watchstep_services.database.records import hint
+from watchstep_services.database.upsert import insert_missing
+from watchstep_services.estimator.backend import JobHandle
+from watchstep_services.estimator.local import identity_of
+from watchstep_services.evaluator import attempts
+from watchstep_services.service import Service
+
+Origin = Literal["owner", "operator", "recorder"]
+
+_log = logging.getLogger(__name__)
+
+
+def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, ...], origin: Origin) -> int:
+    """Make a run known, with the owner's rules and those that are asked for. Safe to repeat.
+
+    Args:
+        service: the service.
+        project: its project; made, on the service's own store, where it is new.
+        run: its name.
+        asked: rule configs. An operator's replace the owner's of the same name; a recorder's stop nothing.
+        origin: who asks.
+
+    Returns:
+        The run's id in the database.
+
+    Raises:
+        BadNameError: a name cannot be used.
+    """
+    layout.run_prefix(project, run)
+    with service.database.write() as session:
+        ensure_project(session, project, service.settings.store)
+        now = read_clock(session)
+        values = {
+            "project": project, "run": run, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
+            "cursor": "{}", "journal": 0, "ticks": 0, "last_step": -1, "control": ControlDocument().as_data(),
+            "health": {}, "created_ns": now, "heard_ns": now, "listed_ns": 0, "hints": 0,
+        }  # fmt: skip
+        insert_missing(session, Run, values)
+        run_id = session.execute(select(Run.id).filter_by(project=project, run=run)).scalar_one()
+        _put_rules(session, run_id, service.owner_rules, asked, origin)
+        session.execute(update(Run).where(Run.id == run_id).values(listed_ns=0))
+        return run_id
+
+
+def ensure_project(session: Session, project: str, store_url: str) -> None:
+    """Make a project known, unless it is; its store stays what it was."""
+    layout.check_name("project", project)
+    insert_missing(session, Project, {"name": project, "store_url": store_url, "listed_ns": 0})
+
+
+def _put_rules(
+    session: Session,
+    run_id: int,
+    owners: tuple[RuleConfig, ...],
+    asked: tuple[RuleConfig, ...],
+    origin: Origin,
+) -> None:
+    held = {
+        (row.origin, row.name): row
+        for row in session.execute(select(RuleConfigRow).filter_by(run_id=run_id)).scalars()
+    }
+    replaced = {name for kind, name in held if kind == "operator"}
+    if origin == "operator":
+        replaced |= {config.name for config in asked}
+    for config in owners:
+        if config.name not in replaced:
+            _put_rule(session, run_id, "owner", config, held)
+    plain = {_without_actions(config) for config in owners}
+    for config in asked:
+        if origin == "recorder":
+            if _without_actions(config) in plain:
+                continue  # the owner's does it already
+            _put_rule(session, run_id, origin, config.without_stop(), held)
+        else:
+            _put_rule(session, run_id, origin, config, held)
+            owned = held.pop(("owner", config.name), None)
+            if owned is not None:
+                _retire(owned)
+
+
+def _without_actions(config: RuleConfig) -> str:
+    return config.model_copy(update={"actions": ()}).model_dump_json(by_alias=True)
+
+
+def _put_rule(
+    session: Session,
+    run_id: int,
+    origin: str,
+    config: RuleConfig,
+    held: dict[tuple[str, str], RuleConfigRow],
+) -> None:
+    data = config.as_data()
+    known = held.get((origin, config.name))
+    if known is None:
+        row = RuleConfigRow(
+            run_id=run_id, origin=origin, name=config.name, rule=config.rule, data=data,
+            granted_stop=config.stops and origin != "recorder",
+        )  # fmt: skip
+        session.add(row)
+        held[origin, config.name] = row
+    elif known.data != data:
+        known.data, known.rule = data, config.rule
+        known.granted_stop = config.stops and origin != "recorder"
+        # What it remembers was gathered under other parameters.
+        session.execute(delete(Memory).where(Memory.config_id == known.id))
+
+
+def _retire(row: RuleConfigRow) -> None:
+    """Take an owner's config out of use; alerts that it had keep it, without its actions."""
+    row.granted_stop = False
+    row.origin = f"retired-{row.id}"[:16]
+    row.data = {**row.data, "actions": []}
+
+
+def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_by: str) -> None:
+    """Bind the job of one attempt, so that it can be stopped.
+
+    Raises:
+        BadNameError: the attempt's name cannot be used.
+        ConfigError: the backend is not known, the identity is not one of its, or another job is bound already.
+    """
+    layout.check_name("attempt", attempt)
+    if job.backend not in service.backends:
+        raise ConfigError(
+            f"backend {job.backend!r} is not known", f"use one of: {', '.join(sorted(service.backends))}"
+        )
+    identity = asdict(identity_of(job)) if job.backend == "local" else dict(job.identity)
+    with service.database.write() as session:
+        attempts.ensure(session, run_id, attempt)
+        values = {
+            "run_id": run_id, "attempt": attempt, "backend": job.backend, "job_id": job.id,
+            "identity": identity, "bound_by": bound_by, "state": "running",
+        }  # fmt: skip
+        if not insert_missing(session, Job, values):
+            bound = session.execute(select(Job).filter_by(run_id=run_id, attempt=attempt)).scalar_one()
+            if (bound.backend, bound.job_id, bound.identity) != (job.backend, job.id, identity):
+                raise ConfigError(
+                    f"attempt {attempt!r} is bound to job {bound.backend}:{bound.job_id}",
+                    "register another attempt for another job",
+                )
+        hint(session, run_id)
+
+
+def discover_runs(service: Service) -> list[int]:
+    """Find runs on the stores that nobody registered; returns their ids.
+
+    Raises:
+        StoreError, ConfigError: a store did not answer.
+    """
+    root = service.stores.open(service.settings.store)
+    if root.is_local:  # in a bucket, projects are made by registration: listing it every second costs money
+        _discover_projects(service, root)
+    with service.database.read() as session:
+        projects = list(session.execute(select(Project)).scalars())
+    return [run_id for project in projects for run_id in _discover_in(service, project)]
+
+
+def _discover_projects(service: Service, root: Store) -> None:
+    with service.database.read() as session:
+        known = set(session.execute(select(Project.name)).scalars())
+    for name in root.folders():
+        if name in known or not _is_name(name):
+            continue
+        with service.database.write() as session:
+            ensure_project(session, name, service.settings.store)
+
+
+def _discover_in(service: Service, project: Project) -> list[int]:
+    store = service.stores.open(project.store_url)
+    interval = service.settings.listing_ns(local=store.is_local)
+    with service.database.write() as session:
+        # One of several workers lists, and not more often than the interval.
+        turn = session.execute(
+            update(Project)
+            .where(Project.name == project.name, Project.listed_ns <= now_ns() - interval)
+            .values(listed_ns=now_ns())
+            .returning(Project.name)
+            .execution_options(synchronize_session=False)
+        ).scalar_one_or_none()
+        known = set(session.execute(select(Run.run).filter_by(project=project.name)).scalars())
+    if turn is None:
+        return []
+    fresh = [name for name in store.folders(f"{project.name}/") if name not in known and _is_name(name)]
+    found = [_take_in(service, store, project.name, name) for name in fresh]
+    return [run_id for run_id in found if run_id is not None]
+
+
+def _take_in(service: Service, store: Store, project: str, run: str) -> int | None:
+    key = layout.run_prefix(project, run) + layout.RUN_DOCUMENT
+    problem = ""
+    asked: tuple[RuleConfig, ...] = ()
+    try:
+        document = documents.decode(RunDocument, store.get(key, limit=documents.MAX_BYTES), key)
+        asked = rule_file.check({"rules": list(document.rules)}, key)
+    except NotFoundError:
+        return None  # a folder, not yet a run
+    except (FormatError, RuleError, ValidationError) as error:
+        problem = error.what if isinstance(error, FormatError | RuleError) else str(error)
+    run_id = register(service, project, run, asked, "recorder")
+    if problem:
+        _log.warning("%s", problem)
+        with service.database.write() as session:
+            row = session.get_one(Run, run_id)
+            row.health = {**row.health, "run_document": problem[:500]}
+    return run_id
+
+
+def _is_name(name: str) -> bool:
+    try:
+        layout.check_name("run", name)
+    except BadNameError:
+        return False
+    return True

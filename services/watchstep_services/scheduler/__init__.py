@@ -1,0 +1,1 @@
+"""Who does the work, and when: threads in one process, or Celery."""

@@ -1,0 +1,101 @@
+"""Celery's entry: ``celery -A watchstep_services.scheduler.celery_app worker`` (or ``beat``).
+
+Tasks are hints: they carry an id, and what is to be done stands in the database. A task that is lost is found by the
+sweep, one that comes twice finds nothing to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+from celery import Celery
+from celery.signals import worker_init
+
+from watchstep.errors import WatchstepError
+from watchstep_services.database.engine import open_database
+from watchstep_services.database.schema import upgrade
+from watchstep_services.scheduler import work
+from watchstep_services.scheduler.production import DISPATCH, EVALUATE, SWEEP, production_service
+from watchstep_services.scheduler.sweep import sweep as look_for_work
+from watchstep_services.service import Service
+from watchstep_services.settings import Settings, load_settings
+
+_log = logging.getLogger(__name__)
+
+
+def make_celery(settings: Settings) -> Celery:
+    """A Celery application for these settings."""
+    celery = Celery("watchstep", broker=settings.broker_url or None)
+    celery.conf.update(
+        task_serializer="json",
+        accept_content=["json"],
+        task_ignore_result=True,
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_default_queue="watchstep",
+        worker_prefetch_multiplier=1,
+        worker_hijack_root_logger=False,
+        broker_connection_retry_on_startup=True,
+        broker_transport_options={"visibility_timeout": 60 + int(settings.lease_seconds)},
+        beat_schedule={
+            "sweep": {
+                "task": SWEEP,
+                "schedule": settings.sweep_seconds,
+                # Sweeps that no worker took in time would only repeat each other.
+                "options": {"expires": max(1.0, 2 * settings.sweep_seconds)},
+            }
+        },
+    )
+    return celery
+
+
+app = make_celery(load_settings())
+
+
+@functools.lru_cache(maxsize=1)
+def _service_of(process: int) -> Service:  # noqa: ARG001 - the cache's key: a forked child opens its own
+    return production_service(load_settings(), app)
+
+
+def service() -> Service:
+    """This process's view of the service."""
+    return _service_of(os.getpid())
+
+
+@worker_init.connect  # type: ignore[untyped-decorator]
+def _migrate(**_signal: Any) -> None:
+    """Bring the schema up to date before any worker process is forked."""
+    database = open_database(load_settings().resolved_database_url)
+    try:
+        upgrade(database)
+    finally:
+        database.close()
+
+
+@app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
+def evaluate_run(run_id: int) -> None:
+    """Evaluate a run."""
+    try:
+        work.evaluate_run(service(), run_id)
+    except WatchstepError as error:
+        _log.warning("run %d: %s", run_id, error)
+
+
+@app.task(name=DISPATCH)  # type: ignore[untyped-decorator]
+def dispatch_action(action_id: int) -> None:
+    """Try an action."""
+    work.do_action(service(), action_id)
+
+
+@app.task(name=SWEEP)  # type: ignore[untyped-decorator]
+def sweep() -> None:
+    """Look for work, and hand it out."""
+    mine = service()
+    found = look_for_work(mine)
+    for run_id in found.runs:
+        mine.notifier.run_changed(run_id)
+    for action_id in found.actions:
+        mine.notifier.action_due(action_id)

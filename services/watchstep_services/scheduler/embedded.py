@@ -1,0 +1,221 @@
+"""The whole service in one process: SQLite, threads, a local folder. Good for a laptop and one machine."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING
+
+import uvicorn
+
+from watchstep.errors import ConfigError, ServiceError
+from watchstep.store import Store
+from watchstep_services.api.app import create_app
+from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.schema import upgrade
+from watchstep_services.dispatcher.dispatch import next_due_ns
+from watchstep_services.scheduler.queue import WorkQueue
+from watchstep_services.scheduler.sweep import Work, find_due, sweep
+from watchstep_services.service import Service, owner_rules
+from watchstep_services.settings import NANOSECONDS, Settings
+from watchstep_services.tokens import create_token, revoke_token
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SERVICE_FILE = "service.json"
+_START_SECONDS = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn in a thread, which says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+class EmbeddedService:
+    """A running service. Use it as a context manager; what it does at the end is quick and complete.
+
+    Attributes:
+        url: of the API.
+        operator_token: may do everything; made at start and worthless after the end.
+        service: for those who share the process.
+    """
+
+    url: str
+    operator_token: str
+    service: Service
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._stopping = threading.Event()
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def database(self) -> Database:
+        """The service's database."""
+        return self.service.database
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop, in the reverse order of the start."""
+        while self._undo:
+            self._undo.pop()()
+
+    def wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Wait until a condition holds, looking after every piece of work; False if it does not in time."""
+        return self._queue.wait_until(done, timeout)
+
+    def wait(self) -> None:
+        """Wait until `close` is called from another thread or by a signal handler."""
+        self._stopping.wait()
+
+    def _start(self) -> None:
+        home = self.settings.home_folder
+        home.mkdir(parents=True, exist_ok=True)
+        self._lock(home)
+        rules = owner_rules(self.settings)
+        store = Store.open(self.settings.store, create=True)
+        listener = self._listen()
+        database = open_database(self.settings.resolved_database_url)
+        self._undo.append(database.close)
+        upgrade(database)
+        self._queue = WorkQueue(self.settings.workers)
+        settings = self.settings.model_copy(update={"store": store.location})
+        self.service = Service(settings, database, self.url, rules, self._queue)
+        self.operator_token = create_token(database, "operator")
+        self._undo.append(lambda: revoke_token(database, self.operator_token))
+        self._queue.start(self.service)
+        self._undo.append(self._queue.close)
+        self._serve(listener)
+        sweeper = threading.Thread(target=self._sweep_for_ever, name="watchstep-sweep", daemon=True)
+        sweeper.start()
+        self._undo.append(sweeper.join)
+        self._undo.append(self._queue.wake.set)
+        self._undo.append(self._stopping.set)
+        self._publish(home)
+
+    def _lock(self, home: Path) -> None:
+        held: IO[str] = (home / "service.lock").open("w", encoding="ascii")
+        self._undo.append(held.close)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"home {home}: another watchstep service runs there",
+                "use that one, or give this one another WATCHSTEP_HOME",
+            ) from error
+
+    def _listen(self) -> socket.socket:
+        address = (self.settings.host, self.settings.port)
+        family = socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET
+        try:
+            listener = socket.create_server(address, family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"address {address[0]}:{address[1]}: cannot be listened on ({error.strerror or error})",
+                "choose another WATCHSTEP_PORT (0 takes a free one) or WATCHSTEP_HOST",
+            ) from error
+        self._undo.append(listener.close)
+        host = f"[{self.settings.host}]" if family == socket.AF_INET6 else self.settings.host
+        self.url = self.settings.public_url.rstrip("/") or f"http://{host}:{listener.getsockname()[1]}"
+        return listener
+
+    def _serve(self, listener: socket.socket) -> None:
+        config = uvicorn.Config(create_app(self.service), log_config=None, access_log=False, lifespan="off")
+        server = _Server(config)
+        thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [listener]}, name="watchstep-api", daemon=True
+        )
+        thread.start()
+        self._undo.append(thread.join)
+        self._undo.append(lambda: setattr(server, "should_exit", True))
+        if not server.listening.wait(_START_SECONDS):
+            raise ServiceError(f"service {self.url}: did not start", "see the log above for the reason")
+
+    def _publish(self, home: Path) -> None:
+        """Tell the CLI on this machine, and nobody else: the file is for its owner only."""
+        place = home / SERVICE_FILE
+        partial = home / f".{SERVICE_FILE}.{os.getpid()}"
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(
+                {
+                    "url": self.url,
+                    "operator_token": self.operator_token,
+                    "pid": os.getpid(),
+                    "store": self.service.settings.store,
+                },
+                file,
+            )
+        partial.replace(place)
+        self._undo.append(lambda: place.unlink(missing_ok=True))
+
+    def _sweep_for_ever(self) -> None:
+        swept = float("-inf")
+        while not self._stopping.is_set():
+            self._queue.wake.clear()
+            pause = self.settings.sweep_seconds
+            try:
+                if time.monotonic() - swept >= self.settings.sweep_seconds:
+                    self._hand_out(sweep(self.service))
+                    swept = time.monotonic()
+                else:
+                    self._hand_out(find_due(self.service))
+                due = next_due_ns(self.service)
+                if due is not None:
+                    pause = min(pause, max(0.01, due / NANOSECONDS))
+            except Exception:  # noqa: BLE001 - everything else relies on the sweep: it says so and goes on
+                _log.exception("a sweep failed; the next follows")
+            self._queue.tell()
+            self._queue.wake.wait(
+                min(pause, max(0.01, swept + self.settings.sweep_seconds - time.monotonic()))
+            )
+
+    def _hand_out(self, work: Work) -> None:
+        for run_id in work.runs:
+            self._queue.run_changed(run_id)
+        for action_id in work.actions:
+            self._queue.action_due(action_id)
+
+
+def read_service_file(home: Path) -> dict[str, str] | None:
+    """Address, token and store of the service that runs in a home; None where none does."""
+    try:
+        held = json.loads((home.expanduser() / SERVICE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{home / SERVICE_FILE}: cannot be read ({error})", "remove the file and start the service anew"
+        ) from error
+    return {str(key): str(value) for key, value in held.items()}

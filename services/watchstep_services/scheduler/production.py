@@ -1,0 +1,58 @@
+"""The service as production's processes see it: PostgreSQL, and Celery for hints."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kombu.exceptions import OperationalError
+
+from watchstep.errors import ConfigError
+from watchstep_services.database.engine import open_database
+from watchstep_services.service import Service, owner_rules
+from watchstep_services.settings import Settings
+
+EVALUATE = "watchstep.evaluate"
+DISPATCH = "watchstep.dispatch"
+SWEEP = "watchstep.sweep"
+
+_log = logging.getLogger(__name__)
+
+
+class CeleryNotifier:
+    """Sends hints as Celery messages. Where the broker does not answer, the sweep does without them."""
+
+    def __init__(self, celery: Any) -> None:
+        self._celery = celery
+
+    def run_changed(self, run_id: int) -> None:
+        """Have a run evaluated."""
+        self._send(EVALUATE, run_id)
+
+    def action_due(self, action_id: int) -> None:
+        """Have an action tried."""
+        self._send(DISPATCH, action_id)
+
+    def _send(self, task: str, number: int) -> None:
+        try:
+            self._celery.send_task(task, args=[number], retry=False, ignore_result=True)
+        except OperationalError as error:
+            _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)
+
+
+def production_service(settings: Settings, celery: Any) -> Service:
+    """The service of one process. Call it after a fork, never before.
+
+    Raises:
+        ConfigError: a setting that production needs is missing, or the database does not answer.
+    """
+    if not settings.broker_url:
+        raise ConfigError("WATCHSTEP_BROKER_URL is not set", "name the Redis, e.g. redis://redis:6379/0")
+    if not settings.database_url:
+        raise ConfigError(
+            "WATCHSTEP_DATABASE_URL is not set", "name the PostgreSQL, e.g. postgresql://user@host/watchstep"
+        )
+    database = open_database(settings.database_url)
+    database.check()
+    base = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
+    return Service(settings, database, base, owner_rules(settings), CeleryNotifier(celery))

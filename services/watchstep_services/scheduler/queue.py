@@ -1,0 +1,94 @@
+"""Work for the threads of one process: each run and action at most once at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from watchstep.errors import WatchstepError
+from watchstep_services.scheduler.work import do_action, evaluate_run
+from watchstep_services.service import Service
+
+_log = logging.getLogger(__name__)
+_Key = tuple[str, int]
+
+
+class WorkQueue:
+    """A pool of threads that evaluates runs and tries actions. Thread-safe; it is the service's notifier.
+
+    A hint for something that is being worked on is done once more afterwards.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-work")
+        self._condition = threading.Condition()
+        self._busy: set[_Key] = set()
+        self._again: set[_Key] = set()
+        self._closed = False
+        self._service: Service | None = None
+        self.wake = threading.Event()
+        """Set when something is done: another action may be due soon."""
+
+    def start(self, service: Service) -> None:
+        """Begin to work for a service."""
+        self._service = service
+
+    def run_changed(self, run_id: int) -> None:
+        """Evaluate a run."""
+        self._put(("run", run_id))
+
+    def action_due(self, action_id: int) -> None:
+        """Try an action."""
+        self._put(("action", action_id))
+
+    def wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Wait until a condition holds, looking after each piece of work; False if it does not in time."""
+        with self._condition:
+            return self._condition.wait_for(done, timeout)
+
+    def close(self) -> None:
+        """Take no more work, and end what is being done."""
+        with self._condition:
+            self._closed = True
+            self._again.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.tell()
+
+    def tell(self) -> None:
+        """Let those who wait look again."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def _put(self, key: _Key) -> None:
+        with self._condition:
+            if self._closed:
+                return
+            if key in self._busy:
+                self._again.add(key)
+                return
+            self._busy.add(key)
+            self._pool.submit(self._do, key)
+
+    def _do(self, key: _Key) -> None:
+        service = self._service
+        assert service is not None
+        try:
+            if key[0] == "run":
+                evaluate_run(service, key[1])
+            else:
+                do_action(service, key[1])
+        except WatchstepError as error:
+            _log.warning("%s %d: %s", *key, error)
+        except Exception:  # noqa: BLE001 - logged; the thread goes on
+            _log.exception("%s %d failed; the sweep takes it up again", *key)
+        finally:
+            with self._condition:
+                self._busy.discard(key)
+                again = key in self._again
+                self._again.discard(key)
+                self._condition.notify_all()
+            self.wake.set()
+            if again:
+                self._put(key)

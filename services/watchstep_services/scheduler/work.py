@@ -1,0 +1,38 @@
+"""The two pieces of work, as threads and Celery tasks both do them."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+
+from watchstep_services.database.models import Action
+from watchstep_services.dispatcher.dispatch import dispatch
+from watchstep_services.dispatcher.outbox import Tried
+from watchstep_services.evaluator.evaluate import Evaluation, evaluate
+from watchstep_services.evaluator.lifecycle import advance_run
+from watchstep_services.service import Service
+
+
+def evaluate_run(service: Service, run_id: int) -> Evaluation:
+    """Evaluate a run, say what it caused, and follow the run's life.
+
+    Raises:
+        StoreError, ConfigError: as `evaluate`.
+    """
+    result = evaluate(service, run_id)
+    for action_id in result.actions:
+        service.notifier.action_due(action_id)
+    if result.more:
+        service.notifier.run_changed(run_id)
+    if result.outcome == "committed":
+        advance_run(service, run_id)
+    return result
+
+
+def do_action(service: Service, action_id: int) -> Tried | None:
+    """Try an action; after a stop, follow the run's life."""
+    tried = dispatch(service, action_id)
+    if tried is not None and tried.facts is not None:
+        with service.database.read() as session:
+            run_id = session.execute(select(Action.run_id).filter_by(id=action_id)).scalar_one()
+        advance_run(service, run_id)
+    return tried

@@ -1,0 +1,91 @@
+"""What every part of the service works with, gathered once at start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from watchstep.store import Store
+from watchstep_rules import rule_file
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_services.database.engine import Database
+from watchstep_services.estimator.backend import Backend
+from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.evaluator.history import HistoryCache
+from watchstep_services.settings import Settings
+
+
+class Notifier(Protocol):
+    """Tells those who work that there is something to do. A hint: what is lost, the sweep finds."""
+
+    def run_changed(self, run_id: int) -> None:
+        """A run may have segments to judge."""
+
+    def action_due(self, action_id: int) -> None:
+        """An action may be done now."""
+
+
+class Silent:
+    """Tells nobody; the sweep finds everything."""
+
+    def run_changed(self, run_id: int) -> None:
+        """Nothing."""
+
+    def action_due(self, action_id: int) -> None:
+        """Nothing."""
+
+
+class Stores:
+    """Opened stores by URL. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Store] = {}
+        self._lock = threading.Lock()
+
+    def open(self, url: str) -> Store:
+        """The store at a URL.
+
+        Raises:
+            ConfigError, StoreError: as `Store.open`.
+        """
+        with self._lock:
+            if url not in self._opened:
+                self._opened[url] = Store.open(url)
+            return self._opened[url]
+
+
+@dataclass(frozen=True)
+class Service:
+    """One process's view of the service.
+
+    Attributes:
+        settings: as given.
+        database: the truth.
+        base_url: where people reach the API, without a closing slash.
+        owner_rules: judge every run; may stop jobs.
+        notifier: whom to tell of work.
+        backends: kinds of jobs that can be stopped, by name.
+        stores: opened stores.
+        histories: earlier rows of runs that this process has judged.
+    """
+
+    settings: Settings
+    database: Database
+    base_url: str
+    owner_rules: tuple[RuleConfig, ...]
+    notifier: Notifier = field(default_factory=Silent)
+    backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": LocalBackend()})
+    stores: Stores = field(default_factory=Stores)
+    histories: HistoryCache = field(default_factory=HistoryCache)
+
+
+def owner_rules(settings: Settings) -> tuple[RuleConfig, ...]:
+    """The owner's rules: their file's, or the defaults.
+
+    Raises:
+        RuleError: the file is missing or not valid.
+    """
+    return DEFAULT_RULES if settings.rules_file is None else rule_file.load(settings.rules_file)

@@ -1,0 +1,86 @@
+"""The service's settings: arguments, then ``WATCHSTEP_…`` environment variables, then defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from watchstep.errors import ConfigError
+
+NANOSECONDS = 1_000_000_000
+PREFIX = "WATCHSTEP_"
+
+
+class Settings(BaseSettings):
+    """How the service runs. Times are in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    home: Path = Field(
+        Path("~/.watchstep"), description="The service's own folder: database and service.json."
+    )
+    store: str = Field("watchstep-runs", description="URL or folder that holds <project>/<run>/.")
+    database_url: str = Field("", description="SQLAlchemy URL; empty for SQLite in the home.")
+    broker_url: str = Field("", description="Redis for Celery; only in production.")
+    rules_file: Path | None = Field(None, description="The owner's rule file; the default rules where none.")
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0 takes a free one.")
+    public_url: str = Field("", description="Where people reach the API; host and port where empty.")
+    workers: int = Field(4, ge=1, le=64, description="Threads that evaluate and act, when embedded.")
+    sweep_seconds: float = Field(1.0, gt=0, description="How often work is looked for without a hint.")
+    listing_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="How long a run is quiet before it is listed; 0: 1 for a folder, 30 for a cloud.",
+    )
+    lease_seconds: float = Field(30.0, gt=0, description="How long one evaluation may hold a run.")
+    gap_seconds: float = Field(60.0, ge=0, description="How long a missing segment is waited for.")
+    seal_seconds: float = Field(60.0, ge=0, description="How long a silent worker holds up a step's seal.")
+    silent_seconds: float = Field(300.0, gt=0, description="After so long without a sign a run is lost.")
+    grace_seconds: float = Field(5.0, ge=0, description="Between asking, terminating and killing a job.")
+    retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
+    max_tries: int = Field(8, ge=1, description="Tries of an action that fails before it is given up.")
+    webhook_seconds: float = Field(10.0, gt=0, description="How long a receiver may take to answer.")
+    max_segments: int = Field(200, ge=1, description="Most segments that one evaluation reads.")
+    max_bytes: int = Field(
+        256 * 1024 * 1024, ge=1, description="After so many bytes an evaluation reads no more."
+    )
+
+    @property
+    def home_folder(self) -> Path:
+        """The home, absolute."""
+        return self.home.expanduser().absolute()
+
+    @property
+    def resolved_database_url(self) -> str:
+        """The database's URL; SQLite in the home where none was given."""
+        return self.database_url or f"sqlite:///{self.home_folder / 'watchstep.sqlite'}"
+
+    def listing_ns(self, *, local: bool) -> int:
+        """How long a run is quiet before its store is listed: listing a folder is free, a bucket is not."""
+        return nanoseconds(self.listing_seconds or (1.0 if local else 30.0))
+
+
+def nanoseconds(seconds: float) -> int:
+    """Seconds as whole nanoseconds."""
+    return round(seconds * NANOSECONDS)
+
+
+def load_settings(**values: Any) -> Settings:
+    """Settings from arguments and the environment.
+
+    Raises:
+        ConfigError: a value cannot be used; the message names the environment variable.
+    """
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "settings"
+        raise ConfigError(
+            f"{PREFIX}{name.upper()} = {first.get('input')!r}: {first['msg']}",
+            f"correct the environment variable, or the argument {name!r}",
+        ) from error
