@@ -19,6 +19,7 @@ from watchstep.block import STAGES, Block, Places
 from watchstep.errors import FormatError
 from watchstep.histogram import Histograms
 from watchstep.layout import SCHEMA_VERSION
+from watchstep.parquet_claims import read_claims
 from watchstep.segment_checks import MAX_BYTES, MAX_ROWS, PROBE, check_claims, check_values, checked_columns
 from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
 from watchstep.tensors import MODES, TensorInfo
@@ -59,6 +60,7 @@ def encode(block: Block, catalogue: bytes | None = None) -> bytes:
         use_dictionary=["tensor", "mode", "stage"],
         use_byte_stream_split=[*VALUE_COLUMNS, *(PROBE + name for name in block.probes)],
         write_statistics=["step", "tensor"],
+        write_page_checksum=True,
     )
     return sink.getvalue()
 
@@ -136,7 +138,8 @@ def _open(data: bytes, name: str) -> _Opened:
 
     if len(data) > MAX_BYTES:
         raise FormatError(f"segment {name}: {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
-    file = pq.ParquetFile(pa.BufferReader(data))
+    claims = read_claims(data)
+    file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     stored = file.metadata.metadata or {}
     header = json.loads(stored[_META])
     if int(header["schema"]) > SCHEMA_VERSION:
@@ -145,7 +148,7 @@ def _open(data: bytes, name: str) -> _Opened:
             "read it with a newer watchstep",
         )
     columns = checked_columns(file.schema_arrow)
-    check_claims(file.metadata, columns)
+    check_claims(claims, columns)
     return _Opened(file.read(columns, use_threads=False), _catalogue(stored[_META + b".tensors"]))
 
 

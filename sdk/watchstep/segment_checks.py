@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block
 from watchstep.histogram import BIN_RANGE, Histograms
+from watchstep.parquet_claims import Claims
 from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ PROBE = "probe."
 """Prefix of a probe's column."""
 
 _MAX_PROBES = 64
-_MAX_ROW_GROUPS = 1024
 _MAX_BINS = 32 * MAX_ROWS
 _MAX_WORKER = 2**28 - 1  # what `Block.series_key` has room for
 _MAX_COUNT = 2**48  # elements; sums of whole segments stay within int64
@@ -59,30 +59,24 @@ def _column_types() -> dict[str, tuple[Any, ...]]:
     }
 
 
-def check_claims(meta: Any, columns: list[str]) -> None:
-    """Hold what the file says of its sizes against the limits, before anything is unpacked."""
-    if not 0 <= meta.num_rows <= MAX_ROWS or meta.num_row_groups > _MAX_ROW_GROUPS:
-        raise ValueError(f"claims {meta.num_rows} rows in {meta.num_row_groups} groups, over the limits")
-    size = 0
+def check_claims(claims: Claims, columns: list[str]) -> None:
+    """Hold what a file says of its sizes against the limits, before anything is unpacked.
+
+    Raises:
+        ValueError: with what is over them.
+    """
     values = dict.fromkeys(columns, 0)
-    for group in range(meta.num_row_groups):
-        part = meta.row_group(group)
-        for place in range(part.num_columns):
-            column = part.column(place)
-            name = column.path_in_schema.removesuffix(".list.element")
-            if name not in values:
-                continue
-            if min(column.num_values, column.total_uncompressed_size, column.total_compressed_size) < 0:
-                raise ValueError(f"column {name} claims a size below nothing")
-            values[name] += column.num_values
-            size += column.total_uncompressed_size
-    over = [
-        name
-        for name, number in values.items()
-        if (number > _MAX_BINS if name.startswith("histogram") else number != meta.num_rows)
-    ]
-    if over or size > MAX_BYTES:
-        raise ValueError(f"claims {size} bytes, and a number of values that cannot be for {over[:5]}")
+    size = 0
+    for claim in claims.columns:
+        name = claim.path.removesuffix(".list.element")
+        if name in values:
+            values[name] += claim.values
+            size += claim.pages
+    if not 0 <= claims.rows <= MAX_ROWS or size > MAX_BYTES:
+        raise ValueError(f"claims {claims.rows} rows and {size} bytes, over the limits")
+    for name, number in values.items():
+        if number > _MAX_BINS if name.startswith("histogram") else number != claims.rows:
+            raise ValueError(f"column {name[:80]} claims {number} values for {claims.rows} rows")
 
 
 def check_values(block: Block) -> Block:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.conftest import S3
 
+from tests.conftest import S3
 from watchstep.errors import ConfigError, NotFoundError, StoreError
 from watchstep.store import Entry, Store
 

@@ -1,0 +1,176 @@
+"""What a Parquet file says of its own sizes, read before anything is unpacked.
+
+pyarrow allocates what a page header claims, and aborts the process on some damaged footers when it is asked for their
+details; so the footer and the page headers are read here. Both are structs in Thrift's compact protocol:
+https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md and
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift, whose field numbers these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_MAGIC = b"PAR1"
+_MAX_FIELDS = 500_000
+_MAX_DEPTH = 16
+_TRUE, _FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
+
+
+@dataclass(frozen=True)
+class ColumnClaim:
+    """One column's part of one row group.
+
+    Attributes:
+        path: the column's name; of a list's elements, with ``.list.element``.
+        values: how many values it claims.
+        pages: bytes that its pages claim to take when unpacked.
+    """
+
+    path: str
+    values: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class Claims:
+    """A file's rows, and its columns in each row group."""
+
+    rows: int
+    columns: list[ColumnClaim]
+
+
+def read_claims(data: bytes) -> Claims:
+    """Read what a file claims.
+
+    Raises:
+        ValueError: it is no Parquet file, or contradicts itself.
+    """
+    size = int.from_bytes(data[-8:-4], "little")
+    if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC or size > len(data) - 12:
+        raise ValueError("no whole Parquet file")
+    footer = _Thrift(data, len(data) - 8 - size, len(data) - 8).struct()
+    columns = [
+        _column_claim(data, _held(chunk, 3, dict))
+        for group in _held(footer, 4, list)
+        for chunk in _held(group, 1, list)
+    ]
+    return Claims(_held(footer, 3, int), columns)
+
+
+def _column_claim(data: bytes, meta: dict[int, Any]) -> ColumnClaim:
+    path = b".".join(_held(meta, 3, list)).decode()
+    values, length = _held(meta, 5, int), _held(meta, 7, int)
+    if values == 0:  # Arrow reads no page of it, and writes no place for one
+        return ColumnClaim(path, 0, 0)
+    start = min(_held(meta, 9, int), meta.get(11, _held(meta, 9, int)))
+    if start < 4 or length < 0 or values < 0 or start + length > len(data):
+        raise ValueError(f"column {path[:80]} lies outside the file")
+    seen = unpacked = 0
+    for kind, held, pages in _pages(data, start, start + length):
+        seen += held if kind != _DICTIONARY else 0
+        unpacked += pages
+    if seen != values:
+        raise ValueError(f"column {path[:80]} claims {values} values, its pages {seen}")
+    return ColumnClaim(path, values, unpacked)
+
+
+_DICTIONARY = 2
+_HEADERS = {0: 5, _DICTIONARY: 7, 3: 8}
+"""Page types, and the field of the header that is theirs: data, dictionary, data of version 2."""
+
+
+def _pages(data: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Type, values and unpacked bytes of each page between two places."""
+    while place < end:
+        reader = _Thrift(data, place, end)
+        header = reader.struct()
+        kind, unpacked, packed = (_held(header, number, int) for number in (1, 2, 3))
+        if kind not in _HEADERS or unpacked < 0 or packed < 0:
+            raise ValueError("a page is of an unknown type, or claims a size below nothing")
+        values = _held(_held(header, _HEADERS[kind], dict), 1, int)
+        if values < 0:
+            raise ValueError("a page claims a number of values below nothing")
+        yield kind, values, unpacked
+        place = reader.place + packed
+    if place != end:
+        raise ValueError("a page reaches beyond its column")
+
+
+def _held(struct: Any, number: int, kind: type) -> Any:
+    value = struct.get(number) if isinstance(struct, dict) else None
+    if type(value) is not kind:
+        raise ValueError(f"field {number} is missing, or of another type")
+    return value
+
+
+class _Thrift:
+    """Reads one struct as a dict by field number, believing no length beyond its end."""
+
+    def __init__(self, data: bytes, place: int, end: int) -> None:
+        self._data = data
+        self.place = place
+        self._end = end
+        self._left = _MAX_FIELDS
+
+    def struct(self, depth: int = 0) -> dict[int, Any]:
+        fields: dict[int, Any] = {}
+        number = 0
+        while True:
+            head = self._byte()
+            if head == 0:
+                return fields
+            number = number + (head >> 4) if head >> 4 else self._zigzag()
+            kind = head & 15
+            fields[number] = kind == _TRUE if kind in {_TRUE, _FALSE} else self._value(kind, depth + 1)
+
+    def _value(self, kind: int, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > _MAX_DEPTH:
+            raise ValueError("a header is too large or too deep")
+        if kind in {_TRUE, _FALSE, _BYTE}:
+            return self._byte()
+        if kind <= _I64:
+            return self._zigzag()
+        if kind == _DOUBLE:
+            return self._bytes(8)
+        if kind == _BINARY:
+            return self._bytes(self._varint())
+        if kind in {_LIST, _SET}:
+            head = self._byte()
+            size = head >> 4 if head >> 4 < 15 else self._varint()
+            return [self._value(head & 15, depth + 1) for _ in range(size)]
+        if kind == _STRUCT:
+            return self.struct(depth)
+        raise ValueError(f"a header holds a value of unknown type {kind}")
+
+    def _byte(self) -> int:
+        place = self.place
+        if place >= self._end:
+            raise ValueError("a header is cut short")
+        self.place = place + 1
+        return self._data[place]
+
+    def _bytes(self, length: int) -> bytes:
+        start = self.place
+        if length > self._end - start:
+            raise ValueError("a header is cut short")
+        self.place = start + length
+        return self._data[start : self.place]
+
+    def _varint(self) -> int:
+        byte = self._byte()
+        if byte < 128:
+            return byte
+        value = byte & 127
+        for shift in range(7, 70, 7):
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError("a header holds a number that is too long")
+
+    def _zigzag(self) -> int:
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)

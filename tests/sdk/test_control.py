@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from watchstep.control import ControlDocument, SnapshotRequest, StopRequest
+from watchstep.errors import FormatError
+
+whole = st.integers(0, 2**63 - 1)
+stops = st.builds(StopRequest, st.text(max_size=8), whole, st.text(max_size=8), st.text(max_size=8))
+documents = st.builds(
+    ControlDocument,
+    whole,
+    st.none() | stops,
+    st.lists(st.builds(SnapshotRequest, st.text(max_size=8), whole), max_size=3).map(tuple),
+    st.lists(st.tuples(st.text(max_size=8), st.integers(1, 10**6)), max_size=3).map(tuple),
+    st.text(max_size=8),
+)
+
+
+@given(documents)
+def test_a_document_reads_back(document: ControlDocument) -> None:
+    assert ControlDocument.decode(document.encode()) == document
+    assert ControlDocument.from_data(document.as_data()) == document
+
+
+def test_a_stop_is_the_next_version_and_bars_new_attempts() -> None:
+    stop = StopRequest("a1", 120, "NaN in conv1", "event-1")
+    document = ControlDocument(version=4).with_stop(stop)
+    assert document == ControlDocument(version=5, stop=stop, tombstone="NaN in conv1")
+
+
+def test_what_is_left_out_asks_nothing() -> None:
+    assert ControlDocument.decode(b'{"version": 3}') == ControlDocument(version=3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"{",
+        b"[]",
+        b"3",
+        b"[" * 50_000,
+        b"{}",
+        *(
+            json.dumps({"version": 1, **lie}).encode()
+            for lie in (
+                {"version": -1},
+                {"version": 1.5},
+                {"version": float("inf")},
+                {"version": True},
+                {"version": "1"},
+                {"version": 2**63},
+                {"stop": "now"},
+                {"stop": {"attempt": "a"}},
+                {"stop": {"attempt": "a", "step": -1, "reason": ""}},
+                {"snapshots": [{"id": "x"}]},
+                {"snapshots": 3},
+                {"cadence": [["weights"]]},
+                {"cadence": [["weights", 0]]},
+            )
+        ),
+    ],
+)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(FormatError, match=r"control document: .*\n  mend: let the service write it anew"):
+        ControlDocument.decode(data)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(vars(ControlDocument()))), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(vars(ControlDocument()))), json_values))
+def test_any_json_is_read_or_refused(data: dict[str, Any]) -> None:
+    try:
+        document = ControlDocument.decode(json.dumps(data).encode())
+    except FormatError:
+        return
+    assert ControlDocument.decode(document.encode()) == document

@@ -1,0 +1,55 @@
+"""Importing watchstep is cheap: it loads nothing large before it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = {
+    "torch",
+    "pyarrow",
+    "boto3",
+    "botocore",
+    "pandas",
+    "duckdb",
+    "obstore",
+    "safetensors",
+    "pydantic",
+    "numpy",
+}
+
+
+def loaded_after(code: str) -> set[str]:
+    program = f"import sys\n{code}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_package_loads_nothing_heavy() -> None:
+    assert not loaded_after("import watchstep") & HEAVY
+
+
+def test_what_capture_builds_on_loads_numpy_and_nothing_else() -> None:
+    modules = [
+        "block",
+        "control",
+        "derived",
+        "documents",
+        "errors",
+        "histogram",
+        "layout",
+        "process_identity",
+        "segment",
+        "snapshot",
+        "statistics",
+        "store",
+        "tensors",
+    ]
+    loaded = loaded_after("\n".join(f"import watchstep.{module}" for module in modules))
+    assert loaded & HEAVY == {"numpy"}
+
+
+def test_what_is_offered_is_there() -> None:
+    assert loaded_after(
+        "import watchstep\nassert all(getattr(watchstep, name) for name in watchstep.__all__)"
+    )

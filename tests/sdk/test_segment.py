@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.sdk.blocks import INFOS, Row, block_of, blocks, rows_of
+from watchstep import segment
+from watchstep.block import Block
+from watchstep.errors import FormatError
+from watchstep.histogram import Histograms
+from watchstep.tensors import Placement
+
+BLOCK = block_of(
+    [
+        Row(step, info, [1.0 * step, -3e-5, float("nan")], worker=worker, place=Placement(worker, 2), probes={"dead": 0.5})
+        for step in range(8)
+        for info in INFOS
+        for worker in (0, 1)
+    ]
+)  # fmt: skip
+WHOLE = segment.encode(BLOCK)
+TABLE = pq.read_table(pa.BufferReader(WHOLE))
+MEMORY = 64 * 1024 * 1024
+
+
+@pytest.fixture
+def memory() -> Iterator[pa.MemoryPool]:
+    """Arrow's memory, counted from here on."""
+    usual = pa.default_memory_pool()
+    counted = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(counted)
+    yield counted
+    pa.set_memory_pool(usual)
+
+
+def written(table: pa.Table, **changed: object) -> bytes:
+    """A Parquet file with a segment's metadata, some of it changed."""
+    sink = pa.BufferOutputStream()
+    metadata = {**TABLE.schema.metadata, **{name.encode(): value for name, value in changed.items()}}
+    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+def with_column(name: str, values: Any, kind: Any = None) -> bytes:
+    """A segment of which one column is another."""
+    place = TABLE.schema.get_field_index(name)
+    column = values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values, kind)
+    return written(TABLE.set_column(place, name, column))
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(FormatError, match=r"segment run/seg: .*\n  mend: ") as caught:
+        segment.decode(data, "run/seg")
+    return caught.value.what
+
+
+@given(blocks)
+def test_what_was_encoded_is_decoded(block: Block) -> None:
+    decoded = segment.decode(segment.encode(block), "s")
+    assert rows_of(decoded) == rows_of(block)
+    assert decoded.catalogue == block.catalogue
+
+
+def test_empty_blocks_and_blocks_of_an_empty_catalogue_are_segments() -> None:
+    for block in (Block.empty(), BLOCK.take(np.empty(0, np.intp))):
+        decoded = segment.decode(segment.encode(block), "s")
+        assert len(decoded) == 0
+        assert decoded.catalogue == block.catalogue
+
+
+def test_a_kept_catalogue_gives_the_same_bytes() -> None:
+    assert segment.encode(BLOCK, segment.catalogue_bytes(BLOCK.catalogue)) == WHOLE
+
+
+def test_other_programs_read_a_segment_as_a_table() -> None:
+    assert TABLE.num_rows == len(BLOCK)
+    assert TABLE.column("tensor").to_pylist()[:2] == ["loss", "loss"]
+    assert TABLE.column("probe.dead").to_pylist()[0] == 0.5
+    assert segment.to_table(BLOCK).select(["step", "mean"]).equals(TABLE.select(["step", "mean"]))
+
+
+def test_many_row_groups_and_plain_words_read_the_same() -> None:
+    sink = pa.BufferOutputStream()
+    words = TABLE.schema.get_field_index("tensor")
+    plain = TABLE.set_column(words, "tensor", TABLE.column("tensor").cast(pa.string()))
+    pq.write_table(plain, sink, row_group_size=7, use_dictionary=False, data_page_version="2.0")
+    assert rows_of(segment.decode(bytes(sink.getvalue()), "s")) == rows_of(BLOCK)
+
+
+def test_columns_of_later_versions_are_left_out() -> None:
+    data = written(TABLE.append_column("later", pa.array(["x"] * len(BLOCK))))
+    assert rows_of(segment.decode(data, "s")) == rows_of(BLOCK)
+
+
+def test_a_later_schema_is_refused_with_its_own_mend() -> None:
+    with pytest.raises(
+        FormatError, match=r"schema 2, this version reads up to 1\n  mend: read it with a newer"
+    ):
+        segment.decode(written(TABLE, watchstep='{"schema": 2}'), "s")
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+def test_every_truncation_is_refused(length: int) -> None:
+    refused(WHOLE[:length])
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(1, 255)), min_size=1, max_size=4))
+def test_flipped_bits_are_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
+    data = bytearray(WHOLE)
+    for place, mask in flips:
+        data[place] ^= mask
+    check_harmless(bytes(data))
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(st.integers(0, 6000), st.integers(1, 255)), min_size=1, max_size=3))
+def test_flipped_bits_in_the_footer_are_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
+    data = bytearray(WHOLE)
+    for place, mask in flips:
+        data[-1 - place] ^= mask
+    check_harmless(bytes(data))
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"PAR1PAR1")
+@example(b"PAR1" + bytes(4) + b"\xff\xff\xff\xff" + b"PAR1")
+def test_other_bytes_are_refused(data: bytes) -> None:
+    refused(data)
+    refused(b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1")
+
+
+def check_harmless(data: bytes) -> None:
+    """No other error, whatever was damaged; and figures that come back are such as a tensor can have."""
+    try:
+        block = segment.decode(data, "s")
+    except FormatError:
+        return
+    assert (block.statistics.finite >= 0).all()
+    assert len(rows_of(block)) <= segment.MAX_ROWS
+
+
+@pytest.mark.parametrize(
+    "name", ["step", "worker", "replica", "shard_count", "shard_index", "count", "nan", "zero"]
+)
+def test_a_number_that_cannot_be_is_refused(name: str) -> None:
+    kind = TABLE.schema.field(name).type
+    assert f"column {name} holds" in refused(with_column(name, [-1] * len(BLOCK), kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("worker", 2**28), ("shard_index", 2), ("count", 2**62), ("negative", 4), ("pos_inf", 3)],
+)
+def test_a_number_beyond_its_bound_is_refused(name: str, value: int) -> None:
+    kind = TABLE.schema.field(name).type
+    assert "holds a number that cannot be" in refused(with_column(name, [value] * len(BLOCK), kind))
+
+
+@pytest.mark.parametrize("name", TABLE.column_names)
+def test_a_column_that_is_missing_of_another_type_or_null_is_refused(name: str) -> None:
+    if not name.startswith("probe."):
+        refused(written(TABLE.drop_columns([name])))
+    refused(with_column(name, [{"a": 1}] * len(BLOCK)))
+    if not pa.types.is_floating(TABLE.schema.field(name).type) and not name.startswith("histogram"):
+        refused(with_column(name, [None] * len(BLOCK), TABLE.schema.field(name).type))
+
+
+@pytest.mark.parametrize("name", ["mode", "tensor", "stage"])
+def test_a_word_that_nobody_knows_is_refused(name: str) -> None:
+    assert "'nobody'" in refused(with_column(name, ["nobody"] * len(BLOCK)))
+
+
+@pytest.mark.parametrize(
+    ("bins", "counts", "reason"),
+    [
+        ([0, 0], [1, 1], "ascending"),
+        ([2, 1], [1, 1], "ascending"),
+        ([2048], [1], "histogram_bins"),
+        ([-2149], [1], "histogram_bins"),
+        ([0], [0], "histogram_counts"),
+        ([0], [-1], "histogram_counts"),
+        ([0, 1], [1], "do not match"),
+        ([None], [1], "not a whole segment"),
+    ],
+)
+def test_a_histogram_that_cannot_be_is_refused(bins: list[int], counts: list[int], reason: str) -> None:
+    rows = [[0, 1]] * (len(BLOCK) - 1)
+    place = TABLE.schema.get_field_index("histogram_bins")
+    table = TABLE.set_column(place, "histogram_bins", pa.array([*rows, bins], pa.list_(pa.int16())))
+    ones = [[1, 1]] * (len(BLOCK) - 1)
+    other = pa.array([*ones, counts], pa.list_(pa.int64()))
+    assert reason in refused(written(table.set_column(place + 1, "histogram_counts", other)))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"watchstep": "{}"},
+        {"watchstep": "no json"},
+        {"watchstep": '{"schema": "x"}'},
+        {"watchstep": '{"schema": Infinity}'},
+        {"watchstep": "[" * 100_000},
+        {"watchstep.tensors": "not base64"},
+        {"watchstep.tensors": base64.b64encode(b"not zlib")},
+        {"watchstep.tensors": base64.b64encode(zlib.compress(b"[]")[:-1])},
+    ],
+)
+def test_metadata_that_cannot_be_read_is_refused(metadata: dict[str, Any]) -> None:
+    refused(written(TABLE, **metadata))
+
+
+def catalogue(entries: object) -> bytes:
+    return written(
+        TABLE, **{"watchstep.tensors": base64.b64encode(zlib.compress(json.dumps(entries).encode()))}
+    )
+
+
+def test_a_catalogue_with_lies_is_refused() -> None:
+    good = [info.as_data() for info in INFOS]
+    assert rows_of(segment.decode(catalogue(good), "s")) == rows_of(BLOCK)
+    lies: list[Callable[[dict[str, Any]], Any]] = [
+        lambda entry: entry | {"name": 3},
+        lambda entry: entry | {"collections": 3},
+        lambda entry: entry | {"collections": [3]},
+        lambda entry: entry | {"role": None},
+        lambda entry: entry | {"order": -1},
+        lambda entry: entry | {"order": 1.5},
+        lambda entry: entry | {"shape": [-1]},
+        lambda entry: entry | {"shape": [2**63]},
+        lambda entry: entry | {"shape": [True]},
+        lambda entry: entry | {"derived": 1},
+        lambda entry: {"name": entry["name"]},
+        lambda entry: [entry],
+        lambda entry: None,
+    ]
+    for lie in lies:
+        refused(catalogue([lie(good[0]), *good[1:]]))
+    refused(catalogue([*good, good[0]]))
+    refused(catalogue(3))
+
+
+def test_an_unpacked_catalogue_over_the_limit_is_refused() -> None:
+    bomb = base64.b64encode(zlib.compress(b"[" + b" " * (64 * 1024 * 1024) + b"]", 9))
+    assert "too large" in refused(written(TABLE, **{"watchstep.tensors": bomb}))
+
+
+def test_an_object_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "MAX_BYTES", len(WHOLE) - 1)
+    assert f"over the limit of {len(WHOLE) - 1}" in refused(WHOLE)
+
+
+def test_a_small_file_of_very_many_rows_is_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
+    rows = segment.MAX_ROWS + 1
+    data = written(
+        pa.table({"step": pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), [0])})
+    )
+    one = TABLE.take([0] * 1000)
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, one.schema, compression="zstd") as writer:
+        for _ in range(rows // 1000 + 1):
+            writer.write_table(one, row_group_size=1000)
+    before = memory.max_memory()
+    assert len(data) < 100_000
+    refused(data)
+    refused(bytes(sink.getvalue()))
+    assert memory.max_memory() - before < MEMORY
+
+
+def test_lists_that_unpack_to_very_much_are_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
+    values = pa.array(np.zeros(40_000_000, np.int16))
+    offsets = pa.array([*([0] * len(BLOCK)), len(values)], pa.int32())
+    data = with_column("histogram_bins", pa.ListArray.from_arrays(offsets, values))
+    del values
+    memory_before = memory.bytes_allocated()
+    counted = pa.proxy_memory_pool(memory)
+    pa.set_memory_pool(counted)
+    assert len(data) < 100_000
+    assert "histogram_bins claims 40000" in refused(data)
+    assert counted.max_memory() < MEMORY
+    assert memory_before >= 0
+
+
+def test_very_many_probes_are_refused() -> None:
+    block = replace(BLOCK, probes={f"p{index}": np.zeros(len(BLOCK)) for index in range(65)})
+    assert "65 probes" in refused(segment.encode(block))
+
+
+def test_histograms_of_a_slice_are_its_own() -> None:
+    part = BLOCK.take(np.arange(3, 9))
+    assert isinstance(part.statistics.histogram, Histograms)
+    assert rows_of(segment.decode(segment.encode(part), "s")) == rows_of(BLOCK)[3:9]
