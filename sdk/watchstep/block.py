@@ -136,10 +136,12 @@ class Block:
         return self.take(np.sort(order[from_end <= rows]))
 
     def ordered(self) -> Block:
-        """The same rows by (step, worker, mode, tensor, place), the canonical order in which rules see them."""
+        """The same rows by (step, worker, mode, tensor's name, place), the canonical order in which rules see them."""
+        names = np.empty(len(self.catalogue), np.int64)
+        names[sorted(range(len(names)), key=lambda index: self.catalogue[index].name)] = np.arange(len(names))
         places = self.places
         place = (places.shard_index, places.replica, places.stage)
-        return self.take(np.lexsort((*place, self.tensor, self.mode, self.worker, self.step)))
+        return self.take(np.lexsort((*place, names[self.tensor], self.mode, self.worker, self.step)))
 
 
 def concatenate(blocks: list[Block]) -> Block:

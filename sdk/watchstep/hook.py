@@ -201,8 +201,10 @@ class Hook:
         """
         for watch in self._watches:
             watch.counts_steps = False
-        self._recorder.begin()
-        self._recorder.finish()
+        try:
+            self._recorder.finish()
+        finally:
+            self._recorder.begin()
 
     def snapshot(self) -> None:
         """Write the full weights and gradients of the next step that is updated."""

@@ -19,8 +19,9 @@ def claim_attempt(
 ) -> WriterId:
     """Make the run if it is new, and claim or join the attempt.
 
-    All ranks of an attempt share its id, and join it. A lone worker that finds the id taken was started again under
-    the same launcher: it claims the next free one, ``<id>.2`` and so on.
+    All ranks of an attempt share its id, and join it; one whose place has been written to, by an earlier process of
+    the same rank, takes a writer's name of its own. A lone worker that finds the id taken was started again under the
+    same launcher: it claims the next free one, ``<id>.2`` and so on.
 
     Returns:
         The writer that this worker is.
@@ -31,14 +32,11 @@ def claim_attempt(
     store.create(RUN_DOCUMENT, documents.encode(run))
     if identity.world_size > 1:
         store.create(attempt_document(identity.attempt), documents.encode(attempt))
-        return identity.writer()
+        writer = identity.writer()
+        taken = any(store.entries(writer.prefix))
+        return identity.writer(f"-{secrets.token_hex(3)}") if taken else writer
     for number in range(1, _MOST_ATTEMPTS):
         name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
         if store.create(attempt_document(name), documents.encode(replace(attempt, attempt=name))):
             return replace(identity, attempt=name).writer()
     raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")
-
-
-def fresh_writer(writer: WriterId) -> WriterId:
-    """The same writer under a name that nobody else has."""
-    return replace(writer, writer=f"{writer.writer.split('-')[0]}-{secrets.token_hex(3)}")

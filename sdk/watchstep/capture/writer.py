@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - it cannot be imported, by pyarrow say, once the program ends
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from watchstep import documents
 from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep, Item, PendingSnapshot
-from watchstep.capture.claims import claim_attempt, fresh_writer
+from watchstep.capture.claims import claim_attempt
 from watchstep.capture.config import Bounds
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
@@ -202,8 +203,7 @@ class Writer:
                 self._failed(error)
                 return
             if not free and head.key is not None and self._store.get(head.path) != head.data:
-                self._move_aside()
-                continue
+                self._health.count("overwritten_names")
             self._backlog.popleft()
             self._backlog_bytes -= len(head.data)
             self._retry_at, self._backoff = 0.0, _FIRST_BACKOFF
@@ -211,20 +211,6 @@ class Writer:
             self._health.count("bytes", len(head.data))
             if head.key is not None:
                 self._announce(head.key)
-
-    def _move_aside(self) -> None:
-        """Another process writes under this name: take a fresh one, and number from 0 again."""
-        assert self._writer is not None
-        self._writer = fresh_writer(self._writer)
-        self._health.count("renamed_writer")
-        waiting, self._backlog, self._seq = self._backlog, deque(), 0
-        for encoded in waiting:
-            if encoded.key is None:
-                self._backlog.append(encoded)
-                continue
-            key = SegmentKey(self._writer, self._seq, encoded.key.first, encoded.key.last)
-            self._backlog.append(_Encoded(key.path, encoded.data, key))
-            self._seq += 1
 
     def _failed(self, error: StoreError) -> None:
         self._health.fault("store", error)

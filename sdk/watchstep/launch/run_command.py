@@ -104,7 +104,7 @@ def local_service(store_url: str) -> ServiceAddress | None:
         held = json.loads(note.read_text(encoding="utf-8"))
         alive = ProcessIdentity(**held["process"]).is_running()
         return ServiceAddress.checked(str(held["url"]), str(held["token"])) if alive else None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -80,7 +80,7 @@ class _OnDevice:
         )
         event = None
         if tensors[0].device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record()
         return cls(counts, values, bins, event)
 

@@ -1,0 +1,77 @@
+"""Segments: whole steps, contiguous numbers, nothing overwritten, and an end that says how many there are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from watchstep import Bounds, CaptureConfig, Hook, open_run
+from watchstep.layout import SegmentKey
+from watchstep.store import Store
+
+
+def segments(store: Store, run: str) -> list[SegmentKey]:
+    return sorted(SegmentKey.parse(entry.key) for entry in store.child(f"default/{run}").entries("stats/"))
+
+
+def record(hook: Hook, steps: int) -> None:
+    for step in range(steps):
+        hook.log(loss=float(step))
+        hook.step()
+
+
+def test_sequence_numbers_are_contiguous_and_steps_whole(tmp_path: Path) -> None:
+    config = CaptureConfig(bounds=Bounds(flush_seconds=0.001))
+    hook = Hook(tmp_path, run="r", config=config)
+    record(hook, 500)
+    hook.close()
+    keys = segments(Store.open(tmp_path), "r")
+    assert [key.seq for key in keys] == list(range(len(keys)))
+    assert all(before.last < after.first for before, after in pairwise(keys))
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.last_step, end.segments) == ("completed", 499, len(keys))
+    assert open_run(hook.run_url).steps() == list(range(500))
+
+
+def test_a_second_process_of_an_attempt_gets_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    for _ in range(3):
+        hook = Hook(tmp_path, run="r")
+        record(hook, 2)
+        hook.close()
+    assert open_run(tmp_path / "default" / "r").attempts == ["a1", "a1.2", "a1.3"]
+
+
+def test_a_rank_that_finds_its_place_taken_moves_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "WATCHSTEP_ATTEMPT": "a1"}.items():
+        monkeypatch.setenv(name, value)
+    for steps in (3, 2):
+        hook = Hook(tmp_path, run="r")
+        record(hook, steps)
+        hook.close()
+    keys = segments(Store.open(tmp_path), "r")
+    assert sorted({key.writer.writer.split("-")[0] for key in keys}) == ["w1"]
+    assert len({key.writer for key in keys}) == 2
+    assert open_run(hook.run_url).damaged == {}
+
+
+def test_an_exception_is_how_the_run_ended(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r")
+    with pytest.raises(ZeroDivisionError), hook:
+        hook.log(loss=1 / 0)
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.reason) == ("failed", "ZeroDivisionError: division by zero")
+
+
+def test_closing_twice_and_logging_after_it_do_nothing(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r")
+    record(hook, 1)
+    hook.close()
+    hook.close()
+    hook.log(loss=1.0)
+    hook.step()
+    assert open_run(hook.run_url).steps() == [0]

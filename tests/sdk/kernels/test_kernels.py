@@ -1,0 +1,136 @@
+"""All kernels give the figures of the exact reference: counts to the last, sums within their bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.sdk.reference import ExactRow, exact_row
+from watchstep.pytorch.kernel import TorchKernel, measure_on_device, to_batch
+from watchstep.statistics import COUNT_COLUMNS, StatisticsBatch
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+Measure = Callable[[Tensor], StatisticsBatch]
+
+
+def by_numpy(tensor: Tensor) -> StatisticsBatch:
+    return TorchKernel().measure([tensor]).collect()
+
+
+def by_torch(tensor: Tensor) -> StatisticsBatch:
+    """The operations that run on devices, on the host."""
+    counts, values, bins = measure_on_device(tensor)
+    return to_batch(counts[None], values[None], bins[None])
+
+
+both = pytest.mark.parametrize("measure", [by_numpy, by_torch])
+
+
+def assert_agrees(row: StatisticsBatch, exact: ExactRow, *, relative: float = 1e-12) -> None:
+    assert len(row) == 1
+    for name in COUNT_COLUMNS:
+        assert int(getattr(row, name)[0]) == getattr(exact, name), name
+    for name in ("min", "max", "abs_min"):
+        held, due = float(getattr(row, name)[0]), getattr(exact, name)
+        assert (math.isnan(held) and due is None) or held == due, name
+    bins, counts = row.histogram.row(0)
+    assert dict(zip(bins.tolist(), counts.tolist(), strict=True)) == exact.histogram
+    size = float(exact.abs_sum)
+    mean = float(row.mean[0])
+    if exact.mean is None:
+        assert math.isnan(mean)
+    else:
+        finite = exact.count - exact.nan - exact.pos_inf - exact.neg_inf
+        assert mean == pytest.approx(float(exact.mean), abs=relative * size / finite + 1e-320)
+    assert float(row.abs_sum[0]) == pytest.approx(size, rel=relative, abs=1e-320)
+    assert float(row.square_sum[0]) == pytest.approx(float(exact.square_sum), rel=relative, abs=1e-320)
+    assert float(row.m2[0]) == pytest.approx(
+        float(exact.m2), rel=1e-9, abs=relative * float(exact.square_sum) + 1e-320
+    )
+
+
+elements = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 2.0**-149, 65504.0]),
+    st.floats(-1e6, 1e6, width=32),
+)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(values=st.lists(elements, max_size=60))
+def test_every_dtype_and_value(measure: Measure, dtype: torch.dtype, values: list[float]) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
+    assert_agrees(measure(tensor), exact_row(tensor.double().tolist()))
+
+
+@both
+def test_chunks_merge(measure: Measure) -> None:
+    tensor = torch.randn(200_001, generator=torch.Generator().manual_seed(0)) * 3 + 10
+    tensor[::1000] = math.nan
+    assert_agrees(measure(tensor), exact_row(tensor.double().tolist()))
+
+
+@both
+@pytest.mark.parametrize("values", [[3, -4, 0], [True, False]])
+def test_integers_and_booleans(measure: Measure, values: list[int]) -> None:
+    tensor = torch.tensor(values)
+    assert_agrees(measure(tensor), exact_row(tensor.double().tolist()))
+
+
+@both
+def test_strided_views_are_measured_as_they_read(measure: Measure) -> None:
+    tensor = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()[1::2, ::3]
+    assert_agrees(measure(tensor), exact_row(tensor.double().flatten().tolist()))
+
+
+@both
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
+def test_scalars_and_empty_tensors(measure: Measure, shape: tuple[int, ...]) -> None:
+    tensor = torch.full(shape, 2.5)
+    assert_agrees(measure(tensor), exact_row(tensor.double().flatten().tolist()))
+
+
+@both
+def test_nan_payloads_are_nan(measure: Measure) -> None:
+    bits = np.array([0x7FC00001, 0x7F800001, 0xFFC12345], np.uint32)
+    assert int(measure(torch.from_numpy(bits.view(np.float32))).nan[0]) == 3
+
+
+def test_complex_tensors_are_their_parts() -> None:
+    row = TorchKernel().measure([torch.tensor([1 + 2j, -3 + 0j])]).collect()
+    assert_agrees(row, exact_row([1.0, 2.0, -3.0, 0.0]))
+
+
+def test_sparse_tensors_are_their_values() -> None:
+    tensor = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2, 2]]), torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True
+    )
+    assert_agrees(TorchKernel().measure([tensor]).collect(), exact_row([1.0, 5.0]))
+
+
+def test_measuring_changes_nothing() -> None:
+    tensor = torch.randn(1000, requires_grad=True)
+    before, state = tensor.detach().clone(), torch.random.get_rng_state()
+    TorchKernel().measure([tensor])
+    assert torch.equal(tensor, before)
+    assert tensor.grad is None
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_several_tensors_give_a_row_each() -> None:
+    batch = TorchKernel().measure([torch.ones(3), torch.zeros(2), torch.full((1,), math.nan)]).collect()
+    assert batch.count.tolist() == [3, 2, 1]
+    assert batch.zero.tolist() == [0, 2, 0]
+    assert batch.nan.tolist() == [0, 0, 1]
+
+
+def test_nonfinite_is_known_at_once_on_the_host() -> None:
+    assert TorchKernel().measure([torch.ones(3)]).nonfinite is False
+    assert TorchKernel().measure([torch.tensor([math.inf])]).nonfinite is True

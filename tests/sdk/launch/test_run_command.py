@@ -1,0 +1,215 @@
+"""``watchstep run``: a program that knows nothing of Watchstep records itself, and otherwise runs as ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from watchstep import Run, open_run
+from watchstep.control import ControlDocument, StopRequest
+from watchstep.layout import CONTROL_DOCUMENT
+from watchstep.store import Store
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+losses = []
+for step in range(20):
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 8)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print(losses, sys.argv[1:])
+"""
+
+
+def watchstep(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [Path(sys.executable).with_name("watchstep"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        env={**os.environ, **environment},
+    )
+
+
+def run_program(
+    tmp_path: Path, body: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(body))
+    return watchstep(
+        "run",
+        "--store",
+        tmp_path / "runs",
+        "--run",
+        "r",
+        "--",
+        sys.executable,
+        program,
+        *arguments,
+        **environment,
+    )
+
+
+def recorded(tmp_path: Path) -> Run:
+    return open_run(tmp_path / "runs" / "default" / "r")
+
+
+def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None:
+    done = run_program(tmp_path, PROGRAM, "--lr", "1 2")
+    plain = subprocess.run(
+        [sys.executable, tmp_path / "train.py", "--lr", "1 2"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == plain.stdout
+    assert done.stderr == f"watchstep: run default/r in file://{tmp_path}/runs\n"
+    run = recorded(tmp_path)
+    assert run.steps() == list(range(20))
+    assert run.losses()["value"].to_pylist() == json.loads(done.stdout.split("]")[0] + "]")
+    assert run.tensors("weights") == ["body.weight", "head.weight"]
+    assert run.tensor("body:output").steps() == list(range(1, 20))
+    assert [end.state for end in run.ends()] == ["completed"]
+
+
+def test_the_exit_code_is_the_programs(tmp_path: Path) -> None:
+    assert run_program(tmp_path, "raise SystemExit(7)").returncode == 7
+
+
+def test_a_program_that_does_not_train_is_left_alone(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "import torch\nprint(torch.ones(2).sum().item())")
+    assert done.stdout == "2.0\n"
+    assert recorded(tmp_path).steps() == []
+
+
+def test_a_program_with_a_hook_of_its_own_is_recorded_once(tmp_path: Path) -> None:
+    own = PROGRAM.replace(
+        "losses = []", "import watchstep\nhook = watchstep.Hook()\nhook.watch(model, optimizer)\nlosses = []"
+    )
+    assert run_program(tmp_path, own).returncode == 0
+    run = recorded(tmp_path)
+    assert len(run.attempts) == 1
+    assert len(run.ends()) == 1
+    assert run.steps() == list(range(20))
+
+
+def test_a_sitecustomize_that_was_there_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = 'here'\n")
+    done = run_program(tmp_path, "print(mine)", PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout == "here\n"
+
+
+def test_data_loader_workers_do_not_record(tmp_path: Path) -> None:
+    body = PROGRAM.replace(
+        "losses = []",
+        "losses = []\nfrom torch.utils.data import DataLoader\n"
+        "for _ in DataLoader(list(range(8)), num_workers=2): pass",
+    )
+    assert run_program(tmp_path, body).returncode == 0
+    assert len(recorded(tmp_path).ends()) == 1
+
+
+def test_torchrun_records_one_worker_a_rank(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        PROGRAM.replace(
+            "model = Net()",
+            "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+            "model = nn.parallel.DistributedDataParallel(Net())",
+        )
+        + "dist.destroy_process_group()\n"
+    )
+    torchrun = Path(sys.executable).with_name("torchrun")
+    done = watchstep(
+        "run",
+        "--store",
+        tmp_path / "runs",
+        "--run",
+        "r",
+        "--",
+        torchrun,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        program,
+    )
+    assert done.returncode == 0, done.stderr
+    run = recorded(tmp_path)
+    assert (run.workers, len(run.attempts), run.steps()) == ([0, 1], 1, list(range(20)))
+    table = run.tensor("body.weight:gradient").statistics()
+    assert table["replica"].to_pylist()[:2] == [0, 1]
+    assert set(table["stage"].to_pylist()) == {"reduced"}
+
+
+def test_an_isolated_python_says_that_it_is_not_attached(tmp_path: Path) -> None:
+    done = watchstep("run", "--store", tmp_path / "runs", "--", sys.executable, "-I", "-c", "print(1)")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert "not attached: python -I" in done.stderr
+
+
+def test_what_was_stopped_does_not_start_again(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "runs", create=True).child("default/r")
+    store.put(CONTROL_DOCUMENT, ControlDocument().with_stop(StopRequest("a", 3, "NaN at step 2")).encode())
+    done = run_program(tmp_path, "print('started')")
+    assert (done.returncode, done.stdout) == (87, "")
+    assert "NaN at step 2" in done.stderr
+
+
+def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules:\n  - rule: nan_or_inf\n")
+    done = watchstep("run", "--store", tmp_path / "runs", "--run", "r", "--rules", rules, "--", "true")
+    assert done.returncode == 0
+    assert "no service" in done.stderr
+    assert [rule["rule"] for rule in recorded(tmp_path).document.rules] == ["nan_or_inf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--"], "no program"),
+        (["run", "--", "no-such-program"], "'no-such-program' not found"),
+        (["run", "--run", "../x", "--", "true"], "run name '../x'"),
+        (["run", "--store", "ftp://x", "--", "true"], "unknown scheme 'ftp'"),
+        (["run", "--store", "/dev/null/x", "--", "true"], "cannot be made"),
+        (["run", "--rules", "missing.yaml", "--", "true"], "rule file missing.yaml"),
+        (["run", "--service", "localhost:80", "--", "true"], "no http or https URL"),
+        (["run", "--service", "http://127.0.0.1:9", "--", "true"], "service http://127.0.0.1:9: no answer"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_told_in_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = watchstep(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "mend: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bucket_that_is_not_there(tmp_path: Path, s3: object) -> None:
+    done = watchstep("run", "--store", "s3://missing/runs", "--", "true")
+    assert done.returncode == 2
+    assert "no such bucket" in done.stderr

@@ -1,0 +1,114 @@
+"""The first promise: losses with and without recording are the same to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.sdk.training import Training, batches, small_model
+from watchstep import CaptureConfig, Hook
+
+STEPS = 25
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.compiler.reset()
+
+
+def recorded(training: Training, store: Path, **options: object) -> list[float]:
+    with Hook(store, **options) as hook:  # type: ignore[arg-type]
+        hook.watch(training.model, training.optimizer)
+        losses = training.run(STEPS, lambda _, loss: hook.log(loss=loss))
+    assert hook.health["faults"] == {}
+    return losses
+
+
+def test_eager(tmp_path: Path) -> None:
+    assert recorded(Training(), tmp_path) == Training().run(STEPS)
+
+
+def test_eager_with_snapshots_of_every_step(tmp_path: Path) -> None:
+    config = CaptureConfig(snapshot_every=1)
+    assert recorded(Training(), tmp_path, config=config) == Training().run(STEPS)
+
+
+def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(small_model(), nn.Dropout(0.5), nn.Linear(2, 2))
+
+    assert recorded(Training(model()), tmp_path) == Training(model()).run(STEPS)
+
+
+def test_a_store_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    hook = Hook(tmp_path / "file" / "store")
+    training = Training()
+    hook.watch(training.model, training.optimizer)
+    assert training.run(STEPS) == Training().run(STEPS)
+    hook.close()
+    assert "cannot be made" in hook.health["faults"]["store"]
+    assert hook.health["counts"]["unwritten_objects"] > 0
+
+
+def compiled_losses(backend: str, store: Path | None, *, watch_first: bool = False) -> list[float]:
+    """Losses of a compiled training; recorded where a store is given."""
+    torch.compiler.reset()
+    inner = small_model()
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
+    hook = Hook(store) if store is not None else None
+    if hook and watch_first:
+        hook.watch(inner, optimizer)
+    compiled: nn.Module = torch.compile(inner, backend=backend)  # type: ignore[assignment]
+    training = Training(compiled, optimizer)
+    if hook and not watch_first:
+        hook.watch(training.model, optimizer)
+    losses = training.run(STEPS, (lambda _, loss: hook.log(loss=loss)) if hook else None)
+    if hook:
+        hook.close()
+        assert hook.health["faults"] == {}
+        assert hook.health["counts"]["rows"] > STEPS
+        assert "not observed" in hook.health["notes"]["activations"]
+    return losses
+
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=[
+            pytest.mark.compiler,
+            pytest.mark.skipif(
+                shutil.which("g++") is None, reason="torch.compile's inductor needs a C++ compiler"
+            ),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_with_weights_gradients_and_loss(backend: str, tmp_path: Path) -> None:
+    plain = compiled_losses(backend, None)
+    assert compiled_losses(backend, tmp_path / "after") == plain
+    assert compiled_losses(backend, tmp_path / "before", watch_first=True) == plain
+
+
+def test_watching_before_compiling_does_not_recompile(tmp_path: Path) -> None:
+    model = small_model()
+    hook = Hook(tmp_path)
+    hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    for x, _ in batches(5):
+        compiled(x).sum().backward()
+    assert counter.frame_count == 1
+    hook.close()

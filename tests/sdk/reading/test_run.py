@@ -1,0 +1,145 @@
+"""Reading a run: while it goes on, after it, after a resume, with damage, on a folder and on S3."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import S3
+from tests.sdk.training import Training
+from watchstep import Bounds, CaptureConfig, Hook, Run, open_run
+from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
+from watchstep.store import Store
+
+
+def record(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -> Hook:
+    hook = Hook(url, run=run)
+    hook._recorder.step = first
+    for step in range(first, first + steps):
+        hook.log(loss=float(step), accuracy=step / 10)
+        hook.step()
+    hook.close()
+    return hook
+
+
+def test_the_three_lines_of_the_readme_on_s3(s3: S3) -> None:
+    s3.make_bucket("runs")
+    hook, training = (
+        Hook("s3://runs/some/prefix", run="r", config=CaptureConfig(snapshot_every=2)),
+        Training(),
+    )
+    hook.watch(training.model, training.optimizer)
+    losses = training.run(4)
+    hook.close()
+    assert hook.health["faults"] == {}
+    run = open_run("s3://runs/some/prefix/default/r")
+    assert run.losses()["value"].to_pylist() == losses
+    table = run.tensor("0.weight:gradient").statistics()
+    assert table.to_pandas()["rms"].gt(0).all()
+    assert run.tensor("0.weight").value(2).shape == (16, 8)
+
+
+def test_filters(tmp_path: Path) -> None:
+    run = open_run(record(tmp_path, 3).run_url)
+    assert run.tensors(regex="acc") == ["accuracy"]
+    assert run.tensors(collection="losses") == ["loss"]
+    assert run.tensors(collection="losses", regex="acc") == []
+    with pytest.raises(ConfigError, match="regex"):
+        run.tensors(regex="(")
+
+
+def test_a_resumed_run_shows_the_newest_attempt_of_each_step(tmp_path: Path) -> None:
+    record(tmp_path, 10)
+    record(tmp_path, 4, first=6)
+    run = open_run(tmp_path / "default" / "r")
+    assert run.steps() == list(range(10))
+    assert run.losses().num_rows == 10
+    first, second = run.attempts
+    assert len(run.rows(first)) == 20
+    assert sorted(set(run.rows(second).step.tolist())) == [6, 7, 8, 9]
+
+
+def test_a_damaged_segment_hides_no_other(tmp_path: Path) -> None:
+    for _ in range(2):
+        record(tmp_path, 3)
+    (victim, _) = sorted((tmp_path / "default" / "r" / "stats").rglob("*.parquet"))
+    victim.write_bytes(victim.read_bytes()[:-40])
+    run = open_run(tmp_path / "default" / "r")
+    assert run.steps() == [0, 1, 2]
+    (name,) = run.damaged
+    assert name.endswith(".parquet")
+
+
+def test_waiting_for_steps_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=CaptureConfig(bounds=Bounds(flush_seconds=0.01)))
+    hook.log(loss=0.0)
+    hook.step()
+    run = wait_until_there(hook)
+    reading = threading.Event()
+
+    def go_on() -> None:
+        reading.wait(30)
+        for step in range(1, 20):
+            hook.log(loss=float(step))
+            hook.step()
+
+    writer = threading.Thread(target=go_on)
+    writer.start()
+    reading.set()
+    assert run.wait_for_steps([0, 10, 19], timeout=60) == [0, 10, 19]
+    writer.join()
+    hook.close()
+    assert run.wait_for_steps([5, 1000]) == [5]
+
+
+def wait_until_there(hook: Hook) -> Run:
+    while True:
+        try:
+            return open_run(hook.run_url)
+        except NotFoundError:
+            hook._queue.wake.set()
+
+
+def test_waiting_has_an_end(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+    run = wait_until_there(hook)
+    assert run.wait_for_steps([3], timeout=0.05) == []
+    hook.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "says"),
+    [
+        ("nowhere/default/r", NotFoundError, "not found"),
+        ("{store}/default/other", NotFoundError, "not found"),
+        ("r", NotFoundError, "not found"),
+        ("{store}/default/..r", BadNameError, "run name"),
+        ("ftp://host/default/r", ConfigError, "unknown scheme"),
+        ("s3://missing-bucket/default/r", StoreError, "no such bucket"),
+    ],
+)
+def test_a_run_that_cannot_be_read(
+    tmp_path: Path, s3: S3, url: str, error: type[Exception], says: str
+) -> None:
+    record(tmp_path, 1)
+    with pytest.raises(error, match=says) as told:
+        open_run(url.format(store=tmp_path))
+    assert "mend:" in str(told.value)
+
+
+def test_what_was_not_recorded_is_told_by_name(tmp_path: Path) -> None:
+    run = open_run(record(tmp_path, 2).run_url)
+    with pytest.raises(NotFoundError, match="'nope'"):
+        run.tensor("nope")
+    with pytest.raises(NotFoundError, match="no snapshot at step 1"):
+        run.tensor("loss").value(1)
+
+
+def test_a_run_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    record(tmp_path, 1)
+    store = Store.open(tmp_path).child("default/r")
+    store.put("run.json", store.get("run.json").replace(b'"schema": 1', b'"schema": 99'))
+    with pytest.raises(Exception, match="newer watchstep"):
+        open_run(tmp_path / "default" / "r")

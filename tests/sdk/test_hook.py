@@ -1,0 +1,186 @@
+"""The hook: its arguments, its modes, stopping, and what it never lets through."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.sdk.training import Training
+from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
+from watchstep.control import ControlDocument, StopRequest
+from watchstep.errors import BadNameError, ConfigError, RuleError
+from watchstep.layout import CONTROL_DOCUMENT
+from watchstep.store import Store
+
+QUICK = CaptureConfig(bounds=Bounds(flush_seconds=0.01, control_seconds=0.01))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"store_url": "ftp://host/x"},
+        {"run": "../other"},
+        {"project": "a/b"},
+        {"on_stop": "explode"},
+        {"rules": "missing.yaml"},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_told_before_training(tmp_path: Path, arguments: dict[str, str]) -> None:
+    with pytest.raises((ConfigError, BadNameError, RuleError)) as told:
+        Hook(**{"store_url": str(tmp_path), **arguments})  # type: ignore[arg-type]
+    assert "mend:" in str(told.value)
+
+
+def test_the_environment_settles_what_arguments_leave_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_STORE", str(tmp_path))
+    monkeypatch.setenv("WATCHSTEP_PROJECT", "vision")
+    monkeypatch.setenv("WATCHSTEP_RUN", "night")
+    hook = Hook()
+    hook.close()
+    assert hook.run_url == f"file://{tmp_path}/vision/night"
+
+
+def test_numbers_of_all_kinds(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+    hook.log({"lr/group 0": 0.1}, loss=torch.tensor(2.0, requires_grad=True), accuracy=1, val_loss=math.nan)
+    hook.step()
+    hook.close()
+    run = open_run(hook.run_url)
+    assert run.collections == {"losses": ["loss", "val_loss"], "metrics": ["accuracy", "lr/group 0"]}
+    assert run.tensor("val_loss").statistics()["nan"].to_pylist() == [1]
+
+
+def test_a_value_that_is_no_number_is_a_fault_not_an_exception(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+    hook.log(loss="abc")
+    hook.close()
+    assert "ValueError" in hook.health["faults"]["log"]
+
+
+def test_a_tensor_of_many_elements_is_refused(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+    with pytest.raises(ConfigError, match="one number"):
+        hook.log(loss=torch.ones(3))
+    hook.close()
+
+
+def test_modes(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+    hook.mode = "eval"
+    hook.log(loss=1.0)
+    with pytest.raises(ConfigError, match="test"):
+        hook.mode = "test"  # type: ignore[assignment]
+    hook.close()
+    assert open_run(hook.run_url).losses()["mode"].to_pylist() == ["eval"]
+
+
+def ask_to_stop(hook: Hook, step: int, attempt: str) -> None:
+    document = ControlDocument().with_stop(StopRequest(attempt, step, "a rule fired"))
+    store = Store.open(hook.store_url, create=True).child(f"default/{hook.run}")
+    store.put(CONTROL_DOCUMENT, document.encode())
+
+
+def train_until_stopped(hook: Hook, training: Training) -> StopTraining:
+    with pytest.raises(StopTraining) as stopped:
+        training.run(100_000)
+    hook.close()
+    return stopped.value
+
+
+def test_stop_at_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
+    hook.watch(training.model, training.optimizer)
+    ask_to_stop(hook, 30, "a1")
+    stop = train_until_stopped(hook, training)
+    assert stop.code == 86
+    assert stop.step >= 30
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.reason, end.last_step) == ("stopped", "a rule fired", stop.step)
+    assert stop.step in open_run(hook.run_url).steps()
+
+
+def test_a_function_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    asked: list[StopRequest] = []
+    hook, training = Hook(tmp_path, run="r", on_stop=asked.append, config=QUICK), Training()
+    hook.watch(training.model, training.optimizer)
+    ask_to_stop(hook, 0, "a1")
+    while not asked:
+        training.run(10)
+    training.run(10)
+    hook.close()
+    assert [request.reason for request in asked] == ["a rule fired"]
+
+
+def test_a_tombstone_stops_a_new_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a2")
+    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
+    hook.watch(training.model, training.optimizer)
+    ask_to_stop(hook, 500, "a1")
+    assert "stopped before" in str(train_until_stopped(hook, training))
+
+
+def test_who_did_not_opt_in_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    hook, training = Hook(tmp_path, run="r", config=QUICK), Training()
+    hook.watch(training.model, training.optimizer)
+    ask_to_stop(hook, 0, "a1")
+    training.run(200)
+    hook.close()
+    assert len(open_run(hook.run_url).steps()) == 200
+
+
+def run_program(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"from watchstep import Hook\nhook = Hook({str(tmp_path)!r}, run='r')\n{textwrap.dedent(body)}"
+    )
+    return subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_program_that_forgets_to_close(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "hook.log(loss=1.0)\nhook.step()\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    run = open_run(tmp_path / "default" / "r")
+    assert run.steps() == [0]
+    assert [end.state for end in run.ends()] == ["completed"]
+
+
+def test_a_program_that_raises(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "hook.log(loss=1.0)\nhook.step()\nraise RuntimeError('boom')\n")
+    assert done.returncode == 1
+    assert "RuntimeError: boom" in done.stderr
+    (end,) = open_run(tmp_path / "default" / "r").ends()
+    assert (end.state, end.reason) == ("failed", "RuntimeError: boom")
+
+
+def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
+    done = run_program(
+        tmp_path,
+        """
+        import os
+        hook.log(loss=1.0)
+        child = os.fork()
+        if child == 0:
+            hook.log(loss=2.0)
+            hook.step()
+            hook.close()
+            raise SystemExit
+        os.waitpid(child, 0)
+        hook.step()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "default" / "r")
+    assert run.losses()["value"].to_pylist() == [1.0]
+    assert len(run.ends()) == 1

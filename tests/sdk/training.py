@@ -1,0 +1,57 @@
+"""A small training that tests record: seeded, on the host, one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    """Eight inputs, two classes."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 2))
+
+
+def batches(steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Random inputs and labels, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(32, 8, generator=generator), torch.randint(0, 2, (32,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+@dataclass
+class Training:
+    """The plain loop.
+
+    Attributes:
+        model: as it is called; wrapped or compiled, maybe.
+        optimizer: updates it.
+        losses: as the program sees them.
+    """
+
+    model: nn.Module = field(default_factory=small_model)
+    optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def run(self, steps: int, each: Callable[[int, Tensor], None] | None = None) -> list[float]:
+        """Train for some steps; ``each`` is called after every update."""
+        for step, (x, y) in enumerate(batches(steps)):
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+            if each is not None:
+                each(step, loss)
+        return self.losses
