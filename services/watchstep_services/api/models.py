@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from watchstep_services.events import CloudEvent
 
+_HEALTH_BYTES = 64 * 1024
 _NAME = "1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit."
 
 
@@ -60,6 +62,16 @@ class AnnouncementInput(_Input):
     first: int = Field(ge=0, lt=10**18, description="Its first step.")
     last: int = Field(ge=0, lt=10**18, description="Its last step, which its writer has passed.")
     health: dict[str, Any] = Field(default_factory=dict, description="The recorder's counters.")
+
+    @field_validator("health")
+    @classmethod
+    def _is_small(cls, value: dict[str, Any]) -> dict[str, Any]:
+        # Written anew without NaN and infinity, which are no JSON and which PostgreSQL refuses.
+        text = json.dumps(value)
+        if len(text) > _HEALTH_BYTES:
+            raise ValueError(f"{len(text)} bytes of health, over the limit of {_HEALTH_BYTES}")
+        told: dict[str, Any] = json.loads(text, parse_constant=str)
+        return told
 
 
 class StopData(BaseModel):

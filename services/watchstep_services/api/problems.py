@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
@@ -23,7 +23,7 @@ class Problem(BaseModel):
 
     title: str = Field(description="The kind of problem.")
     status: int
-    what: str = Field(description="The thing and its value.")
+    detail: str = Field(description="What is wrong: the thing and its value.")
     mend: str = Field(description="What to do about it.")
 
 
@@ -72,7 +72,7 @@ def install(app: FastAPI) -> None:
 
 def problem(status: int, title: str, what: str, mend: str) -> JSONResponse:
     """An answer that tells a problem."""
-    content = Problem(title=title, status=status, what=what, mend=mend).model_dump()
+    content = Problem(title=title, status=status, detail=what, mend=mend).model_dump()
     headers = {"www-authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(content, status, headers=headers, media_type=MEDIA_TYPE)
 
@@ -99,6 +99,10 @@ def _http(_request: Request, error: Exception) -> JSONResponse:
 
 
 def _database(_request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, DataError):
+        return problem(
+            422, "Invalid", "a value that the database cannot hold", "leave out characters like NUL"
+        )
     _log.error("database: %s", error)
     return problem(503, "Unavailable", "the database does not answer", "try again; see /readyz")
 

@@ -12,10 +12,7 @@ from watchstep_services.database.models import Base
 
 def insert_missing(session: Session, model: type[Base], values: dict[str, Any]) -> bool:
     """Insert one row; False where a unique key is taken, which is left as it is."""
-    statement: Any
-    if session.get_bind().dialect.name == "sqlite":
-        statement = sqlite.insert(model).values(values).on_conflict_do_nothing()
-    else:
-        statement = postgresql.insert(model).values(values).on_conflict_do_nothing()
-    result: Any = session.execute(statement)
-    return bool(result.rowcount == 1)
+    insert: Any = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    table = model.__table__
+    statement = insert(table).values(values).on_conflict_do_nothing().returning(*table.primary_key)
+    return session.execute(statement).first() is not None

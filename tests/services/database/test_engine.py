@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+
+from watchstep.errors import ConfigError
+from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.models import Project
+from watchstep_services.database.upsert import insert_missing
+
+ROW = {"name": "vision", "store_url": "/runs", "listed_ns": 0}
+
+
+def test_a_row_is_inserted_once(database: Database) -> None:
+    with database.write() as session:
+        assert insert_missing(session, Project, ROW)
+        assert not insert_missing(session, Project, {**ROW, "store_url": "/elsewhere"})
+    with database.read() as session:
+        assert session.execute(select(Project.store_url)).scalar_one() == "/runs"
+
+
+def test_a_transaction_that_raises_leaves_nothing(database: Database) -> None:
+    def fail() -> None:
+        with database.write() as session:
+            insert_missing(session, Project, ROW)
+            raise LookupError
+
+    pytest.raises(LookupError, fail)
+    with database.read() as session:
+        assert session.execute(select(Project)).first() is None
+
+
+def test_reading_goes_on_while_another_writes(database: Database) -> None:
+    with database.write() as writing:
+        insert_missing(writing, Project, ROW)
+        with database.read() as session:
+            assert session.execute(select(Project)).first() is None
+
+
+@pytest.mark.parametrize("url", ["mysql://host/name", "nonsense", "sqlite:////proc/none/x.sqlite"])
+def test_a_url_that_cannot_be_used_says_so(url: str) -> None:
+    with pytest.raises(ConfigError):
+        open_database(url)
+
+
+def test_a_password_is_not_told() -> None:
+    database = open_database("postgresql://user:secret@127.0.0.1:1/none")
+    with pytest.raises(ConfigError, match="does not answer") as caught:
+        database.check()
+    assert "secret" not in str(caught.value)
+    database.close()

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.services.driving import RULES, Driven
+from tests.services.jobs import STUBBORN, WILLING, eventually, launch
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.control import ControlDocument
+from watchstep.store import Store
+from watchstep_rules.config import RuleConfig, StopAction
+from watchstep_services.database.models import Action
+from watchstep_services.dispatcher import dispatch as dispatching
+from watchstep_services.dispatcher.dispatch import dispatch, due_actions
+from watchstep_services.estimator.backend import JobHandle
+from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.evaluator.lifecycle import advance_run
+from watchstep_services.registration import bind_job, register
+
+
+def backend_of(driven: Driven) -> LocalBackend:
+    backend = driven.service.backends["local"]
+    assert isinstance(backend, LocalBackend)
+    return backend
+
+
+def fired(driven: Driven, recording: Recording, job: JobHandle | None = None) -> tuple[int, Action]:
+    """A run whose owner's rule has asked for a stop, and that action."""
+    run_id = driven.register()
+    if job is not None:
+        bind_job(driven.service, run_id, recording.attempt, job, "operator")
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    (action,) = driven.actions(run_id)
+    return run_id, action
+
+
+def control_of(recording: Recording) -> ControlDocument:
+    return ControlDocument.decode(recording.store.get("control.json"))
+
+
+def done_event(driven: Driven, run_id: int) -> dict[str, object]:
+    (event,) = [event for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
+    data: dict[str, object] = event["data"]
+    return data
+
+
+@pytest.mark.parametrize(("program", "how", "stages"), [(WILLING, "terminated", 3), (STUBBORN, "killed", 4)])
+def test_a_job_is_asked_then_terminated_then_killed(
+    driven: Driven, folder_store: Store, tmp_path: Path, program: str, how: str, stages: int
+) -> None:
+    driven = driven.with_settings(grace_seconds=0.2)
+    recording = Recording(folder_store).begin(on_stop="raise")
+    job = launch(backend_of(driven), tmp_path, program)
+    run_id, action = fired(driven, recording, job)
+
+    action = driven.finish(action.id)
+
+    assert action.state == "done"
+    assert backend_of(driven).status(job).state == "gone"
+    tries = driven.tries(action.id)
+    assert len(tries) == stages
+    assert tries[0] == ("advanced", "asked all workers to stop at step 8")
+    stop = control_of(recording).stop
+    assert stop is not None
+    assert (stop.attempt, stop.step, control_of(recording).version) == ("a1", 8, 1)
+    assert control_of(recording).tombstone
+    assert control_of(recording).as_data() == ControlDocument.from_data(driven.run(run_id).control).as_data()
+    assert done_event(driven, run_id)["how"] == how
+    assert done_event(driven, run_id)["stopped_at_step"] == 7
+    assert driven.with_settings(grace_seconds=0.0).run(run_id).state in {"running", "created"}
+    assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "stopped"
+
+
+def test_a_job_that_ends_when_asked(driven: Driven, folder_store: Store, tmp_path: Path) -> None:
+    recording = Recording(folder_store).begin(on_stop="raise")
+    job = launch(backend_of(driven), tmp_path, WILLING)
+    run_id, action = fired(driven, recording, job)
+    dispatch(driven.service, action.id)
+    recording.end("stopped", 8)  # what a worker that was asked writes before it ends
+    backend_of(driven).stop(job)
+    eventually(lambda: backend_of(driven).status(job).state == "gone")
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["how"] == "cooperative"
+    assert done_event(driven, run_id)["stopped_at_step"] == 8
+
+
+def test_a_program_that_does_not_listen_is_terminated_at_once(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    driven = driven.with_settings(grace_seconds=3600.0)
+    recording = Recording(folder_store).begin(on_stop="ignore")
+    job = launch(backend_of(driven), tmp_path, WILLING)
+    run_id, action = fired(driven, recording, job)
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["how"] == "terminated"
+
+
+def test_a_job_that_has_ended_is_a_recorded_no_op(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    recording = Recording(folder_store).begin()
+    job = launch(backend_of(driven), tmp_path, WILLING)
+    backend_of(driven).kill(job)
+    eventually(lambda: backend_of(driven).status(job).state == "gone")
+    run_id, action = fired(driven, recording, job)
+    assert driven.finish(action.id).state == "skipped"
+    assert done_event(driven, run_id)["how"] == "already ended"
+    assert driven.run(run_id).control["version"] == 0
+
+
+def test_without_a_job_the_workers_last_words_count(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id, action = fired(driven, recording)
+    dispatch(driven.service, action.id)
+    stop = control_of(recording).stop
+    assert stop is not None
+    assert stop.step == 7 + 16  # of several workers each learns of it with its next announcement only
+    recording.end("stopped", stop.step)
+    recording.end("stopped", stop.step, worker=1)
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["stopped_at_step"] == stop.step
+
+
+def test_without_a_job_and_without_an_answer(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    _, action = fired(driven.with_settings(silent_seconds=1e-9), recording)
+    action = driven.with_settings(silent_seconds=1e-9).finish(action.id)
+    assert action.state == "done"
+    assert action.outcome.startswith("no job bound: asked cooperatively")
+
+
+def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
+    twice = RuleConfig(rule="nan_or_inf", name="again", actions=(StopAction(),))
+    recording = Recording(folder_store).begin()
+    run_id = register(driven.service, PROJECT, "run-1", (twice,), "operator")
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    assert driven.event_types(run_id).count("alert.firing") == 2
+    assert driven.event_types(run_id).count("stop.requested") == 1
+    assert len(driven.actions(run_id)) == 1
+
+
+def test_a_recorders_rule_stops_nothing(driven: Driven, folder_store: Store) -> None:
+    stops = RuleConfig(rule="nan_or_inf", name="mine", params={"only_nan": True}, actions=(StopAction(),))
+    recording = Recording(folder_store).begin()
+    quiet = Driven(replace(driven.service, owner_rules=RULES[1:]))
+    run_id = quiet.register(rules=[stops])
+    quiet.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    quiet.settle(run_id)
+    assert quiet.event_types(run_id) == ["alert.firing"]
+    assert quiet.actions(run_id) == []
+
+
+def test_a_stop_of_an_attempt_that_is_over_does_nothing(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id, action = fired(driven, recording)
+    again = Recording(folder_store, attempt="a2").begin()
+    driven.announce(run_id, again.write(0, 6, 9))
+    driven.settle(run_id)
+    assert driven.finish(action.id).state == "skipped"
+    assert driven.run(run_id).control["version"] == 0
+
+
+def test_an_action_that_fails_blocks_no_other(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, working = Recording(folder_store, run="broken").begin(), Recording(folder_store).begin()
+    run_id = driven.register("broken")
+    driven.announce(run_id, broken.write(0, 0, 3, nan_from(1)))
+    driven.settle(run_id)
+    (first,) = driven.actions(run_id)
+    _, second = fired(driven, working)
+    stop = dispatching.try_stop
+
+    def fails_once(service: object, due: object) -> object:
+        if due.id == first.id:  # type: ignore[attr-defined]
+            raise ZeroDivisionError
+        return stop(service, due)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(dispatching._KINDS, "stop", fails_once)
+    assert due_actions(driven.service) == [first.id, second.id]
+    for action_id in due_actions(driven.service):
+        dispatch(driven.service, action_id)
+    assert driven.tries(first.id)[0][0] == "error"
+    assert "ZeroDivisionError" in driven.tries(first.id)[0][1]
+    assert driven.tries(second.id)[0][0] == "advanced"
+
+
+def test_an_action_whose_worker_died_is_done_by_another(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    _, action = fired(driven, recording)
+    held = dispatching._claim(driven.service, action.id)
+    assert held is not None
+    assert dispatch(driven.service, action.id) is None
+    with driven.service.database.write() as session:  # its lease ends
+        session.get_one(Action, action.id).next_ns = 0
+    assert dispatch(driven.service, action.id) is not None
+    dispatching._record(driven.service, held, dispatching.Tried("done", "too late"))
+    assert driven.tries(action.id) == [("advanced", "asked all workers to stop at step 8")]

@@ -1,0 +1,153 @@
+"""A service whose every piece of work the test starts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import select
+
+from tests.services.recording import PROJECT
+from watchstep.layout import SegmentKey
+from watchstep.store import Store
+from watchstep_rules.config import Hold, RuleConfig, StopAction
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import (
+    Action,
+    ActionTry,
+    Alert,
+    Event,
+    FindingRow,
+    Memory,
+    Run,
+    Seal,
+    Segment,
+)
+from watchstep_services.database.records import hint, put_segment
+from watchstep_services.dispatcher.dispatch import dispatch
+from watchstep_services.evaluator.evaluate import Evaluation, evaluate
+from watchstep_services.evaluator.history import HistoryCache
+from watchstep_services.registration import register
+from watchstep_services.service import Service
+from watchstep_services.settings import Settings, load_settings
+
+RULES = (
+    RuleConfig(rule="nan_or_inf", severity="critical", actions=(StopAction(),)),
+    RuleConfig(rule="exploding_gradient", **{"for": Hold(steps=3)}),
+)
+
+
+def make_service(
+    database: Database, store: Store, rules: Sequence[RuleConfig] = RULES, **settings: Any
+) -> Service:
+    """A service on a store, which waits for nothing and lists whenever it may."""
+    values = {"store": store.location, "listing_seconds": 1e-9, "retry_seconds": 1e-6, **settings}
+    return Service(load_settings(**values), database, "http://service.test", tuple(rules))
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A service and short ways to look into it."""
+
+    service: Service
+
+    def with_settings(self, **settings: Any) -> Driven:
+        """The same service with other settings."""
+        changed: Settings = self.service.settings.model_copy(update=settings)
+        return Driven(replace(self.service, settings=changed))
+
+    def restarted(self) -> Driven:
+        """The same service in a new process: nothing in memory."""
+        return Driven(replace(self.service, histories=HistoryCache()))
+
+    def register(self, run: str = "run-1", rules: Sequence[RuleConfig] = ()) -> int:
+        """Register a run as a recorder would."""
+        return register(self.service, PROJECT, run, tuple(rules), "recorder")
+
+    def announce(self, run_id: int, *keys: SegmentKey) -> None:
+        """Put segments into the inbox, as announcements do."""
+        with self.service.database.write() as session:
+            for key in keys:
+                put_segment(session, run_id, key, read_clock(session))
+            hint(session, run_id)
+
+    def evaluate(self, run_id: int) -> Evaluation:
+        """One evaluation."""
+        return evaluate(self.service, run_id)
+
+    def settle(self, run_id: int) -> None:
+        """Evaluate until there is nothing to do at once."""
+        while self.evaluate(run_id).more:
+            pass
+
+    def run(self, run_id: int) -> Run:
+        """The run's row."""
+        with self.service.database.read() as session:
+            return session.get_one(Run, run_id)
+
+    def segments(self, run_id: int) -> dict[tuple[str, int], str]:
+        """(writer, seq) → state."""
+        with self.service.database.read() as session:
+            rows = session.execute(select(Segment).filter_by(run_id=run_id)).scalars()
+            return {(row.writer, row.seq): row.state for row in rows}
+
+    def seals(self, run_id: int) -> list[tuple[int, str]]:
+        """(step, cause) of each seal, in order."""
+        with self.service.database.read() as session:
+            rows = session.execute(select(Seal).filter_by(run_id=run_id).order_by(Seal.tick)).scalars()
+            return [(row.step, row.cause) for row in rows]
+
+    def alerts(self, run_id: int) -> dict[str, tuple[str, int, dict[str, Any] | None]]:
+        """Name of the rule config → (phase, since step, finding)."""
+        with self.service.database.read() as session:
+            rows = session.execute(select(Alert).filter_by(run_id=run_id)).scalars()
+            return {row.name: (row.phase, row.since_step, row.finding) for row in rows}
+
+    def findings(self) -> list[tuple[int, str, dict[str, Any]]]:
+        """(rule config's id, attempt, finding) of all findings kept, in order."""
+        with self.service.database.read() as session:
+            rows = session.execute(select(FindingRow).order_by(FindingRow.config_id, FindingRow.id)).scalars()
+            return [(row.config_id, row.attempt, row.finding) for row in rows]
+
+    def memories(self) -> list[tuple[int, str, str, int]]:
+        """All that rules remember."""
+        with self.service.database.read() as session:
+            rows = session.execute(select(Memory).order_by(Memory.config_id, Memory.attempt)).scalars()
+            return [(row.config_id, row.attempt, row.memory, row.findings) for row in rows]
+
+    def events(self, run_id: int) -> list[dict[str, Any]]:
+        """All events, in order."""
+        with self.service.database.read() as session:
+            rows = session.execute(select(Event).filter_by(run_id=run_id).order_by(Event.number)).scalars()
+            return [row.event for row in rows]
+
+    def event_types(self, run_id: int) -> list[str]:
+        """Types of all events without the common prefix, in order."""
+        return [event["type"].removeprefix("watchstep.") for event in self.events(run_id)]
+
+    def actions(self, run_id: int) -> list[Action]:
+        """All actions, in order."""
+        with self.service.database.read() as session:
+            return list(
+                session.execute(select(Action).filter_by(run_id=run_id).order_by(Action.id)).scalars()
+            )
+
+    def tries(self, action_id: int) -> list[tuple[str, str]]:
+        """(outcome, detail) of each try of an action."""
+        with self.service.database.read() as session:
+            rows = session.execute(
+                select(ActionTry).filter_by(action_id=action_id).order_by(ActionTry.number)
+            ).scalars()
+            return [(row.outcome, row.detail) for row in rows]
+
+    def finish(self, action_id: int) -> Action:
+        """Try an action until it is over; between tries, its time is brought forward."""
+        while True:
+            dispatch(self.service, action_id)
+            with self.service.database.write() as session:
+                row = session.get_one(Action, action_id)
+                if row.state != "pending":
+                    return row
+                row.next_ns = 0

@@ -1,0 +1,45 @@
+"""Real processes to stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from watchstep_services.estimator.backend import JobHandle, Launch
+from watchstep_services.estimator.local import LocalBackend
+
+_WAITS = (
+    "import pathlib, signal, sys\n{before}\npathlib.Path(sys.argv[1]).touch()\nwhile True: signal.pause()"
+)
+STUBBORN = _WAITS.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+"""Ignores SIGTERM."""
+
+WILLING = _WAITS.format(before="")
+"""Ends by SIGTERM, as programs do."""
+
+
+def launch(backend: LocalBackend, folder: Path, program: str, name: str = "job") -> JobHandle:
+    """Start a Python program and wait until it has set up its signals."""
+    ready = folder / f"{name}.ready"
+    environment: Mapping[str, str] = os.environ
+    job = backend.submit(
+        Launch((sys.executable, "-c", program, str(ready)), environment, folder, folder / f"{name}.log")
+    )
+    eventually(ready.exists)
+    return job
+
+
+def eventually(done: Callable[[], object], seconds: float = 30.0) -> None:
+    """Look again and again until something holds.
+
+    Raises:
+        TimeoutError: it never did.
+    """
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)

@@ -1,0 +1,53 @@
+"""A real PostgreSQL, from a wheel, in a folder of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import sqlalchemy as sa
+
+
+@dataclass(frozen=True)
+class Postgres:
+    """A server; each test gets an empty database of it."""
+
+    url: str
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @contextmanager
+    def new_database(self) -> Iterator[str]:
+        """URL of an empty database, which is dropped afterwards with all its connections."""
+        name = f"watchstep_{os.getpid()}_{next(self._numbers)}"
+        root = sa.create_engine(self.url, isolation_level="AUTOCOMMIT", poolclass=sa.pool.NullPool)
+        with root.connect() as connection:
+            connection.exec_driver_sql(f"CREATE DATABASE {name}")
+        try:
+            yield sa.make_url(self.url).set(database=name).render_as_string(hide_password=False)
+        finally:
+            with root.connect() as connection:
+                connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+            root.dispose()
+
+
+@contextmanager
+def running_postgres() -> Iterator[Postgres]:
+    """Start a server, and stop it afterwards."""
+    with warnings.catch_warnings():
+        # pgserver asks for a runtime folder that containers do not have, and does without.
+        warnings.simplefilter("ignore")
+        import pgserver
+
+        # A short path: the socket's address lies in it, and may have 107 characters.
+        with tempfile.TemporaryDirectory(prefix="ws-pg-", ignore_cleanup_errors=True) as folder:
+            os.chmod(folder, 0o755)  # noqa: PTH101 - as root, pgserver runs the server as another user
+            server = pgserver.get_server(folder, cleanup_mode="stop")
+            try:
+                yield Postgres(server.get_uri().replace("postgresql://", "postgresql+psycopg://"))
+            finally:
+                server.cleanup()

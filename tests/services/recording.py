@@ -1,0 +1,97 @@
+"""Runs written by hand through the SDK's own store and segment modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep import documents, layout, segment
+from watchstep.documents import AttemptDocument, EndDocument, EndState, OnStop, RunDocument
+from watchstep.layout import SegmentKey, WriterId
+from watchstep.store import Store
+
+PROJECT = "vision"
+LOSS = tensor("loss", "losses", role="loss", shape=())
+LAYERS = (gradient("first", order=1), gradient("second", order=2))
+NAN = math.nan
+
+Value = Callable[[int, str], float]
+
+
+def healthy(_step: int, _tensor: str) -> float:
+    """One, everywhere."""
+    return 1.0
+
+
+def nan_from(bad: int) -> Value:
+    """NaN in the loss from a step on."""
+    return lambda step, name: NAN if step >= bad and name == "loss" else 1.0
+
+
+def exploding_from(bad: int) -> Value:
+    """A gradient of the second layer that is a million times larger from a step on."""
+    return lambda step, name: 1e6 if step >= bad and name.startswith("second") else 1.0 + 0.01 * step
+
+
+@dataclass
+class Recording:
+    """A run on a store, as its recorders leave it."""
+
+    root: Store
+    run: str = "run-1"
+    attempt: str = "a1"
+    written: dict[str, list[SegmentKey]] = field(default_factory=dict)
+
+    @property
+    def store(self) -> Store:
+        """The store seen from the run."""
+        return self.root.child(layout.run_prefix(PROJECT, self.run))
+
+    def begin(
+        self, *, rules: Sequence[dict[str, object]] = (), world_size: int = 1, on_stop: OnStop = "raise"
+    ) -> Recording:
+        """Write the run's and the attempt's documents."""
+        run = RunDocument(PROJECT, self.run, 1, tuple(rules))
+        self.store.create(layout.RUN_DOCUMENT, documents.encode(run))
+        claim = AttemptDocument(self.attempt, 1, world_size, on_stop)
+        self.store.create(layout.attempt_document(self.attempt), documents.encode(claim))
+        return self
+
+    def writer(self, worker: int = 0) -> WriterId:
+        """A worker's writer."""
+        return WriterId(self.attempt, "node", f"w{worker}")
+
+    def key(self, seq: int, first: int, last: int, worker: int = 0) -> SegmentKey:
+        """A segment's key."""
+        return SegmentKey(self.writer(worker), seq, first, last)
+
+    def encoded(self, first: int, last: int, value: Value = healthy, worker: int = 0) -> bytes:
+        """The bytes of a segment with a loss and two gradients at every step."""
+        rows = [
+            Row(step, info, [value(step, info.name)], worker=worker)
+            for step in range(first, last + 1)
+            for info in (LOSS, *LAYERS)
+        ]
+        return segment.encode(block_of(rows))
+
+    def write(self, seq: int, first: int, last: int, value: Value = healthy, worker: int = 0) -> SegmentKey:
+        """Put a segment onto the store."""
+        key = self.key(seq, first, last, worker)
+        self.store.put(key.path, self.encoded(first, last, value, worker))
+        self.written.setdefault(key.writer.writer, []).append(key)
+        return key
+
+    def write_all(self, ends: Sequence[int], value: Value = healthy, worker: int = 0) -> None:
+        """Segments that follow each other: each up to one of these steps."""
+        first = 0
+        for seq, last in enumerate(ends):
+            self.write(seq, first, last, value, worker)
+            first = last + 1
+
+    def end(self, state: EndState = "completed", last_step: int = 0, worker: int = 0) -> None:
+        """Write how a worker ended, after what it has written so far."""
+        writer = self.writer(worker).writer
+        said = EndDocument(worker, state, last_step, 1, len(self.written.get(writer, [])), writer)
+        self.store.put(layout.end_document(self.attempt, worker), documents.encode(said))
