@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from watchstep.process_identity import ProcessIdentity
 from watchstep.stopping import EXIT_TOMBSTONE
 from watchstep.store import Store, checked_scheme
 
+HOME = "WATCHSTEP_HOME"
 _ISOLATING = {"I", "S", "E"}
 
 
@@ -64,52 +65,79 @@ def main(arguments: Sequence[str]) -> NoReturn:
     executable = shutil.which(program[0])
     if executable is None:
         raise ConfigError(f"watchstep run: program {program[0]!r} not found", "check its name and PATH")
-    launch = _settle(options)
+    launch, operator = _settle(options)
     rules = rule_files.load(options.rules) if options.rules else []
     _make_run(launch, rules)
-    _register(launch, rules)
+    _register(launch, operator, rules)
     _warn_if_isolated(program)
     sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}\n")
     sys.stderr.flush()
     os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - it is what the user asked for
 
 
-def _settle(options: argparse.Namespace) -> Launch:
+def _settle(options: argparse.Namespace) -> tuple[Launch, ServiceAddress | None]:
+    """The launch, and with whose rights it is registered."""
     url = options.store or os.environ.get(STORE) or "watchstep-runs"
     if not checked_scheme(url):
         url = Path(url).expanduser().absolute().as_uri()
-    return Launch(
+    service = find_service(options.service, url)
+    launch = Launch(
         store_url=url,
         project=check_name("project", options.project or os.environ.get(PROJECT) or "default"),
         run=check_name("run", options.run_id or os.environ.get(RUN) or new_run_id()),
         attempt=new_nonce(),
-        service=_service(options.service, url),
+        service=service.recorder if service else None,
         on_stop=options.on_stop,
     )
+    return launch, service.operator if service else None
 
 
-def _service(url: str | None, store_url: str) -> ServiceAddress | None:
-    """The service named, or the embedded one that serves this store on this machine."""
+@dataclass(frozen=True)
+class FoundService:
+    """A service to register with, and what the program may use of it.
+
+    Attributes:
+        operator: registers the run and binds its job.
+        recorder: for the program itself, which may announce and no more.
+    """
+
+    operator: ServiceAddress
+    recorder: ServiceAddress
+
+
+def find_service(url: str | None, store_url: str) -> FoundService | None:
+    """The service named, or the one on this machine that watches the store; None where there is none.
+
+    Raises:
+        ConfigError: the URL is none, or the service's own note cannot be used.
+    """
     if url:
-        return ServiceAddress.checked(url, os.environ.get(TOKEN, ""))
-    return ServiceAddress.from_environment() or local_service(store_url)
+        named = ServiceAddress.checked(url, os.environ.get(TOKEN, ""))
+        return FoundService(named, named)
+    if (known := ServiceAddress.from_environment()) is not None:
+        return FoundService(known, known)
+    homes = [Path(os.environ.get(HOME, "~/.watchstep")).expanduser()]
+    if store_url.startswith("file:"):
+        homes.insert(0, Path(store_url.removeprefix("file://")) / ".watchstep")
+    return next((found for home in homes if (found := _service_of(home, store_url)) is not None), None)
 
 
-def local_service(store_url: str) -> ServiceAddress | None:
-    """The embedded service that serves a local store, as it left its address there; None where none runs."""
-    if not store_url.startswith("file:"):
-        return None
-    note = Path(store_url.removeprefix("file://")) / ".watchstep" / "service.json"
+def _service_of(home: Path, store_url: str) -> FoundService | None:
+    note = home / "service.json"
     try:
         held = json.loads(note.read_text(encoding="utf-8"))
-        alive = ProcessIdentity(**held["process"]).is_running()
-        return ServiceAddress.checked(str(held["url"]), str(held["token"])) if alive else None
+        url, pid = str(held["url"]), int(held["pid"])
+        tokens = str(held["operator_token"]), str(held["recorder_token"])
+        watched = Store.open(str(held["store"])).url
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{note}: cannot be used ({error})", "remove it, or name the service by --service"
         ) from error
+    if watched != store_url.rstrip("/") or not Path(f"/proc/{pid}").exists():
+        return None
+    return FoundService(ServiceAddress.checked(url, tokens[0]), ServiceAddress.checked(url, tokens[1]))
 
 
 def _make_run(launch: Launch, rules: list[dict[str, Any]]) -> None:
@@ -131,8 +159,8 @@ def _make_run(launch: Launch, rules: list[dict[str, Any]]) -> None:
     store.create(RUN_DOCUMENT, documents.encode(document))
 
 
-def _register(launch: Launch, rules: list[dict[str, Any]]) -> None:
-    if launch.service is None:
+def _register(launch: Launch, operator: ServiceAddress | None, rules: list[dict[str, Any]]) -> None:
+    if operator is None:
         if rules:
             sys.stderr.write(
                 "watchstep: no service: the rules are kept with the run, and judged when one watches this store"
@@ -141,7 +169,7 @@ def _register(launch: Launch, rules: list[dict[str, Any]]) -> None:
         return
     me = ProcessIdentity.of(os.getpid())  # exec keeps both the id and the start time
     job = {"backend": "local", "id": str(me.pid), "identity": asdict(me)}
-    client = ServiceClient(launch.service, launch.project)
+    client = ServiceClient(operator, launch.project)
     client.register({"run": launch.run, "attempt": launch.attempt, "rules": rules, "job": job})
 
 

@@ -84,6 +84,11 @@ class Run:
         """The run's id."""
         return self.document.run
 
+    @property
+    def location(self) -> str:
+        """Its path or URL, as `open_run` takes it."""
+        return self._store.location
+
     def refresh(self) -> bool:
         """Read what was written since; whether there was anything.
 

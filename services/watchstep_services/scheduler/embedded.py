@@ -55,11 +55,13 @@ class EmbeddedService:
     Attributes:
         url: of the API.
         operator_token: may do everything; made at start and worthless after the end.
+        recorder_token: for the programs that it watches; may register and announce runs, as long as the other.
         service: for those who share the process.
     """
 
     url: str
     operator_token: str
+    recorder_token: str
     service: Service
 
     def __init__(self, settings: Settings) -> None:
@@ -95,8 +97,12 @@ class EmbeddedService:
         return self._queue.wait_until(done, timeout)
 
     def wait(self) -> None:
-        """Wait until `close` is called from another thread or by a signal handler."""
+        """Wait until `stop_waiting` is called, by a signal handler, say."""
         self._stopping.wait()
+
+    def stop_waiting(self) -> None:
+        """Let `wait` return."""
+        self._stopping.set()
 
     def _start(self) -> None:
         home = self.settings.home_folder
@@ -113,6 +119,8 @@ class EmbeddedService:
         self.service = Service(settings, database, self.url, rules, self._queue)
         self.operator_token = create_token(database, "operator")
         self._undo.append(lambda: revoke_token(database, self.operator_token))
+        self.recorder_token = create_token(database, "recorder")
+        self._undo.append(lambda: revoke_token(database, self.recorder_token))
         self._queue.start(self.service)
         self._undo.append(self._queue.close)
         self._serve(listener)
@@ -172,6 +180,7 @@ class EmbeddedService:
                 {
                     "url": self.url,
                     "operator_token": self.operator_token,
+                    "recorder_token": self.recorder_token,
                     "pid": os.getpid(),
                     "store": self.service.settings.store,
                 },

@@ -1,0 +1,1 @@
+"""The ``watchstep`` commands beside ``run``."""

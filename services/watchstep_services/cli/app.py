@@ -1,0 +1,56 @@
+"""The command line: its groups, and how its words become calls."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import watchstep
+from watchstep.launch.run_command import parser as run_options
+from watchstep_services.cli import demo, rules, runs, serve
+
+app = typer.Typer(
+    name="watchstep",
+    help="Watches training jobs from the inside: records, judges while they run, stops, explains.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("serve")(serve.serve)
+app.add_typer(runs.app, name="runs")
+app.add_typer(rules.app, name="rules")
+
+
+@app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
+def run(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] -- PROGRAM …")] = None,
+) -> None:
+    """Start a program so that it records itself, with no change to it."""
+    # The SDK's own command comes first and never gets here with a program; this is for lists of commands.
+    run_options().parse_args(arguments or ["--help"])
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(watchstep.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line: the entry point ``watchstep.commands``.
+
+    Raises:
+        WatchstepError: what a user did wrong, for the caller to print.
+    """
+    app(arguments)

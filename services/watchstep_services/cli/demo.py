@@ -1,0 +1,55 @@
+"""``watchstep demo``: two trainings, one with a fault; recorded, judged, stopped and explained."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from watchstep.errors import ConfigError
+from watchstep_services.cli.output import console
+from watchstep_services.settings import load_settings
+
+_NEEDS = {"torch": "torch", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "plotext": "plotext"}
+
+
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Seed of both trainings.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Where runs, logs and the picture are left.")] = Path(
+        "watchstep-demo"
+    ),
+    json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object last.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the service up, and print its URL.")] = False,
+) -> None:
+    """Watch two trainings: the healthy one ends by itself, the faulty one is stopped and explained."""
+    missing = [package for module, package in _NEEDS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(f"demo: {', '.join(missing)} not installed", "pip install 'watchstep[demo,torch]'")
+    from watchstep_services.demo.display import Display
+    from watchstep_services.demo.explanation import explain
+    from watchstep_services.demo.outcome import DemoOutcome, outcome_of
+    from watchstep_services.demo.story import Demo, launch_both, watch_to_the_end
+    from watchstep_services.demo.watching import Watcher
+    from watchstep_services.scheduler.embedded import EmbeddedService
+
+    story = Demo(folder.expanduser().absolute(), seed)
+    settings = load_settings(
+        store=str(story.store), home=story.store / ".watchstep", port=0, sweep_seconds=0.5
+    )
+    out = console()
+    with EmbeddedService(settings) as service:
+        out.print(f"service   {service.url}, store {story.store}", soft_wrap=True, highlight=False)
+        runs = launch_both(story, service)
+        watcher = Watcher(service, runs)
+        with Display(out, runs) as display:
+            watch_to_the_end(service, watcher, display.show)
+        watcher.close()
+        outcomes = {watched.run_id: outcome_of(watched) for watched in runs}
+        explain(out, runs, outcomes, story.folder / f"{runs[1].run_id}.png")
+        if json:
+            typer.echo(DemoOutcome(runs=tuple(outcomes.values())).model_dump_json())
+        if keep:
+            out.print(f"\nThe service stays up at {service.url} (API at {service.url}/docs). Ctrl-C ends it.")
+            service.wait()

@@ -1,0 +1,103 @@
+"""``watchstep runs``: what a store holds, read from the store itself; no service is needed."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated
+
+import typer
+
+from watchstep.errors import NotFoundError
+from watchstep.reading.catalogue import RunEntry, find_runs
+from watchstep.reading.run import Run, open_run
+from watchstep.store import Store
+from watchstep.tensors import LOSSES, MODES, Mode
+from watchstep_services.cli.output import console, figure, table
+from watchstep_services.cli.serve import DEFAULT_STORE
+
+app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
+
+StoreOption = Annotated[
+    str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
+]
+RunArgument = Annotated[str, typer.Argument(help="The run's id, or <project>/<run>, or its whole URL.")]
+
+
+@app.command("list")
+def list_runs(store: StoreOption = DEFAULT_STORE) -> None:
+    """List the runs of a store, the newest first."""
+    shown = table("PROJECT", "RUN", "STARTED", "STATE")
+    for entry in find_runs(Store.open(store)):
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created_ns / 1e9))
+        shown.add_row(entry.project, entry.run, started, entry.state)
+    console().print(shown)
+
+
+@app.command("show")
+def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
+    """Show a run: steps, workers, losses, what was recorded, how it ended."""
+    opened = _open(run, store)
+    out = console()
+    steps = opened.steps()
+    out.print(f"[bold]{opened.document.project}/{opened.id}[/bold]  {opened.location}", soft_wrap=True)
+    reach = f"{steps[0]} to {steps[-1]} ({len(steps)} recorded)" if steps else "none"
+    out.print(f"steps     {reach}")
+    out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
+    out.print(f"workers   {', '.join(map(str, opened.workers)) or 'none'}")
+    for name in opened.tensors(LOSSES):
+        rows = opened.tensor(name).statistics()
+        values = [math.nan if value is None else value for value in rows["mean"].to_pylist()]
+        out.print(f"{name:9} {figure(values[0])} at first, {figure(values[-1])} at last")
+    for end in opened.ends():
+        reason = f": {end.reason}" if end.reason else ""
+        out.print(
+            f"ended     worker {end.worker} {end.state} after step {end.last_step}{reason}", markup=False
+        )
+    for name, why in opened.damaged.items():
+        out.print(f"damaged   {name}: {why}", markup=False)
+    shown = table("COLLECTION", ">TENSORS", "FOR EXAMPLE")
+    for collection, names in sorted(opened.collections.items()):
+        shown.add_row(collection, str(len(names)), ", ".join(names[:3]))
+    out.print()
+    out.print(shown)
+
+
+@app.command("stats")
+def show_statistics(
+    run: RunArgument,
+    tensor: Annotated[str, typer.Argument(help="A tensor's name, e.g. conv1.weight:gradient.")],
+    store: StoreOption = DEFAULT_STORE,
+    mode: Annotated[str | None, typer.Option(help=f"Only one of {', '.join(MODES)}.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="How many of the last rows.")] = 20,
+) -> None:
+    """Show figures of one tensor by step."""
+    if mode is not None and mode not in MODES:
+        raise typer.BadParameter(f"use one of {', '.join(MODES)}", param_hint="--mode")
+    chosen: Mode | None = mode
+    rows = _open(run, store).tensor(tensor).statistics(mode=chosen)
+    shown = table(
+        ">STEP", "MODE", ">WORKER", ">COUNT", ">NAN", ">INF", ">MIN", ">MAX", ">MEAN", ">STD", ">L2", ">ZERO"
+    )
+    for row in rows.slice(max(0, rows.num_rows - last)).to_pylist():
+        infinite = row["pos_inf"] + row["neg_inf"]
+        whole = [row["step"], row["mode"], row["worker"], row["count"], row["nan"], infinite]
+        real = [row[name] for name in ("min", "max", "mean", "std", "l2", "zero_share")]
+        shown.add_row(*map(str, whole), *map(figure, real))
+    console().print(shown)
+
+
+def _open(run: str, store: str) -> Run:
+    """A run by its URL, by project and id, or by its id alone where that is clear."""
+    parts = run.split("/")
+    if len(parts) > 2:
+        return open_run(run)
+    if len(parts) == 1:
+        found: list[RunEntry] = [entry for entry in find_runs(Store.open(store)) if entry.run == run]
+        if len(found) != 1:
+            many = f"in projects {', '.join(entry.project for entry in found)}" if found else "not found"
+            raise NotFoundError(
+                f"run {run!r} in {store}: {many}", "name it <project>/<run>; 'watchstep runs list' shows all"
+            )
+        parts = [found[0].project, run]
+    return open_run("/".join([Store.open(store).location, *parts]))

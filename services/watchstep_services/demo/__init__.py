@@ -1,0 +1,1 @@
+"""The demo: two trainings, one with a fault; recorded, judged, stopped and explained."""

@@ -1,0 +1,72 @@
+"""The program that the demo trains: a plain PyTorch loop that knows nothing of Watchstep.
+
+A small convolutional network learns scikit-learn's handwritten digits. The data comes in two parts, the second of
+which is read some way in. With ``--fault`` the second part has one value missing, which is read as NaN: the bug of
+Stack Overflow question 53640858, where a single NaN in the inputs turns the loss and every weight into NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+BATCH = 64
+STEPS = 900
+SECOND_PART_AT = 250
+
+
+def network() -> nn.Sequential:
+    """Two convolutions and two linear layers, for images of 8 by 8 pixels in ten classes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def read_parts(seed: int, *, fault: bool) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Two halves of the digits, shuffled; with the fault, one pixel of the second is NaN."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(images))
+    x = torch.tensor(images[order] / 16 - 0.3, dtype=torch.float32).view(-1, 1, 8, 8)
+    y = torch.tensor(labels[order])
+    half = len(x) // 2
+    if fault:
+        row = half + int(np.random.default_rng(seed).integers(half))
+        x[row, 0, 3, 5] = float("nan")
+    return (x[:half], y[:half]), (x[half:], y[half:])
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fault", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)
+    parts = read_parts(options.seed, fault=options.fault)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        images, labels = parts[step >= SECOND_PART_AT]
+        batch = torch.randint(len(images), (BATCH,))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+        loss.backward()
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"step {step} loss {loss.item():.4f}", flush=True)  # noqa: T201 - the program's own output
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The evidence as a picture: losses of both runs, and the faulty one's gradients by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.reading.run import Run
+from watchstep.tensors import GRADIENTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_HEALTHY, _FAULTY, _BAD = "#1b7f5c", "#3256a8", "#c62f2f"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is drawn.
+
+    Attributes:
+        healthy: the run without alert.
+        faulty: the run that was stopped.
+        bad_step: where the rule fired.
+        stopped_at: its last finished step.
+        title: the finding in one line.
+    """
+
+    healthy: Run
+    faulty: Run
+    bad_step: int
+    stopped_at: int
+    title: str
+
+
+def losses(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Steps and losses of a run; NaN where the loss was not finite."""
+    table = run.losses()
+    order = np.argsort(table["step"].to_numpy(), kind="stable")
+    return table["step"].to_numpy()[order], table["value"].to_numpy()[order].astype(np.float64)
+
+
+def draw_png(evidence: Evidence, path: Path) -> None:
+    """Draw the evidence.
+
+    Args:
+        evidence: what to draw.
+        path: the file to write, a PNG of about 1400 by 900 pixels.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.6), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
+    figure.suptitle(evidence.title, fontsize=11, x=0.01, ha="left", fontweight="bold")
+    for run, colour, label in (
+        (evidence.healthy, _HEALTHY, "healthy"),
+        (evidence.faulty, _FAULTY, "faulty"),
+    ):
+        above.plot(*losses(run), color=colour, linewidth=1.3, label=f"{label} run: loss")
+    above.set_yscale("log")
+    above.set_ylabel("loss")
+    _draw_gradients(below, evidence)
+    for axes in (above, below):
+        axes.axvline(evidence.bad_step, color=_BAD, linewidth=1.2, label=f"step {evidence.bad_step}: bad")
+        axes.axvspan(evidence.bad_step, evidence.stopped_at, color=_BAD, alpha=0.10, linewidth=0)
+        axes.axvline(
+            evidence.stopped_at,
+            color="black",
+            linewidth=1.2,
+            linestyle="--",
+            label=f"{evidence.stopped_at}: stopped",
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    above.legend(loc="upper right", fontsize=8, frameon=False)
+    below.set_xlabel("step")
+    figure.savefig(path)
+
+
+def _draw_gradients(axes: Axes, evidence: Evidence) -> None:
+    names = [n for n in evidence.faulty.tensors(GRADIENTS) if n.endswith("weight:gradient")]
+    rows = np.full((len(names), evidence.stopped_at + 1), np.nan)
+    broken = np.zeros_like(rows, dtype=bool)
+    for place, name in enumerate(names):
+        table = evidence.faulty.tensor(name).statistics()
+        steps = table["step"].to_numpy()
+        keep = steps <= evidence.stopped_at
+        rows[place, steps[keep]] = np.log10(np.maximum(table["rms"].to_numpy().astype(float)[keep], 1e-12))
+        broken[place, steps[keep]] = table["nan"].to_numpy()[keep] > 0
+    image = axes.imshow(rows, aspect="auto", cmap="viridis", interpolation="nearest", origin="upper")
+    hidden = np.where(broken, 1.0, np.nan)
+    axes.imshow(hidden, aspect="auto", cmap="autumn", interpolation="nearest", origin="upper", vmin=1, vmax=2)
+    axes.set_yticks(range(len(names)), [name.removesuffix(":gradient") for name in names], fontsize=8)
+    axes.set_title(
+        "gradients of the faulty run, log10 of their root mean square; red: NaN", fontsize=9, loc="left"
+    )
+    axes.figure.colorbar(image, ax=axes, pad=0.01)
+
+
+def draw_text(evidence: Evidence, width: int, *, colours: bool) -> str:
+    """Draw the losses with characters.
+
+    Args:
+        evidence: what to draw.
+        width: columns.
+        colours: with the terminal's escape codes.
+    """
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, 16)
+    figure.theme("simple" if colours else "colorless")
+    for run, label in ((evidence.healthy, "healthy"), (evidence.faulty, "faulty")):
+        steps, values = _thinned(*losses(run), width // 2)
+        signal = figure.signal(steps.tolist(), np.log10(values).tolist())
+        signal.lines()
+        signal.label(label)
+        figure.draw(signal)
+    figure.line(evidence.bad_step, orientation="vertical")
+    figure.title(f"log10 of the loss by step; | step {evidence.bad_step}: bad")
+    text = str(figure.build())
+    return text if colours else plotext.uncolorize(text)
+
+
+def _thinned(
+    steps: NDArray[np.int64], values: NDArray[np.float64], points: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Means over equal spans of steps, so that a line of few characters can be read; only what is finite."""
+    fine = np.isfinite(values) & (values > 0)
+    steps, values = steps[fine], values[fine]
+    if not len(steps):
+        return steps.astype(np.float64), values
+    span = (steps * points) // (int(steps[-1]) + 1)
+    held = np.bincount(span)
+    some = held > 0
+    return np.bincount(span, steps)[some] / held[some], np.bincount(span, values)[some] / held[some]
