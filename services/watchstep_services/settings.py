@@ -26,7 +26,7 @@ class Settings(BaseSettings):
     database_url: str = Field("", description="SQLAlchemy URL; empty for SQLite in the home.")
     broker_url: str = Field("", description="Redis for Celery; only in production.")
     rules_file: Path | None = Field(None, description="The owner's rule file; the default rules where none.")
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one.")
     public_url: str = Field("", description="Where people reach the API; host and port where empty.")
     workers: int = Field(4, ge=1, le=64, description="Threads that evaluate and act, when embedded.")

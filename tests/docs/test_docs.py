@@ -1,0 +1,85 @@
+"""The docs cannot drift: their tables follow from the code, and their examples run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs import tables
+from watchstep_rules import rule_file
+
+ROOT = Path(tables.FOLDER).parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in _BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
+def test_tables_are_as_the_code_says(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert tables.filled(text) == text, "write them anew: python -m docs.tables"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
+def test_examples_run(page: Path, tmp_path: Path) -> None:
+    program = tmp_path / "example.py"
+    program.write_text("\n".join(blocks(page, "python")), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readmes_example_is_the_file_and_runs(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r"<!-- example: (\S+) -->", readme)
+    example = (ROOT / name).read_text(encoding="utf-8")
+    (block,) = blocks(ROOT / "README.md", "python")
+    assert example.partition('"""\n\n')[2] == block
+    done = subprocess.run(
+        [sys.executable, "-W", "error", ROOT / name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step: int64" in done.stdout
+
+
+@pytest.mark.parametrize("text", [t for page in PAGES for t in blocks(page, "yaml")])
+def test_rule_files_are_valid(text: str) -> None:
+    assert yaml.safe_load(text)["rules"]
+    assert rule_file.parse(text, "docs")
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, _ in _LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_every_variable_of_the_recorder_is_documented() -> None:
+    held = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    for source in (ROOT / "sdk").rglob("*.py"):
+        for name in re.findall(r'"(WATCHSTEP_[A-Z_]+)"', source.read_text(encoding="utf-8")):
+            assert f"`{name}`" in held, f"{name} of {source.name}"
