@@ -106,6 +106,8 @@ class _Life:
             if self._hits[series] >= self._hold:
                 ripe.append(finding)
                 self._clean[series] = 0
+            elif series in self._clean:
+                self._clean[series] = 0
         self._settle(step, ripe)
 
     def _settle(self, step: int, ripe: list[Finding]) -> None:

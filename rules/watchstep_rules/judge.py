@@ -77,23 +77,24 @@ def judge(
     Args:
         config: the rule config.
         memory: as the last call returned it.
-        history: rows that arrived before: at least ``lookback`` of each series, and all that are not sealed.
+        history: rows that arrived before: all that are not sealed, and of each series the last ``lookback`` that
+            are.
         arrived: rows that are new, in the order of their segments.
         progress: which steps are sealed.
 
     Returns:
         The new memory, findings and changes of the alert. A rule that raises leaves its alert as it was and
-        says so in its health.
+        says so in its health. Rows of a step that was sealed before they came are judged by rules that take each
+        worker by itself; to those that wait for seals they are context.
     """
     rule, params = config.implementation, config.parameters
     context, block = _rows_to_judge(config, history, arrived, progress)
     if not len(block):
         return Verdict(memory, [], [])
+    context = context.tail(rule.lookback(params))
     try:
-        state = _state(config, memory)
-        state, findings = rule.evaluate(
-            params, state, context.tail(rule.lookback(params)), block, progress.clock_ns
-        )
+        state = _state(config, memory, context, progress.clock_ns)
+        state, findings = rule.evaluate(params, state, context, block, progress.clock_ns)
     except Exception as error:  # noqa: BLE001 - a rule's fault is told as health, and must not stop the others
         problem = f"{type(error).__name__}: {error}"[:500]
         return Verdict(memory.model_copy(update={"health": Health.ERROR, "problem": problem}), [], [])
@@ -108,15 +109,17 @@ def judge(
     return Verdict(kept, findings, transitions)
 
 
-def _state(config: RuleConfig, memory: RuleMemory) -> Any:
-    """The rule's state; a new one where it was written by another version."""
+def _state(config: RuleConfig, memory: RuleMemory, context: Block, clock_ns: int) -> Any:
+    """The rule's state; rebuilt from the context where it was written by another version."""
     rule = config.implementation
-    if memory.state is None or memory.version != rule.version:
+    if memory.state is None:
         return rule.state_type()
-    try:
-        return rule.state_type.model_validate(memory.state)
-    except ValidationError:
-        return rule.state_type()
+    if memory.version == rule.version:
+        try:
+            return rule.state_type.model_validate(memory.state)
+        except ValidationError:
+            pass  # damaged: as good as of another version
+    return rule.evaluate(config.parameters, rule.state_type(), Block.empty(), context, clock_ns)[0]
 
 
 def _rows_to_judge(
@@ -125,11 +128,9 @@ def _rows_to_judge(
     past, new = _in_scope(config, history), _in_scope(config, arrived)
     if config.implementation.merge == "per_worker":
         return past, new
-    waiting = past.where(past.step > progress.before)
-    pool = _joined(waiting, new)
-    late = pool.step <= progress.before
-    ready = merge_shards(pool.where((pool.step <= progress.now) & ~late)).ordered()
-    return merge_shards(past.where(past.step <= progress.before)).ordered(), ready
+    pool = _joined(past, new)
+    judged = pool.step <= progress.before
+    return merge_shards(pool.where(judged)), merge_shards(pool.where((pool.step <= progress.now) & ~judged))
 
 
 def _in_scope(config: RuleConfig, block: Block) -> Block:

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from watchstep.block import Block, Places
+from watchstep.block import Block, Places, concatenate
 from watchstep.statistics import merge_rows
 
 
 def merge_shards(block: Block) -> Block:
-    """Merge the shards of each (step, mode, tensor, replica, stage); replicas stay apart.
+    """Merge the shards of each (step, mode, tensor, replica, stage); replicas and whole tensors stay as they are.
 
     Workers merge in ascending order, whatever order they arrived in. The merged row takes the lowest worker, its
-    place in the block and the latest time. Probes of merged rows are dropped: they do not merge.
+    place in the block and the latest time. It has no probes: they do not merge. The result is in canonical order.
     """
-    if not len(block) or not (block.places.shard_count > 1).any():
-        return block
-    block = block.ordered()
-    key = np.stack(
-        [block.step, block.mode, block.tensor, block.places.replica, block.places.stage.astype(np.int64)]
-    )
+    sharded = block.places.shard_count > 1
+    if not sharded.any():
+        return block.ordered()
+    whole = block.where(~sharded)
+    merged = _merged(block.where(sharded).ordered())
+    return (concatenate([whole, merged]) if len(whole) else merged).ordered()
+
+
+def _merged(block: Block) -> Block:
+    places = block.places
+    key = np.stack([block.step, block.mode, block.tensor, places.replica, places.stage]).astype(np.int64)
     _, first, group = np.unique(key, axis=1, return_index=True, return_inverse=True)
     group = group.ravel()
-    merged = block.take(first)
-    latest = np.zeros(len(first), np.int64)
+    latest = block.time_ns[first]
     np.maximum.at(latest, group, block.time_ns)
-    whole = Places(
-        np.zeros(len(first), np.int32),
-        np.ones(len(first), np.int32),
-        merged.places.replica,
-        merged.places.stage,
-    )
-    return Block(
-        step=merged.step,
-        mode=merged.mode,
-        worker=merged.worker,
+    row = block.take(first)
+    ones = np.ones(len(first), np.int32)
+    return replace(
+        row,
         time_ns=latest,
-        tensor=merged.tensor,
-        catalogue=block.catalogue,
-        places=whole,
+        places=Places(np.zeros_like(ones), ones, row.places.replica, row.places.stage),
         statistics=merge_rows(block.statistics, group, len(first)),
-    ).ordered()
+        probes={},
+    )

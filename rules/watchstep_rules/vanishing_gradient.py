@@ -1,12 +1,16 @@
-"""A layer whose gradient is close to nothing while others still learn."""
+"""A layer whose gradient is close to nothing while others still learn, or a training that never had one."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep.derived import abs_mean
+from watchstep.statistics import Floats, StatisticsBatch
+from watchstep.tensors import MODES
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.finding import Finding, finding_at
 
@@ -15,7 +19,9 @@ class VanishingGradientParams(Params):
     """Parameters of `VanishingGradient`."""
 
     threshold: float = Field(
-        1e-7, gt=0, description="Mean magnitude below which a gradient counts as vanished."
+        1e-7,
+        gt=0,
+        description="Mean magnitude of the non-zero elements below which a gradient counts as vanished.",
     )
     relative: float = Field(
         1e-3,
@@ -27,16 +33,28 @@ class VanishingGradientParams(Params):
 
 
 class VanishingGradientState(State):
-    """Nothing is remembered."""
+    """The largest size so far: of any layer's gradient, by mode, and of each, by ``tensor@worker/mode``."""
+
+    largest: dict[str, float] = Field(default_factory=dict)
+    series: dict[str, float] = Field(default_factory=dict)
 
 
 class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
-    """Fires when ``mean(|g|) < threshold`` and ``mean(|g|) < relative * max over layers of mean(|g|)``.
+    """Fires when a layer's gradient has a ``size`` that meets all of these.
 
-    The first test and its 1e-7 are SageMaker's VanishingGradient. The second tells a layer that starves from a
-    training that has converged, where all gradients are small together; its 1e-3 is the first-to-last-layer ratio of
-    AutoTrainer (Zhang et al., ICSE 2021). Vectors are left out: the gradient of a bias before batch
-    normalisation, or of a key bias in attention, is zero by construction.
+    ``size < threshold``, ``size < relative * max over layers of size``, ``size <=`` the layer's largest before.
+
+    ``size`` is the mean of ``|g|`` over the elements that are not zero: an embedding of which a batch touches few rows
+    is as large as what these rows get. The first test and its 1e-7 are SageMaker's VanishingGradient. The second tells
+    a layer that starves from a training that has converged, where all gradients are small together; its 1e-3 is the
+    first-to-last-layer ratio of AutoTrainer (Zhang et al., ICSE 2021). The third leaves alone a layer that wakes up,
+    whose gradient grows from record to record (zero-initialised branches while the learning rate warms up).
+
+    It also fires for every layer while no layer has ever had a size of ``threshold * relative``: such a training has
+    not converged, it never began. That is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
+
+    Vectors are left out: the gradient of a bias before batch normalisation, or of a key bias in attention, is zero by
+    construction.
     """
 
     name = "vanishing_gradient"
@@ -54,21 +72,54 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[VanishingGradientState, list[Finding]]:
-        """Judge each step by itself, its layers against each other."""
+        """Judge each step's layers against each other, on whatever worker they are."""
         wide = block.mask_of_tensors([len(info.shape) >= params.min_dimensions for info in block.catalogue])
-        judged = block.where(wide)
+        judged = block.where(wide & (block.statistics.finite > 0))
         if not len(judged):
             return state, []
-        size = abs_mean(judged.statistics)
-        _, step = np.unique(np.stack([judged.step, judged.worker, judged.mode]), axis=1, return_inverse=True)
-        largest = np.full(int(step.max()) + 1, -np.inf)
-        np.fmax.at(largest, step.ravel(), size)
-        limit = np.minimum(params.threshold, params.relative * largest[step.ravel()])
-        return state, [
-            self._finding(judged, int(row), float(size[row]), float(limit[row]))
-            for row in np.flatnonzero(size < limit)
+        size = _size(judged.statistics)
+        kept, _, before = _so_far(state.series, _series_names(judged), judged.series_key(), size)
+        (mode, _), step = np.unique(np.stack([judged.mode, judged.step]), axis=1, return_inverse=True)
+        step = step.ravel()
+        largest = np.zeros(len(mode))
+        np.maximum.at(largest, step, size)
+        overall, ever, _ = _so_far(state.largest, {place: MODES[place] for place in mode}, mode, largest)
+        floor = params.threshold * params.relative
+        never = (ever < floor)[step]
+        limit = np.where(never, floor, np.minimum(params.threshold, params.relative * largest[step]))
+        return VanishingGradientState(largest=overall, series=kept), [
+            self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
+            for row in np.flatnonzero((size < limit) & (size <= before))
         ]
 
-    def _finding(self, block: Block, row: int, size: float, limit: float) -> Finding:
-        message = f"mean |gradient| of {block.info(row).name} is {size:.3g}, below {limit:.3g}, while other layers learn"
+    def _finding(self, block: Block, row: int, size: float, limit: float, *, never: bool) -> Finding:
+        others = "and no layer has learnt yet" if never else "while other layers learn"
+        message = f"mean |gradient| of {block.info(row).name} is {size:.3g}, below {limit:.3g}, {others}"
         return finding_at(self.name, block, row, value=size, threshold=limit, message=message)
+
+
+def _size(statistics: StatisticsBatch) -> Floats:
+    """Mean magnitude of the finite elements that are not zero; zero where all are."""
+    nonzero = (statistics.finite - statistics.zero).astype(np.float64)
+    return statistics.abs_sum / np.maximum(nonzero, 1)
+
+
+def _series_names(block: Block) -> dict[int, str]:
+    keys, rows = np.unique(block.series_key(), return_index=True)
+    names = [f"{block.info(row).name}@{block.worker[row]}/{block.mode_name(row)}" for row in rows]
+    return dict(zip(keys.tolist(), names, strict=True))
+
+
+def _so_far(
+    kept: dict[str, float], names: dict[int, str], label: NDArray[Any], values: Floats
+) -> tuple[dict[str, float], Floats, Floats]:
+    """The largest value of each label so far: to be kept, up to and with each place, and before each place."""
+    kept = dict(kept)
+    including, before = np.empty(len(values)), np.empty(len(values))
+    order = np.argsort(label, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
+        name = names[int(label[rows[0]])]
+        running = np.maximum.accumulate(np.concatenate([[kept.get(name, 0.0)], values[rows]]))
+        before[rows], including[rows] = running[:-1], running[1:]
+        kept[name] = float(running[-1])
+    return kept, including, before
