@@ -41,12 +41,12 @@ def running_postgres() -> Iterator[Postgres]:
     with warnings.catch_warnings():
         # pgserver asks for a runtime folder that containers do not have, and does without.
         warnings.simplefilter("ignore")
-        import pgserver
+        from pgserver.postgres_server import get_server
 
         # A short path: the socket's address lies in it, and may have 107 characters.
         with tempfile.TemporaryDirectory(prefix="ws-pg-", ignore_cleanup_errors=True) as folder:
             os.chmod(folder, 0o755)  # noqa: PTH101 - as root, pgserver runs the server as another user
-            server = pgserver.get_server(folder, cleanup_mode="stop")
+            server = get_server(folder, cleanup_mode="stop")
             try:
                 yield Postgres(server.get_uri().replace("postgresql://", "postgresql+psycopg://"))
             finally:

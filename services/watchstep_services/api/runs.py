@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
 from watchstep_rules import rule_file
 from watchstep_rules.judge import RuleMemory
@@ -29,7 +29,7 @@ from watchstep_services.api.models import (
     StopOutput,
 )
 from watchstep_services.api.problems import RefusedError
-from watchstep_services.database.models import Alert, Job, Memory, RuleConfigRow, Run
+from watchstep_services.database.models import Alert, Attempt, Job, Memory, RuleConfigRow, Run
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.events import run_url
@@ -91,6 +91,9 @@ def stop_run(project: str, run: str, body: StopInput, service: Served) -> StopOu
         attempt = check_name("attempt", body.attempt or row.attempt) if body.attempt or row.attempt else ""
         if not attempt:
             raise ConfigError(f"run {project}/{run}: has no attempt yet", "stop it when it has begun")
+        known = session.execute(select(Attempt.id).filter_by(run_id=row.id, attempt=attempt)).first()
+        if known is None:
+            raise NotFoundError(f"attempt {attempt!r}: not known", f"the newest is {row.attempt!r}")
         action = request_stop(session, service.base_url, row.id, attempt, ("", body.reason))
     if action is not None:
         service.notifier.action_due(action)

@@ -30,7 +30,7 @@ def try_stop(service: Service, due: DueAction) -> Tried:
     target = load_target(service, due.run_id, str(due.payload["attempt"]))
     if due.stage == ASK:
         return _ask(service, due, target)
-    if target.status is None:
+    if not target.in_sight:
         return _await_ends(service, due, target)
     if target.is_over:
         return _over(service, due, target, _HOW[due.stage])
@@ -66,8 +66,10 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
         return Tried(
             "advanced", f"asked all workers to stop at step {control.stop.step}", ASKED, due.now_ns + _POLL_NS
         )
-    if target.status is not None:
+    if target.in_sight:
         return _press(service, due, target, TERMINATED)
+    if target.status is not None:
+        return _out_of_reach(target)
     facts = {"how": "asked", "stopped_at_step": None}
     return Tried(
         "done",
@@ -78,10 +80,12 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
 
 
 def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
-    """Without a bound job only the workers' own end documents can tell."""
+    """Without a job that can be seen, only the workers' own end documents can tell."""
     if target.ends_complete:
         return _over(service, due, target, _HOW[ASKED])
     if due.now_ns - due.stage_since_ns > nanoseconds(service.settings.silent_seconds):
+        if target.status is not None:
+            return _out_of_reach(target)
         facts = {"how": "asked", "stopped_at_step": None}
         return Tried(
             "done", "no job bound: asked cooperatively; the workers did not confirm", ASKED, facts=facts
@@ -93,13 +97,14 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
     return _again(due)
 
 
+def _out_of_reach(target: Target) -> Tried:
+    detail = target.status.detail if target.status is not None else ""
+    return Tried("failed", f"job {_named(target)} cannot be stopped from here: {detail}", ASKED)
+
+
 def _press(service: Service, due: DueAction, target: Target, stage: int) -> Tried:
     assert target.job is not None
-    assert target.status is not None
-    if target.status.state == "unknown" or target.backend is None:
-        return Tried(
-            "failed", f"job {_named(target)} cannot be stopped from here: {target.status.detail}", due.stage
-        )
+    assert target.backend is not None
     after: JobStatus = (
         target.backend.stop(target.job) if stage == TERMINATED else target.backend.kill(target.job)
     )

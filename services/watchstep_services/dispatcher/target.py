@@ -46,7 +46,14 @@ class Target:
     @property
     def is_over(self) -> bool:
         """Whether the job is gone or, where none is bound, every worker has ended."""
-        return self.status.state == "gone" if self.status is not None else self.ends_complete
+        if self.status is None or self.status.state == "unknown":
+            return self.ends_complete
+        return self.status.state == "gone"
+
+    @property
+    def in_sight(self) -> bool:
+        """Whether a job is bound, and this process can see how it is."""
+        return self.status is not None and self.status.state != "unknown"
 
 
 def load_target(service: Service, run_id: int, attempt: str) -> Target:

@@ -129,6 +129,8 @@ def _record(service: Service, run_id: int, known: _Known, found: _Found) -> bool
             for key in fresh[start : start + _ROWS_AT_ONCE]:
                 something |= put_segment(session, run_id, key, now, listed=True)
     with service.database.write() as session:
+        # The run's row first, as every other transaction takes it, so that none waits for another in a circle.
+        run = session.get_one(Run, run_id, with_for_update=True)
         now = read_clock(session)
         for document in found.attempts:
             attempts.describe(attempts.ensure(session, run_id, document.attempt), document)
@@ -141,7 +143,6 @@ def _record(service: Service, run_id: int, known: _Known, found: _Found) -> bool
         ]
         if bogus:
             session.execute(delete(Segment).where(Segment.id.in_(bogus)))
-        run = session.get_one(Run, run_id)
         run.listed_ns = now
         if found.segments - known.segments:
             run.heard_ns = now

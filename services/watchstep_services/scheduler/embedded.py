@@ -106,7 +106,13 @@ class EmbeddedService:
 
     def _start(self) -> None:
         home = self.settings.home_folder
-        home.mkdir(parents=True, exist_ok=True)
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"home {home}: the folder cannot be made ({error.strerror})",
+                "name a folder that you may write to, in WATCHSTEP_HOME or as the store",
+            ) from error
         self._lock(home)
         rules = owner_rules(self.settings)
         store = Store.open(self.settings.store, create=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from typing import Any
-
-from kombu.exceptions import OperationalError
 
 from watchstep.errors import ConfigError
 from watchstep_services.database.engine import open_database
@@ -16,28 +16,43 @@ EVALUATE = "watchstep.evaluate"
 DISPATCH = "watchstep.dispatch"
 SWEEP = "watchstep.sweep"
 
+_WAITING_HINTS = 1000
+
 _log = logging.getLogger(__name__)
 
 
 class CeleryNotifier:
-    """Sends hints as Celery messages. Where the broker does not answer, the sweep does without them."""
+    """Sends hints as Celery messages, from a thread of its own: no announcement waits for the broker.
+
+    Where the broker does not answer, hints are dropped and the sweep does without them.
+    """
 
     def __init__(self, celery: Any) -> None:
         self._celery = celery
+        self._hints: queue.Queue[tuple[str, int]] = queue.Queue(_WAITING_HINTS)
+        threading.Thread(target=self._forward, name="watchstep-hints", daemon=True).start()
 
     def run_changed(self, run_id: int) -> None:
         """Have a run evaluated."""
-        self._send(EVALUATE, run_id)
+        self._put(EVALUATE, run_id)
 
     def action_due(self, action_id: int) -> None:
         """Have an action tried."""
-        self._send(DISPATCH, action_id)
+        self._put(DISPATCH, action_id)
 
-    def _send(self, task: str, number: int) -> None:
+    def _put(self, task: str, number: int) -> None:
         try:
-            self._celery.send_task(task, args=[number], retry=False, ignore_result=True)
-        except OperationalError as error:
-            _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)
+            self._hints.put_nowait((task, number))
+        except queue.Full:
+            _log.warning("no hint for %s %d, the sweep will find it: the broker is too slow", task, number)
+
+    def _forward(self) -> None:
+        while True:
+            task, number = self._hints.get()
+            try:
+                self._celery.send_task(task, args=[number], retry=False, ignore_result=True)
+            except Exception as error:  # noqa: BLE001 - whatever the broker's client raises, hints go on
+                _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)
 
 
 def production_service(settings: Settings, celery: Any) -> Service:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep_services.database.clock import now_ns, read_clock
@@ -46,6 +47,8 @@ def sweep(service: Service) -> Work:
         except WatchstepError as error:
             _log.warning("run %s/%s: %s", run.project, run.run, error.what)
             _tell(service, run.id, error)
+        except SQLAlchemyError as error:
+            _log.warning("run %s/%s: %s; the next sweep tries again", run.project, run.run, error)
     return find_due(service)
 
 

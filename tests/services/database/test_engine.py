@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 
 from watchstep.errors import ConfigError
 from watchstep_services.database.engine import Database, open_database
@@ -20,12 +21,13 @@ def test_a_row_is_inserted_once(database: Database) -> None:
 
 
 def test_a_transaction_that_raises_leaves_nothing(database: Database) -> None:
-    def fail() -> None:
+    def write_twice() -> None:
         with database.write() as session:
             insert_missing(session, Project, ROW)
-            raise LookupError
+            session.add(Project(**ROW))
 
-    pytest.raises(LookupError, fail)
+    with pytest.raises(IntegrityError):
+        write_twice()
     with database.read() as session:
         assert session.execute(select(Project)).first() is None
 

@@ -14,6 +14,8 @@ from watchstep_rules.config import RuleConfig, StopAction
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher import dispatch as dispatching
 from watchstep_services.dispatcher.dispatch import dispatch, due_actions
+from watchstep_services.dispatcher.outbox import Tried
+from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.estimator.local import LocalBackend
 from watchstep_services.evaluator.lifecycle import advance_run
@@ -132,6 +134,16 @@ def test_without_a_job_and_without_an_answer(driven: Driven, folder_store: Store
     assert action.outcome.startswith("no job bound: asked cooperatively")
 
 
+def test_a_job_out_of_reach_is_asked_and_then_given_up(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    elsewhere = {"pid": 1, "start_ticks": 1, "boot": "another", "host": "another-host"}
+    driven = driven.with_settings(silent_seconds=1e-9)
+    _, action = fired(driven, recording, JobHandle("local", "1", elsewhere))
+    action = driven.finish(action.id)
+    assert (action.state, "another-host" in action.outcome) == ("failed", True)
+    assert control_of(recording).version == 1
+
+
 def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
     twice = RuleConfig(rule="nan_or_inf", name="again", actions=(StopAction(),))
     recording = Recording(folder_store).begin()
@@ -173,7 +185,7 @@ def test_an_action_that_fails_blocks_no_other(
     driven.settle(run_id)
     (first,) = driven.actions(run_id)
     _, second = fired(driven, working)
-    stop = dispatching.try_stop
+    stop = try_stop
 
     def fails_once(service: object, due: object) -> object:
         if due.id == first.id:  # type: ignore[attr-defined]
@@ -198,5 +210,5 @@ def test_an_action_whose_worker_died_is_done_by_another(driven: Driven, folder_s
     with driven.service.database.write() as session:  # its lease ends
         session.get_one(Action, action.id).next_ns = 0
     assert dispatch(driven.service, action.id) is not None
-    dispatching._record(driven.service, held, dispatching.Tried("done", "too late"))
+    dispatching._record(driven.service, held, Tried("done", "too late"))
     assert driven.tries(action.id) == [("advanced", "asked all workers to stop at step 8")]

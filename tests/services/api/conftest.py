@@ -1,0 +1,60 @@
+"""The API over ASGI, on SQLite."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.services.driving import Driven
+from watchstep_services.api.app import create_app
+from watchstep_services.tokens import Role, create_token
+
+
+@dataclass(frozen=True)
+class Client:
+    """Requests that reach the application without a socket."""
+
+    app: FastAPI
+
+    def request(
+        self, method: str, path: str, *, content: str | None = None, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://service.test") as client:
+                return await client.request(method, path, content=content, headers=headers)
+
+        return asyncio.run(send())
+
+    def get(self, path: str) -> httpx.Response:
+        return self.request("GET", path)
+
+
+@dataclass(frozen=True)
+class Api:
+    """A client, and the service behind it."""
+
+    client: Client
+    driven: Driven
+
+    def token(self, role: Role, project: str | None = None) -> str:
+        return create_token(self.driven.service.database, role, project)
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, role: Role = "operator", project: str | None = None
+    ) -> httpx.Response:
+        """One request with a fresh token of a role."""
+        headers = {"authorization": f"Bearer {self.token(role, project)}", "content-type": "application/json"}
+        content = None if body is None else json.dumps(body)
+        return self.client.request(method, path, content=content, headers=headers)
+
+
+@pytest.fixture
+def api(driven_sqlite: Driven) -> Api:
+    return Api(Client(create_app(driven_sqlite.service)), driven_sqlite)

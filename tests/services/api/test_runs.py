@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from tests.services.api.conftest import Api
+from tests.services.recording import Recording, nan_from
+from watchstep.control import ControlDocument
+from watchstep.process_identity import ProcessIdentity
+from watchstep.store import Store
+
+RUNS = "/v1/projects/vision/runs"
+STOPS = {"rule": "nan_or_inf", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
+
+
+def announcement(segment: Any, **changes: Any) -> dict[str, Any]:
+    who = segment.writer
+    return {
+        "attempt": who.attempt, "node": who.node, "writer": who.writer,
+        "seq": segment.seq, "first": segment.first, "last": segment.last, "health": {}, **changes,
+    }  # fmt: skip
+
+
+def this_process() -> dict[str, Any]:
+    return {"backend": "local", "id": str(os.getpid()), "identity": asdict(ProcessIdentity.of(os.getpid()))}
+
+
+def test_a_recorder_registers_and_its_rules_stop_nothing(api: Api) -> None:
+    body = {"run": "run-1", "rules": [STOPS], "attempt": "a1"}
+    first = api.call("POST", RUNS, body, role="recorder").json()
+    assert api.call("POST", RUNS, body, role="recorder").json() == first
+    granted = {rule["name"]: (rule["origin"], rule["granted_stop"]) for rule in first["rules"]}
+    assert granted == {
+        "nan_or_inf": ("owner", True),
+        "exploding_gradient": ("owner", False),
+        "mine": ("recorder", False),
+    }
+    assert first["rules"][2]["config"]["actions"] == []
+    assert (first["state"], first["last_step"], first["job"]) == ("created", -1, None)
+    assert api.call("GET", RUNS).json()["runs"][0]["run"] == "run-1"
+
+
+def test_an_operator_grants_stop_and_replaces_the_owners_rule_of_the_same_name(api: Api) -> None:
+    rules = [STOPS, {"rule": "exploding_gradient", "params": {"growth": 7}}]
+    told = api.call("POST", RUNS, {"run": "run-1", "rules": rules}).json()["rules"]
+    assert {(rule["name"], rule["origin"], rule["granted_stop"]) for rule in told} == {
+        ("nan_or_inf", "owner", True),
+        ("mine", "operator", True),
+        ("exploding_gradient", "operator", False),
+    }
+    again = api.call("POST", RUNS, {"run": "run-1"}, role="recorder").json()["rules"]
+    assert [rule["name"] for rule in again] == [rule["name"] for rule in told]
+
+
+def test_a_recorder_binds_no_job_and_an_operator_does(api: Api) -> None:
+    body = {"run": "run-1", "attempt": "a1", "job": this_process()}
+    refused = api.call("POST", RUNS, body, role="recorder")
+    assert (refused.status_code, "job" in refused.json()["detail"]) == (403, True)
+    bound = api.call("POST", RUNS, body).json()
+    assert (bound["job"]["id"], bound["job"]["bound_by"], bound["attempt"]) == (
+        str(os.getpid()),
+        "operator",
+        "a1",
+    )
+    again = api.call("PUT", f"{RUNS}/run-1/job", {"job": this_process()})
+    assert again.status_code == 200
+    other = {**this_process(), "id": "1", "identity": {**this_process()["identity"], "pid": 1}}
+    taken = api.call("PUT", f"{RUNS}/run-1/job", {"job": other})
+    assert (taken.status_code, "is bound to job" in taken.json()["detail"]) == (422, True)
+
+
+def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    key = recording.write(0, 0, 7, nan_from(5))
+    api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
+    place = f"{RUNS}/run-1/announcements"
+    health = {"dropped": 3, "share": float("nan")}
+    answer = api.call("POST", place, announcement(key, health=health), role="recorder").json()
+    assert ControlDocument.from_data(answer["control"]) == ControlDocument()
+
+    run_id = 1
+    api.driven.settle(run_id)
+    (action,) = api.driven.actions(run_id)
+    from watchstep_services.dispatcher.dispatch import dispatch
+
+    dispatch(api.driven.service, action.id)
+    answer = api.call("POST", place, announcement(key), role="recorder").json()
+    stop = ControlDocument.from_data(answer["control"]).stop
+    assert stop is not None
+    assert (stop.attempt, stop.step) == ("a1", 8)
+
+    run = api.call("GET", f"{RUNS}/run-1").json()
+    assert (run["attempt"], run["last_step"], run["alerts"]["firing"]) == ("a1", 7, 1)
+    assert run["health"]["recorders"] == {"node/w0": {"dropped": 3, "share": "NaN"}}
+    (alert,) = api.call("GET", f"{RUNS}/run-1/alerts").json()["alerts"]
+    assert (alert["name"], alert["phase"], alert["finding"]["step"]) == ("nan_or_inf", "firing", 5)
+    (told,) = api.call("GET", f"{RUNS}/run-1/actions").json()["actions"]
+    assert [made["outcome"] for made in told["tries"]] == ["advanced"]
+    events = api.call("GET", f"{RUNS}/run-1/events").json()
+    assert [event["type"] for event in events["events"]] == [
+        "watchstep.alert.firing",
+        "watchstep.stop.requested",
+    ]
+    assert api.call("GET", f"{RUNS}/run-1/events?after={events['after']}").json()["events"] == []
+
+
+def test_an_operators_stop_is_made_once(api: Api, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    api.call("POST", RUNS, {"run": "run-1"})
+    assert api.call("POST", f"{RUNS}/run-1/stop", {}).status_code == 422
+    api.driven.announce(1, recording.write(0, 0, 3))
+    api.driven.settle(1)
+    assert api.call("POST", f"{RUNS}/run-1/stop", {"attempt": "a9"}).status_code == 404
+    stop = {"reason": "enough"}
+    assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": True, "attempt": "a1"}
+    assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": False, "attempt": "a1"}
+    assert api.driven.event_types(1) == ["stop.requested"]
+
+
+BAD = [
+    ("POST", RUNS, {"run": "../other"}, 422, "../other"),
+    ("POST", RUNS, {"run": "r", "rules": [{"rule": "no_such_rule"}]}, 422, "no_such_rule"),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "rules": [{"rule": "nan_or_inf", "params": {"max_elements": -1}}]},
+        422,
+        "max_elements",
+    ),
+    ("POST", RUNS, {"run": "r", "rules": [{"rule": "nan_or_inf", "params": {"typo": 1}}]}, 422, "typo"),
+    ("POST", RUNS, {"run": "r", "unknown": 1}, 422, "unknown"),
+    ("POST", RUNS, {"run": "r", "attempt": "a/b"}, 422, "a/b"),
+    ("POST", RUNS, {"run": "r", "job": this_process()}, 422, "attempt"),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "attempt": "a", "job": {"backend": "x", "id": "1", "identity": {}}},
+        422,
+        "'x'",
+    ),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "attempt": "a", "job": {"backend": "local", "id": "1", "identity": {}}},
+        422,
+        "identity",
+    ),
+    ("POST", "/v1/projects/..%2Fx/runs", {"run": "r"}, 404, "Not Found"),
+    ("POST", "/v1/projects/a..b/runs", {"run": "r"}, 422, "a..b"),
+    ("GET", f"{RUNS}/none", None, 404, "none"),
+    ("GET", f"{RUNS}/a..b", None, 422, "a..b"),
+    ("GET", f"{RUNS}?limit=0", None, 422, "limit"),
+    ("GET", "/v1/rules/none", None, 404, "none"),
+    ("GET", "/v1/nothing", None, 404, "Not Found"),
+    ("DELETE", RUNS, None, 405, "Method"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "said"), BAD)
+def test_bad_input_is_told(api: Api, method: str, path: str, body: Any, status: int, said: str) -> None:
+    answer = api.call(method, path, body)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["status"] == status
+    assert said in problem["detail"]
+    assert problem["mend"]
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attempt": "../a2"}, "../a2"),
+        ({"node": ""}, "node name ''"),
+        ({"writer": "w\x00"}, "writer name"),
+        ({"seq": -1}, "seq"),
+        ({"seq": 10**10}, "seq"),
+        ({"first": 9}, "steps 9 to 3"),
+        ({"last": 10**18}, "last"),
+        ({"key": "stats/x"}, "key"),
+        ({"health": {"much": "x" * 70_000}}, "health"),
+    ],
+)
+def test_a_bad_announcement_is_told(api: Api, changes: dict[str, Any], said: str) -> None:
+    api.call("POST", RUNS, {"run": "run-1"})
+    key = Recording(Store("file:///none", None)).key(0, 0, 3)
+    answer = api.call("POST", f"{RUNS}/run-1/announcements", announcement(key, **changes))
+    assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
+    assert said in answer.json()["detail"]
+    assert api.driven.segments(1) == {}
+
+
+def test_a_fault_of_the_service_shows_no_stack_trace(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from watchstep_services.api import runs
+
+    def fails(*_arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(runs, "_read", fails)
+    answer = api.call("GET", f"{RUNS}/run-1")
+    assert (answer.status_code, answer.json()["title"]) == (500, "Fault")
+    assert "ZeroDivision" not in answer.text
+    assert "ZeroDivision" in caplog.text

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from tests.services.jobs import STUBBORN, launch
+from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
+from watchstep.control import ControlDocument
+from watchstep.errors import ConfigError
+from watchstep.store import Store
+from watchstep_services.database.models import Event
+from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.scheduler.embedded import EmbeddedService, read_service_file
+from watchstep_services.settings import Settings, load_settings
+
+RUN = f"/v1/projects/{PROJECT}/runs/run-1"
+WAIT = 60.0
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load_settings(
+        home=tmp_path / "home",
+        store=str(tmp_path / "store"),
+        sweep_seconds=0.05,
+        listing_seconds=0.05,
+        grace_seconds=0.2,
+    )
+
+
+@pytest.fixture
+def embedded(settings: Settings) -> Iterator[EmbeddedService]:
+    with EmbeddedService(settings) as service:
+        yield service
+
+
+def call(service: EmbeddedService, method: str, path: str, body: Any = None) -> Any:
+    headers = {"authorization": f"Bearer {service.operator_token}"}
+    answer = httpx.request(method, service.url + path, json=body, headers=headers)
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+def happened(service: EmbeddedService, kind: str) -> bool:
+    with service.database.read() as session:
+        return session.execute(select(Event).filter_by(type=f"watchstep.{kind}")).first() is not None
+
+
+def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: Store, tmp_path: Path) -> None:
+    recording = Recording(folder_store).begin(on_stop="raise")
+    backend = embedded.service.backends["local"]
+    assert isinstance(backend, LocalBackend)
+    job = launch(backend, tmp_path, STUBBORN)
+    bound = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
+    call(
+        embedded,
+        "POST",
+        f"/v1/projects/{PROJECT}/runs",
+        {"run": "run-1", "attempt": "a1", "job": bound},
+    )
+    key = recording.write(0, 0, 7, nan_from(5))
+    announcement = {"attempt": "a1", "node": "node", "writer": "w0", "seq": 0, "first": 0, "last": 7}
+    call(embedded, "POST", f"{RUN}/announcements", announcement)
+    assert embedded.wait_until(lambda: happened(embedded, "run.ended"), WAIT)
+
+    run = call(embedded, "GET", RUN)
+    assert (run["state"], run["job"]["state"], run["job"]["exit_code"]) == ("stopped", "gone", -9)
+    events = call(embedded, "GET", f"{RUN}/events")["events"]
+    assert [event["type"].removeprefix("watchstep.") for event in events] == [
+        "run.started",
+        "alert.firing",
+        "stop.requested",
+        "stop.done",
+        "run.ended",
+    ]
+    firing, requested, done = (events[place]["data"] for place in (1, 2, 3))
+    assert firing["evidence"]["segments"] == [key.path]
+    assert requested["cause"] == done["cause"] == events[1]["id"]
+    assert (done["how"], done["stopped_at_step"]) == ("killed", 7)
+    stop = ControlDocument.decode(recording.store.get("control.json")).stop
+    assert stop is not None
+    assert stop.step == 8
+
+
+def test_a_run_that_nobody_announced_is_found(embedded: EmbeddedService, folder_store: Store) -> None:
+    asked: dict[str, object] = {
+        "rule": "exploding_gradient",
+        "name": "mine",
+        "actions": ["stop"],
+        "for": {"steps": 2},
+    }
+    recording = Recording(folder_store).begin(rules=[asked])
+    recording.write_all([9, 19, 29], exploding_from(21))
+    recording.end("completed", 29)
+    assert embedded.wait_until(lambda: happened(embedded, "run.ended"), WAIT)
+    run = call(embedded, "GET", RUN)
+    assert (run["state"], run["last_step"]) == ("completed", 29)
+    told = {rule["name"]: (rule["origin"], rule["granted_stop"], rule["health"]) for rule in run["rules"]}
+    assert told["mine"] == ("recorder", False, "ok")
+    assert told["nan_or_inf"] == ("owner", True, "ok")
+    assert call(embedded, "GET", f"{RUN}/actions")["actions"] == []
+    assert {alert["name"] for alert in call(embedded, "GET", f"{RUN}/alerts")["alerts"]} >= {"mine"}
+
+
+def test_what_was_not_done_is_done_after_a_restart(settings: Settings, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    recording.write(0, 0, 3)
+    with EmbeddedService(settings) as first:
+        assert first.wait_until(lambda: happened(first, "run.started"), WAIT)
+    recording.write(1, 4, 7, nan_from(6))
+    recording.end("failed", 7)
+    with EmbeddedService(settings) as second:
+        assert second.wait_until(lambda: happened(second, "run.ended"), WAIT)
+        assert second.wait_until(lambda: happened(second, "stop.done"), WAIT)
+        (action,) = call(second, "GET", f"{RUN}/actions")["actions"]
+        assert action["state"] in {"done", "skipped"}
+
+
+def test_the_service_file_is_for_its_owner_only(settings: Settings) -> None:
+    place = settings.home_folder / "service.json"
+    with EmbeddedService(settings) as service:
+        assert stat.S_IMODE(place.stat().st_mode) == 0o600
+        assert json.loads(place.read_text())["url"] == service.url
+        told = read_service_file(settings.home)
+        assert told is not None
+        assert told["operator_token"] == service.operator_token
+        with pytest.raises(ConfigError, match="another watchstep service"):
+            EmbeddedService(settings).__enter__()
+        token, url = service.operator_token, service.url
+    assert read_service_file(settings.home) is None
+    with EmbeddedService(settings) as again:
+        answer = httpx.get(f"{again.url}/v1/rules", headers={"authorization": f"Bearer {token}"})
+        assert answer.status_code == 401
+        assert again.url != url or again.settings.port
+
+
+def test_it_leaves_no_thread_behind(settings: Settings) -> None:
+    before = set(threading.enumerate())
+    with EmbeddedService(settings) as service:
+        assert httpx.get(f"{service.url}/readyz").json() == {"status": "ok"}
+    assert set(threading.enumerate()) <= before
+
+
+def test_bad_settings_are_told_and_leave_nothing(settings: Settings, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: [{rule: no_such_rule}]")
+    before = set(threading.enumerate())
+    for changes in ({"rules_file": rules}, {"host": "203.0.113.1"}):
+        with pytest.raises(Exception, match=r"no_such_rule|203\.0\.113\.1"):
+            EmbeddedService(settings.model_copy(update=changes)).__enter__()
+    assert set(threading.enumerate()) <= before
