@@ -8,7 +8,7 @@ import typer
 
 import watchstep
 from watchstep.launch.run_command import parser as run_options
-from watchstep_services.cli import demo, rules, runs, serve
+from watchstep_services.cli import demo, rules, runs, serve, tokens
 
 app = typer.Typer(
     name="watchstep",
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.add_typer(runs.app, name="runs")
 app.add_typer(rules.app, name="rules")
+app.add_typer(tokens.app, name="tokens")
 
 
 @app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
