@@ -1,0 +1,26 @@
+"""Training programs that know nothing of Watchstep."""
+
+FAULTY = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = 0
+while True:
+    x = torch.randn(16, 8)
+    if step == 50:
+        x[3, 5] = float("nan")
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+    step += 1
+"""
+"""One NaN in the inputs of step 50, and no end of its own."""
+
+HEALTHY = FAULTY.replace("step == 50", "False").replace("while True", "while step < 300")
+"""The same without the NaN; ends after 300 steps."""
+
+DEAF = FAULTY.replace("step = 0", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstep = 0", 1)
+"""As the faulty one, and it ignores SIGTERM."""

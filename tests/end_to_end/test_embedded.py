@@ -1,0 +1,124 @@
+"""The whole way with the embedded service: record, judge, stop, read back; on a folder and on S3."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from tests.conftest import S3
+from tests.end_to_end.programs import DEAF, FAULTY, HEALTHY
+from watchstep import open_run
+from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.scheduler.launching import Program, launch_local
+from watchstep_services.settings import Settings
+
+Launch = Callable[..., "Launched"]
+
+
+class Launched:
+    """A program that the service watches."""
+
+    def __init__(self, service: EmbeddedService, run: str) -> None:
+        self._service = service
+        self._place = f"/v1/projects/test/runs/{run}"
+        self.url = f"{service.service.settings.store}/test/{run}"
+
+    def get(self, what: str = "") -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._service.operator_token}"}
+        answer = httpx.get(self._service.url + self._place + what, headers=headers, timeout=30)
+        answer.raise_for_status()
+        data: dict[str, Any] = answer.json()
+        return data
+
+    def wait_for(self, state: str) -> None:
+        def settled() -> bool:
+            actions = self.get("/actions")["actions"]
+            return self.get()["state"] == state and all(action["state"] != "pending" for action in actions)
+
+        assert self._service.wait_until(settled, 120), (self.get(), self.get("/actions"))
+
+    def fired(self) -> list[dict[str, Any]]:
+        return [alert for alert in self.get("/alerts")["alerts"] if alert["fired_ns"] is not None]
+
+
+@pytest.fixture
+def grace_seconds() -> float:
+    """Long enough for a process to stop itself on a busy machine."""
+    return 60.0
+
+
+@pytest.fixture(params=["folder", "s3"])
+def service(
+    request: pytest.FixtureRequest, tmp_path: Path, grace_seconds: float
+) -> Iterator[EmbeddedService]:
+    store = str(tmp_path / "runs")
+    if request.param == "s3":
+        s3: S3 = request.getfixturevalue("s3")
+        s3.make_bucket("runs")
+        store = "s3://runs/team"
+    settings = Settings(
+        store=store,
+        home=tmp_path / "home",
+        sweep_seconds=0.2,
+        listing_seconds=0.2,
+        grace_seconds=grace_seconds,
+    )
+    with EmbeddedService(settings) as running:
+        yield running
+
+
+@pytest.fixture
+def launch(service: EmbeddedService, tmp_path: Path) -> Launch:
+    def started(body: str, on_stop: Literal["ignore", "raise"] = "raise") -> Launched:
+        program = tmp_path / "train.py"
+        program.write_text(body)
+        launch_local(
+            service.service,
+            Program("test", "r", (sys.executable, str(program)), tmp_path, tmp_path / "log", on_stop),
+            service.recorder_token,
+        )
+        return Launched(service, "r")
+
+    return started
+
+
+def test_a_faulty_run_is_stopped_where_it_can_stop_itself(launch: Launch, tmp_path: Path) -> None:
+    launched = launch(FAULTY)
+    launched.wait_for("stopped")
+    (alert,) = launched.fired()
+    finding = alert["finding"]
+    assert (alert["rule"], finding["step"], finding["tensor"]) == ("nan_or_inf", 50, "0:output")
+    assert finding["value"] == 16.0
+    assert launched.get()["job"]["exit_code"] == 86
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    run = open_run(launched.url)
+    (end,) = run.ends()
+    assert (end.state, end.last_step >= 50) == ("stopped", True)
+    held = run.tensor(finding["tensor"]).statistics()
+    row = held["step"].to_pylist().index(finding["step"])
+    assert held["nan"].to_pylist()[row] == finding["value"]
+    (stop,) = launched.get("/actions")["actions"]
+    assert (stop["kind"], stop["state"]) == ("stop", "done")
+
+
+@pytest.mark.parametrize("service", ["folder"], indirect=True)
+@pytest.mark.parametrize("grace_seconds", [0.5])
+def test_a_run_that_did_not_opt_in_and_ignores_sigterm_is_killed(launch: Launch) -> None:
+    launched = launch(DEAF, "ignore")
+    launched.wait_for("stopped")
+    assert launched.get()["job"]["exit_code"] == -9
+    (stop,) = launched.get("/actions")["actions"]
+    assert len(stop["tries"]) > 1
+
+
+def test_a_healthy_run_is_left_alone(launch: Launch) -> None:
+    launched = launch(HEALTHY)
+    launched.wait_for("completed")
+    assert launched.fired() == []
+    assert launched.get("/actions")["actions"] == []
+    assert open_run(launched.url).steps() == list(range(300))
