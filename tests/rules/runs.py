@@ -1,0 +1,170 @@
+"""Runs as a rule meets them: rows in segments of whole steps, seals that move on, and ways to split both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep.block import Block, concatenate
+from watchstep.tensors import Mode, Placement
+from watchstep_rules.alert import Transition
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.finding import Finding
+from watchstep_rules.judge import Progress, RuleMemory, judge
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a segment arrive."""
+
+    block: Block
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Steps up to this one are sealed."""
+
+    step: int
+
+
+Event = Rows | Seal
+
+
+@dataclass(frozen=True)
+class Said:
+    """All that a rule config said about a run."""
+
+    memory: RuleMemory
+    findings: list[Finding]
+    transitions: list[Transition]
+
+
+def follow(
+    config: RuleConfig, evaluations: Sequence[Sequence[Event]], memory: RuleMemory | None = None
+) -> Said:
+    """Judge a run as the service does: each evaluation takes some events, and moves the seal once."""
+    memory = memory or RuleMemory()
+    said = Said(memory, [], [])
+    history, before = Block.empty(), -1
+    for events in evaluations:
+        arrived = concatenate([event.block for event in events if isinstance(event, Rows)])
+        now = max([before, *(event.step for event in events if isinstance(event, Seal))])
+        verdict = judge(config, memory, history, arrived, Progress(before, now, 7))
+        # Memory lies in a database between evaluations, as JSON.
+        memory = RuleMemory.model_validate_json(verdict.memory.model_dump_json())
+        assert memory == verdict.memory
+        said = Said(memory, said.findings + verdict.findings, said.transitions + verdict.transitions)
+        history, before = trimmed(config, concatenate([history, arrived]), now), now
+    return said
+
+
+def trimmed(config: RuleConfig, history: Block, sealed: int) -> Block:
+    """No more of the history than the contract promises."""
+    reach = config.implementation.lookback(config.parameters)
+    waiting = history.step > sealed
+    if config.implementation.merge == "per_worker":
+        return history.tail(reach)
+    rows = np.arange(len(history))
+    done = rows[~waiting][np.argsort(history.step[~waiting], kind="stable")]
+    kept = history.take(done).tail(reach)
+    return concatenate([kept, history.where(waiting)])
+
+
+def all_at_once(config: RuleConfig, block: Block) -> Said:
+    """Judge a whole run in one evaluation."""
+    return follow(config, [[Rows(block), Seal(int(block.step.max()) if len(block) else -1)]])
+
+
+def steps_of(said: Said, name: str) -> list[int]:
+    """At which steps a tensor had findings."""
+    return [finding.step for finding in said.findings if finding.tensor == name]
+
+
+def norms(
+    name: str, values: Sequence[float], *, first: int = 0, shape: tuple[int, ...] = (8, 8)
+) -> list[Row]:
+    """A layer's gradient with one element a step, so that its norm and its mean magnitude are that."""
+    info = gradient(name, shape=shape)
+    return [Row(first + step, info, [value]) for step, value in enumerate(values)]
+
+
+def in_steps(*layers: list[Row]) -> Block:
+    """Layers of one worker, step by step."""
+    return block_of(sorted((row for layer in layers for row in layer), key=lambda row: row.step))
+
+
+INFOS = (
+    gradient("first", order=1),
+    gradient("second", order=2),
+    gradient("bias", order=2, shape=(8,)),
+    tensor("loss", "losses", shape=()),
+    tensor("first.weight", "weights", order=1),
+    tensor("first.bias", "biases", order=1, shape=(8,)),
+    tensor("second.output", "activations", order=2),
+)
+LAST = 24
+ODD = (0.0, 1e-12, 1e9, float("nan"), float("inf"), float("-inf"))
+
+
+def elements(random: Random) -> list[float]:
+    """A few elements: mostly ordinary, sometimes tiny, huge or not finite, so that rules have something to say."""
+    scale = random.choice([1.0, 1.0, 1.0, 3e-9, 1e3])
+    return [
+        random.choice(ODD) if random.random() < 0.15 else scale * random.gauss(0, 1)
+        for _ in range(random.randint(0, 3))
+    ]
+
+
+def segments(random: Random, worker: int, sharded: frozenset[str]) -> list[Block]:
+    """One worker's segments: irregular steps, ascending, each whole, in a few segments."""
+    steps: list[list[Row]] = []
+    for step in sorted(random.sample(range(LAST + 1), random.randint(1, LAST))):
+        mode: Mode = "eval" if random.random() < 0.2 else "train"
+        named = random.sample(INFOS, random.randint(1, len(INFOS)))
+        places = [Placement(worker, 2) if info.name in sharded else Placement() for info in named]
+        pairs = zip(named, places, strict=True)
+        steps.append([Row(step, info, elements(random), mode, worker, place) for info, place in pairs])
+    cuts = sorted({0, len(steps), *random.choices(range(len(steps)), k=3)})
+    return [block_of([row for step in steps[start:end] for row in step]) for start, end in pairwise(cuts)]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Event]:
+    """A run of two workers: their segments in any order that keeps each worker's, and seals at any points.
+
+    A seal may pass a step whose rows come later: of a worker that was given up, and came back.
+    """
+    random = Random(draw(st.integers(0, 2**32)))
+    sharded = frozenset(info.name for info in INFOS if random.random() < 0.4)
+    queues = [segments(random, worker, sharded) for worker in (0, 1)]
+    events: list[Event] = []
+    seals = sorted(random.sample(range(LAST), random.randint(0, 4)), reverse=True)
+    while any(queues):
+        queue = random.choice([queue for queue in queues if queue])
+        events.append(Rows(queue.pop(0)))
+        if seals and random.random() < 0.5:
+            events.append(Seal(seals.pop()))
+    return [*events, *(Seal(step) for step in reversed(seals)), Seal(LAST)]
+
+
+@st.composite
+def splits(draw: st.DrawFn, events: list[Event]) -> list[list[Event]]:
+    """The same events in evaluations, as long or short as may be.
+
+    An evaluation seals last, so rows that come late, after the seal of their step, begin another one.
+    """
+    parts: list[list[Event]] = [[]]
+    sealed = -1
+    for event in events:
+        late = isinstance(event, Rows) and bool((event.block.step <= sealed).any())
+        if parts[-1] and (late or draw(st.booleans())):
+            parts.append([])
+        parts[-1].append(event)
+        sealed = max(sealed, event.step) if isinstance(event, Seal) else sealed
+    return parts

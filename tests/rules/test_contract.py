@@ -1,0 +1,127 @@
+"""What every rule in the registry must keep, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import math
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests.rules.runs import INFOS, LAST, Event, follow, runs, segments, splits
+from tests.sdk.blocks import Row, block_of
+from watchstep.block import Block, concatenate
+from watchstep.tensors import TensorInfo
+from watchstep_rules.config import Hold, RuleConfig
+from watchstep_rules.contract import AnyRule, Params, Rule, State
+from watchstep_rules.judge import Health
+from watchstep_rules.registry import RULES
+
+BYTES_PER_TENSOR = 128
+every_rule = pytest.mark.parametrize("name", sorted(RULES))
+
+
+def eager(params: type[Params]) -> dict[str, Any]:
+    """Parameters with which a made run gives a rule much to say: short windows and warm-ups, low thresholds."""
+    wanted = {"window": 3, "warmup": 3, "growth": 1.5, "threshold": 10.0, "relative": 0.9}
+    return {name: value for name, value in wanted.items() if name in params.model_fields}
+
+
+@every_rule
+@settings(max_examples=150)
+@given(events=runs(), hold=st.integers(1, 3), data=st.data())
+def test_however_a_run_is_split_the_rule_says_the_same(
+    name: str, events: list[Event], hold: int, data: st.DataObject
+) -> None:
+    config = RuleConfig(rule=name, params=eager(RULES[name].params_type), hold=Hold(steps=hold))
+    one, other = data.draw(splits(events)), data.draw(splits(events))
+    said = follow(config, one)
+    event(f"findings: {bool(said.findings)}, transitions: {min(9, len(said.transitions))}")
+    assert said == follow(config, other) == follow(config, [[single] for single in events])
+    assert said.memory.health is not Health.ERROR, said.memory.problem
+
+
+@pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.merge == "per_worker"))
+@given(seed=st.integers(0, 2**32), share=st.floats(0, 1))
+def test_a_rule_that_takes_each_worker_by_itself_may_be_split_at_any_row(
+    name: str, seed: int, share: float
+) -> None:
+    rule = RULES[name]
+    params = rule.params_type.model_validate(eager(rule.params_type))
+    block = concatenate(segments(Random(seed), 0, frozenset()))
+    rows = np.arange(len(block))
+    cut = int(share * len(block))
+    head, tail = block.take(rows[:cut]), block.take(rows[cut:])
+    whole_state, whole = rule.evaluate(params, rule.state_type(), Block.empty(), block, 0)
+    state, first = rule.evaluate(params, rule.state_type(), Block.empty(), head, 0)
+    state, second = rule.evaluate(params, state, head.tail(rule.lookback(params)), tail, 0)
+    assert (state, first + second) == (whole_state, whole)
+
+
+@every_rule
+@given(events=runs())
+def test_findings_name_rows_that_were_there(name: str, events: list[Event]) -> None:
+    said = follow(
+        RuleConfig(rule=name, params=eager(RULES[name].params_type)), [events[:1], *([e] for e in events[1:])]
+    )
+    infos = {info.name: info for info in INFOS}
+    for finding in said.findings:
+        info = infos[finding.tensor]
+        assert finding.rule == name
+        assert (finding.module, finding.module_type) == (info.module, info.module_type)
+        assert finding.tensor in finding.message
+        assert not math.isnan(finding.value)
+        assert not math.isnan(finding.threshold)
+        assert 0 <= finding.step <= LAST
+        assert finding.worker in (0, 1)
+
+
+@every_rule
+def test_what_is_kept_of_a_tensor_is_eager(name: str) -> None:
+    rule = RULES[name]
+    deep = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
+    infos = [
+        TensorInfo(f"{deep.format(layer, 7)}:gradient", ("gradients",), "gradient", shape=(8, 8))
+        for layer in range(40)
+    ]
+    rows = [
+        Row(step, info, [1.2345678901234567 * 10.0**-step, 1e-30]) for step in range(12) for info in infos
+    ]
+    state, _ = rule.evaluate(rule.params_type(), rule.state_type(), Block.empty(), block_of(rows), 0)
+    kept = json.dumps(state.model_dump(mode="json"), separators=(",", ":"))
+    assert len(kept) <= BYTES_PER_TENSOR * len(infos)
+
+
+@every_rule
+def test_a_rule_says_what_it_is_and_what_it_takes(name: str) -> None:
+    rule: AnyRule = RULES[name]
+    assert rule.name == name
+    assert rule.summary
+    assert not rule.summary.endswith(".")
+    assert rule.__doc__
+    assert rule.needs.collections
+    assert rule.merge in ("per_worker", "sealed")
+    schema = rule.params_type.model_json_schema()
+    assert schema["additionalProperties"] is False
+    for described in schema.get("properties", {}).values():
+        assert described["description"]
+        assert "default" in described
+
+
+@every_rule
+def test_nothing_recorded_is_nothing_found(name: str) -> None:
+    rule = RULES[name]
+    state, findings = rule.evaluate(rule.params_type(), rule.state_type(), Block.empty(), Block.empty(), 0)
+    assert (state, findings) == (rule.state_type(), [])
+
+
+def test_a_rule_without_a_lookback_of_its_own_looks_back_on_nothing() -> None:
+    class Plain(Rule[Params, State]):
+        def evaluate(self, params: Params, state: State, context: Block, block: Block, now: int) -> Any:
+            raise NotImplementedError
+
+    assert Plain().lookback(Params()) == 0
