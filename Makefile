@@ -6,7 +6,9 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint lock clean
 
-$(STAMP): requirements/lock.txt requirements/torch.txt pyproject.toml
+NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
+
+$(STAMP): requirements/lock.txt requirements/torch.txt pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/lock.txt

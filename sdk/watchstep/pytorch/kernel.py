@@ -1,4 +1,4 @@
-"""Statistics of PyTorch tensors: host memory through numpy, devices by torch operations.
+"""Statistics of PyTorch tensors: host memory by the compiled kernel or numpy, devices by torch operations.
 
 On a device everything is computed there, in one small result per tensor, and copied without synchronising the
 stream; `collect` waits for the copy, on the writer's thread.
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from watchstep.histogram import Histograms
+from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.kernels.interface import Measurement
+from watchstep.kernels.native_kernel import KINDS, Memory
 from watchstep.kernels.ready import Ready
 from watchstep.statistics import StatisticsBatch
 
@@ -35,9 +37,26 @@ class TorchKernel:
             tensors: all on the host, or all on devices.
         """
         plain = [_plain(tensor) for tensor in tensors]
-        if all(tensor.device.type == "cpu" for tensor in plain):
-            return Ready(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
-        return _OnDevice.start(plain)
+        if any(tensor.device.type != "cpu" for tensor in plain):
+            return _OnDevice.start(plain)
+        native = native_kernel.load()
+        if native is not None and all(tensor.dtype in _NATIVE for tensor in plain):
+            dense = [_dense(tensor) for tensor in plain]
+            return Ready(native.measure([Memory(t.data_ptr(), t.numel(), _NATIVE[t.dtype]) for t in dense]))
+        return Ready(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
+
+
+_NATIVE = {getattr(torch, name): kind for name, kind in KINDS.items()}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor where its elements lie one behind the other in any order, else a copy that does."""
+    if tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
+        return tensor
+    turned = tensor.transpose(-1, -2) if tensor.dim() > 1 else tensor
+    return turned if turned.is_contiguous() else tensor.contiguous()
 
 
 def _plain(tensor: Tensor) -> Tensor:

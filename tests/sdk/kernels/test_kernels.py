@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.sdk.reference import ExactRow, exact_row
+from watchstep.kernels import native_kernel
+from watchstep.kernels.array_kernel import measure_array
 from watchstep.pytorch.kernel import TorchKernel, measure_on_device, to_batch
 from watchstep.statistics import COUNT_COLUMNS, StatisticsBatch
 
@@ -20,8 +23,13 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 Measure = Callable[[Tensor], StatisticsBatch]
 
 
-def by_numpy(tensor: Tensor) -> StatisticsBatch:
+def by_default(tensor: Tensor) -> StatisticsBatch:
+    """The compiled kernel, where it is built and knows the type."""
     return TorchKernel().measure([tensor]).collect()
+
+
+def by_numpy(tensor: Tensor) -> StatisticsBatch:
+    return measure_array((tensor if tensor.dtype == torch.float64 else tensor.float()).numpy())
 
 
 def by_torch(tensor: Tensor) -> StatisticsBatch:
@@ -30,10 +38,17 @@ def by_torch(tensor: Tensor) -> StatisticsBatch:
     return to_batch(counts[None], values[None], bins[None])
 
 
-both = pytest.mark.parametrize("measure", [by_numpy, by_torch])
+each = pytest.mark.parametrize("measure", [by_default, by_numpy, by_torch])
 
 
-def assert_agrees(row: StatisticsBatch, exact: ExactRow, *, relative: float = 1e-12) -> None:
+def test_the_compiled_kernel_is_there_where_a_compiler_is() -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler: the compiled kernel is not built, and numpy serves")
+    assert native_kernel.load() is not None
+
+
+def assert_agrees(row: StatisticsBatch, exact: ExactRow, *, relative: float = 4e-6) -> None:
+    """Counts, extremes and histograms to the last; sums within the bound that the compiled kernel states."""
     assert len(row) == 1
     for name in COUNT_COLUMNS:
         assert int(getattr(row, name)[0]) == getattr(exact, name), name
@@ -52,7 +67,7 @@ def assert_agrees(row: StatisticsBatch, exact: ExactRow, *, relative: float = 1e
     assert float(row.abs_sum[0]) == pytest.approx(size, rel=relative, abs=1e-320)
     assert float(row.square_sum[0]) == pytest.approx(float(exact.square_sum), rel=relative, abs=1e-320)
     assert float(row.m2[0]) == pytest.approx(
-        float(exact.m2), rel=1e-9, abs=relative * float(exact.square_sum) + 1e-320
+        float(exact.m2), rel=2 * relative, abs=1e-13 * float(exact.square_sum) + 1e-320
     )
 
 
@@ -62,7 +77,7 @@ elements = st.one_of(
 )
 
 
-@both
+@each
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(values=st.lists(elements, max_size=60))
 def test_every_dtype_and_value(measure: Measure, dtype: torch.dtype, values: list[float]) -> None:
@@ -70,34 +85,34 @@ def test_every_dtype_and_value(measure: Measure, dtype: torch.dtype, values: lis
     assert_agrees(measure(tensor), exact_row(tensor.double().tolist()))
 
 
-@both
+@each
 def test_chunks_merge(measure: Measure) -> None:
     tensor = torch.randn(200_001, generator=torch.Generator().manual_seed(0)) * 3 + 10
     tensor[::1000] = math.nan
     assert_agrees(measure(tensor), exact_row(tensor.double().tolist()))
 
 
-@both
+@each
 @pytest.mark.parametrize("values", [[3, -4, 0], [True, False]])
 def test_integers_and_booleans(measure: Measure, values: list[int]) -> None:
     tensor = torch.tensor(values)
     assert_agrees(measure(tensor), exact_row(tensor.double().tolist()))
 
 
-@both
+@each
 def test_strided_views_are_measured_as_they_read(measure: Measure) -> None:
     tensor = torch.arange(24, dtype=torch.float32).reshape(4, 6).t()[1::2, ::3]
     assert_agrees(measure(tensor), exact_row(tensor.double().flatten().tolist()))
 
 
-@both
+@each
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
 def test_scalars_and_empty_tensors(measure: Measure, shape: tuple[int, ...]) -> None:
     tensor = torch.full(shape, 2.5)
     assert_agrees(measure(tensor), exact_row(tensor.double().flatten().tolist()))
 
 
-@both
+@each
 def test_nan_payloads_are_nan(measure: Measure) -> None:
     bits = np.array([0x7FC00001, 0x7F800001, 0xFFC12345], np.uint32)
     assert int(measure(torch.from_numpy(bits.view(np.float32))).nan[0]) == 3

@@ -1,0 +1,50 @@
+"""Build the compiled CPU kernel into the package, where there is a C compiler; the package works without it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path("sdk/watchstep/kernels/native")
+LIBRARY = FOLDER / "_statistics.so"
+SOURCES = ("statistics.c", "pass_plain.c", "pass_x86.c")
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wall", "-Wextra")
+
+
+class NativeKernelHook(BuildHookInterface[Any]):
+    """Runs before a wheel, editable or not, is put together."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - the interface's
+        """Compile the kernel; without a compiler, or where it fails, say so and go on."""
+        root = Path(self.root)
+        compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+        if compiler is None:
+            self.app.display_warning("watchstep: no C compiler, statistics will be computed by numpy")
+            return
+        command = [
+            compiler,
+            *FLAGS,
+            *(str(root / FOLDER / name) for name in SOURCES),
+            "-lm",
+            "-o",
+            str(root / LIBRARY),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the sources are ours
+        if done.returncode:
+            self.app.display_warning(
+                f"watchstep: the kernel does not compile, statistics will be computed by numpy:\n{done.stderr}"
+            )
+            return
+        # The library knows nothing of Python: one wheel a platform serves every version.
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["artifacts"].append(str(LIBRARY))
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
