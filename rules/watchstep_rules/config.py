@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, HttpUrl, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    HttpUrl,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
 from watchstep.errors import RuleError
 from watchstep.tensors import TensorInfo
@@ -79,6 +89,23 @@ class Hold(_Model):
     steps: int = Field(1, ge=1, description="So many judged steps of one tensor in a row.")
 
 
+def _check_params(kind: type[Params], params: dict[str, Any]) -> None:
+    """Raise as pydantic does, with the place under ``params``."""
+    try:
+        kind.model_validate(params)
+    except ValidationError as error:
+        details = [
+            InitErrorDetails(
+                type=found["type"],
+                loc=("params", *found["loc"]),
+                input=found["input"],
+                ctx=found.get("ctx", {}),
+            )
+            for found in error.errors()
+        ]
+        raise ValidationError.from_exception_data(kind.__name__, details) from error
+
+
 class RuleConfig(_Model):
     """One rule as it runs."""
 
@@ -98,7 +125,7 @@ class RuleConfig(_Model):
             rule = find_rule(self.rule)
         except RuleError as error:
             raise ValueError(f"{error.what}; {error.mend}") from error
-        rule.params_type.model_validate(self.params)
+        _check_params(rule.params_type, self.params)
         if not self.name:
             object.__setattr__(self, "name", self.rule)
         return self

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from tests.rules.runs import all_at_once, in_steps, norms
+from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep.block import Block
+from watchstep.tensors import TensorInfo
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.finding import Finding
+from watchstep_rules.nan_or_inf import NanOrInf, NanOrInfParams, NanOrInfState
+
+NAN, INF = math.nan, math.inf
+OUTPUT = tensor("attention.output", "activations", shape=(8, 8))
+LOSS = tensor("loss", "losses", shape=())
+
+
+def found(info: TensorInfo, values: list[float], **params: object) -> list[Finding]:
+    checked = NanOrInfParams.model_validate(params)
+    return NanOrInf().evaluate(checked, NanOrInfState(), Block.empty(), block_of([Row(3, info, values)]), 0)[
+        1
+    ]
+
+
+@pytest.mark.parametrize("info", [LOSS, OUTPUT, gradient("a"), tensor("w", "weights"), tensor("b", "biases")])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_one_bad_element_is_enough_wherever_it_is(info: TensorInfo, bad: float) -> None:
+    (finding,) = found(info, [1.0, bad, 2.0])
+    assert (finding.tensor, finding.step, finding.value, finding.threshold) == (info.name, 3, 1.0, 0.0)
+
+
+def test_finite_numbers_are_fine_however_large_or_small() -> None:
+    assert found(LOSS, [1.7e308, -1.7e308, 5e-324, 0.0]) == []
+    assert found(LOSS, []) == []
+
+
+def test_masked_attention_is_fine_and_other_negative_infinities_are_not() -> None:
+    assert found(OUTPUT, [0.3, -INF, -INF]) == []
+    assert len(found(gradient("a"), [0.3, -INF])) == 1
+    assert len(found(LOSS, [-INF])) == 1
+    assert len(found(OUTPUT, [-INF], allow_negative_infinity_in=())) == 1
+    assert len(found(OUTPUT, [-INF, INF])) == 1
+
+
+def test_infinities_can_be_left_out_and_some_elements_tolerated() -> None:
+    assert found(LOSS, [INF, -INF], only_nan=True) == []
+    assert len(found(LOSS, [NAN], only_nan=True)) == 1
+    assert found(LOSS, [NAN, INF], max_elements=2) == []
+    assert len(found(LOSS, [NAN, INF, INF], max_elements=2)) == 1
+
+
+def test_the_message_counts_each_kind() -> None:
+    (finding,) = found(gradient("conv1"), [NAN, NAN, INF, -INF, 1.0])
+    assert finding.message == ("2 NaN, 1 +inf, 1 -inf among 5 elements of conv1.weight:gradient, 0 tolerated")
+
+
+@pytest.mark.parametrize(
+    "params", [{"max_elements": -1}, {"max_elements": "many"}, {"elements": 1}, {"only_nan": 3}]
+)
+def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        NanOrInfParams.model_validate(params)
+
+
+def test_it_is_judged_as_it_arrives_and_the_likeliest_cause_is_named() -> None:
+    block = block_of(
+        [Row(0, LOSS, [1.0]), Row(5, gradient("a"), [NAN]), Row(5, LOSS, [NAN]), Row(5, OUTPUT, [NAN])]
+    )
+    said = all_at_once(RuleConfig(rule="nan_or_inf"), block)
+    (fired,) = said.transitions
+    assert (fired.step, fired.phase.value) == (5, "firing")
+    assert fired.finding is not None
+    assert fired.finding.tensor == OUTPUT.name
+
+
+def test_it_remembers_nothing() -> None:
+    said = all_at_once(RuleConfig(rule="nan_or_inf"), in_steps(norms("a", [1.0, NAN])))
+    assert said.memory.state == {}
