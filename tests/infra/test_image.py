@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -25,6 +30,12 @@ def read_stages() -> dict[str, Stage]:
             stage = found.setdefault(rest.rpartition(" AS ")[2], [])
         stage.append((instruction, rest))
     return found
+
+
+def copied() -> list[tuple[str, str]]:
+    """What the image is built from: each source, and where it lands."""
+    lines = [rest.split() for instruction, rest in STAGES["build"] if instruction == "COPY"]
+    return [(source, target) for *sources, target in lines for source in sources]
 
 
 STAGES = read_stages()
@@ -65,10 +76,29 @@ def test_the_objects_volume_belongs_to_the_user() -> None:
 def test_what_is_copied_exists_and_is_not_ignored() -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in ignore
-    copied = [rest.split()[:-1] for instruction, rest in STAGES["build"] if instruction == "COPY"]
-    for source in [source for sources in copied for source in sources]:
+    for source, _ in copied():
         assert (ROOT / source).exists(), source
         assert f"!{source}" in ignore
+
+
+def test_the_wheel_is_built_from_what_is_copied(tmp_path: Path) -> None:
+    for source, target in copied():
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, tmp_path / target, ignore=lambda *_: {"__pycache__"})
+        else:
+            (tmp_path / target).mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, tmp_path / target)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel"],
+        cwd=tmp_path, check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    (wheel,) = (tmp_path / "dist").iterdir()
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    for package in ("sdk/watchstep", "rules/watchstep_rules", "services/watchstep_services"):
+        top = (ROOT / package).parent
+        for module in (ROOT / package).rglob("*.py"):
+            assert str(module.relative_to(top)) in packed
+    assert "watchstep_services/database/migrations/script.py.mako" in packed
 
 
 def test_it_installs_the_extra_of_production_and_no_framework() -> None:
