@@ -105,8 +105,6 @@ def _within(name: str, values: NDArray[Any], least: int, most: int | None = None
 
 
 def _check_histograms(histogram: Histograms) -> None:
-    if (np.diff(histogram.offsets) < 0).any() or len(histogram.bins) != len(histogram.counts):
-        raise ValueError("histogram columns do not match")
     _within("histogram_bins", histogram.bins, *BIN_RANGE)
     _within("histogram_counts", histogram.counts, 1, _MAX_COUNT)
     starts = np.zeros(len(histogram.bins) + 1, np.bool_)

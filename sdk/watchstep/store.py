@@ -233,8 +233,6 @@ class Store:
         return f"{self.location}/{key}"
 
     def _translated(self, verb: str, key: str, error: Exception) -> StoreError:
-        if isinstance(error, StoreError):
-            return error
         reason = _first_line(error)
         named = self._named(key)
         if "NoSuchBucket" in str(error):

@@ -81,6 +81,55 @@ def test_footers_made_by_hand(content: bytes, reason: str | None) -> None:
         read_claims(footer(content))
 
 
+def zigzag(numbers: tuple[int, ...]) -> list[int]:
+    """Small numbers as Thrift writes them, each a byte."""
+    return [2 * number if number >= 0 else -2 * number - 1 for number in numbers]
+
+
+def page(*numbers: int) -> bytes:
+    """A data page's header: type, unpacked and packed size, and values."""
+    kind, unpacked, packed, values = zigzag(numbers)
+    return bytes([0x15, kind, 0x15, unpacked, 0x15, packed, 0x2C, 0x15, values, 0, 0])
+
+
+def column(pages: bytes, *numbers: int) -> bytes:
+    """A file of one column "a" whose metadata claims so many values, a length and a start."""
+    claims = b"".join(bytes([0x26, number]) for number in zigzag(numbers))
+    content = b"\x36\x06\x19\x1c\x19\x1c\x3c\x39\x18\x01a" + claims + bytes(4)
+    return b"PAR1" + pages + content + len(content).to_bytes(4, "little") + b"PAR1"
+
+
+PAGE = page(0, 20, 0, 3)
+LENGTH = len(PAGE)
+
+
+def test_a_column_made_by_hand_is_read() -> None:
+    (claim,) = read_claims(column(PAGE, 3, LENGTH, 4)).columns
+    assert (claim.path, claim.values, claim.pages) == ("a", 3, 20)
+    assert read_claims(column(b"", 0, -1, -1)).columns[0].pages == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (column(PAGE, 3, LENGTH, 3), "lies outside the file"),
+        (column(PAGE, 3, 63, 63), "lies outside the file"),
+        (column(PAGE, 3, -1, 4), "lies outside the file"),
+        (column(PAGE, -3, LENGTH, 4), "lies outside the file"),
+        (column(PAGE, 4, LENGTH, 4), "claims 4 values, its pages 3"),
+        (column(page(1, 20, 0, 3), 3, LENGTH, 4), "unknown type"),
+        (column(page(0, -20, 0, 3), 3, LENGTH, 4), "size below nothing"),
+        (column(page(0, 20, -1, 3), 3, LENGTH, 4), "size below nothing"),
+        (column(page(0, 20, 0, -3), 3, LENGTH, 4), "number of values below nothing"),
+        (column(page(0, 20, 1, 3), 3, LENGTH, 4), "reaches beyond its column"),
+        (column(PAGE, 3, LENGTH - 1, 4), "cut short"),
+    ],
+)
+def test_columns_that_lie_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_claims(data)
+
+
 def test_a_footer_with_very_many_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="too large"):
         read_claims(footer(b"\x19\xf3" + b"\xff\xff\x7f" + bytes(2_100_000)))

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.sdk.blocks import INFOS, Row, block_of, blocks, rows_of
-from watchstep import segment
+from watchstep import segment, segment_checks
 from watchstep.block import Block
 from watchstep.errors import FormatError
 from watchstep.histogram import Histograms
@@ -262,35 +262,35 @@ def test_an_object_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert f"over the limit of {len(WHOLE) - 1}" in refused(WHOLE)
 
 
-def test_a_small_file_of_very_many_rows_is_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
-    rows = segment.MAX_ROWS + 1
-    data = written(
-        pa.table({"step": pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), [0])})
-    )
+def refused_within(memory: pa.MemoryPool, data: bytes) -> str:
+    """Refused, with less than `MEMORY` taken from then on."""
+    counted = pa.proxy_memory_pool(memory)
+    pa.set_memory_pool(counted)
+    reason = refused(data)
+    assert counted.max_memory() < MEMORY
+    return reason
+
+
+def test_a_file_of_very_many_rows_is_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
     one = TABLE.take([0] * 1000)
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, one.schema, compression="zstd") as writer:
-        for _ in range(rows // 1000 + 1):
+        for _ in range(segment.MAX_ROWS // 1000 + 1):
             writer.write_table(one, row_group_size=1000)
-    before = memory.max_memory()
-    assert len(data) < 100_000
-    refused(data)
-    refused(bytes(sink.getvalue()))
-    assert memory.max_memory() - before < MEMORY
+    refused_within(memory, bytes(sink.getvalue()))
 
 
 def test_lists_that_unpack_to_very_much_are_refused_before_memory_is_taken(memory: pa.MemoryPool) -> None:
     values = pa.array(np.zeros(40_000_000, np.int16))
     offsets = pa.array([*([0] * len(BLOCK)), len(values)], pa.int32())
     data = with_column("histogram_bins", pa.ListArray.from_arrays(offsets, values))
-    del values
-    memory_before = memory.bytes_allocated()
-    counted = pa.proxy_memory_pool(memory)
-    pa.set_memory_pool(counted)
     assert len(data) < 100_000
-    assert "histogram_bins claims 40000" in refused(data)
-    assert counted.max_memory() < MEMORY
-    assert memory_before >= 0
+    assert "histogram_bins claims 40000" in refused_within(memory, data)
+
+
+def test_rows_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_checks, "MAX_ROWS", len(BLOCK) - 1)
+    assert f"claims {len(BLOCK)} rows" in refused(WHOLE)
 
 
 def test_very_many_probes_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -247,6 +248,26 @@ def test_a_server_that_does_not_answer_is_not_taken_for_a_denial(
     with pytest.raises(StoreError, match="cannot write '0000000403-401'") as caught:
         store.put("0000000403-401", b"")
     assert "denied" not in str(caught.value)
+
+
+def test_without_boto3_obstore_finds_the_credentials_itself(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_store.put("a", b"1")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    assert Store.open(s3_store.location).get("a") == b"1"
+
+
+@pytest.mark.parametrize("endpoint", ["", "https://127.0.0.1:9"])
+def test_opening_needs_no_region_credentials_or_answer(
+    s3: S3, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    for name in ("AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    assert not Store.open("s3://runs/x").is_local
 
 
 def test_missing_credentials_are_told(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
