@@ -24,6 +24,7 @@ _VARIABLES = {
     "WATCHSTEP_ATTEMPT": "What all ranks of one launch share; set by `watchstep run`.",
     "WATCHSTEP_SERVICE": "URL of the service to announce to.",
     "WATCHSTEP_TOKEN": "A recorder's token for it.",
+    "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take; `none` for everything always.",
     "WATCHSTEP_ON_STOP": "`ignore` or `raise`: what a stop does where `Hook(on_stop=…)` does not say.",
 }
 

@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
 from watchstep.capture.identity import Identity, resolve
 from watchstep.capture.recorder import Recorder
+from watchstep.capture.schedule import Schedule
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.writer import Target, Writer
 from watchstep.control import ControlDocument, StopRequest
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 STORE = "WATCHSTEP_STORE"
 ON_STOP = "WATCHSTEP_ON_STOP"
+BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
 
 _log = logging.getLogger("watchstep")
 _live: weakref.WeakSet[Hook] = weakref.WeakSet()
@@ -76,7 +79,7 @@ class Hook:
         hook.close()
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the whole of what a program says; all but the first by name
         self,
         store_url: str | os.PathLike[str] | None = None,
         *,
@@ -84,6 +87,7 @@ class Hook:
         run: str | None = None,
         rules: str | os.PathLike[str] | None = None,
         on_stop: OnStop | None = None,
+        overhead_budget: float | None = None,
         config: CaptureConfig | None = None,
     ) -> None:
         """Start to record.
@@ -95,6 +99,8 @@ class Hook:
             rules: a rule file that the service shall judge this run by, besides its own.
             on_stop: what a stop does: ``"ignore"`` (the default), ``"raise"`` `StopTraining` at the end of a step,
                 or a function that is called with the `StopRequest`; or ``WATCHSTEP_ON_STOP``.
+            overhead_budget: share of the program's own time that recording may take, 0.01 where nothing says otherwise;
+                or ``WATCHSTEP_OVERHEAD_BUDGET``, where "none" measures everything at every step.
             config: what to record, how often.
 
         Raises:
@@ -103,7 +109,7 @@ class Hook:
         url = os.fspath(store_url or os.environ.get(STORE) or "watchstep-runs")
         scheme = checked_scheme(url)
         self.store_url = url if scheme else Path(url).expanduser().absolute().as_uri()
-        self.config = config or CaptureConfig()
+        self.config = _budgeted(config, overhead_budget)
         self._identity = resolve(project, run)
         self._on_stop = _checked_on_stop(on_stop or os.environ.get(ON_STOP) or "ignore")
         rule_data = tuple(rule_files.load(rules)) if rules is not None else ()
@@ -115,6 +121,7 @@ class Hook:
         self._watches: list[Watch] = []
         self._snapshot_due = False
         self._health = Health()
+        self._schedule = Schedule(self.config, self._health)
         self._queue = BoundedQueue(bounds.queue_bytes)
         self._recorder = Recorder(self._identity.worker, self._queue, self._health, self._on_stop)
         self._control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
@@ -126,6 +133,8 @@ class Hook:
             service=ServiceClient(address, self._identity.project) if address else None,
         )
         self._writer = Writer(target, self._queue, self._control, self._health, bounds)
+        if self._schedule.budget is not None:
+            self._writer.tell_cost(self._schedule.budget.written)
         self._writer.start()
         _live.add(self)
         _watch_process_end()
@@ -144,7 +153,10 @@ class Hook:
     @property
     def health(self) -> dict[str, Any]:
         """Counters, faults and notes of the recorder: what was written, what was dropped, what is not observed."""
-        return self._health.as_data()
+        held = self._health.as_data()
+        if self._schedule.budget is not None:
+            held["overhead"] = self._schedule.budget.as_data()
+        return held
 
     @property
     def mode(self) -> Mode:
@@ -243,6 +255,7 @@ class Hook:
                 segments=0,
                 writer="",
                 reason=(reason or (stopped.reason if stopped else ""))[:500],
+                health=self.health,
             )
             if not self._writer.close(end):
                 _log.warning(
@@ -285,6 +298,20 @@ def _checked_on_stop(on_stop: Any) -> OnStop:
     raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "raise" or a function')
 
 
+def _budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfig:
+    """The configuration with the budget that an argument or the environment gives it."""
+    held = config or CaptureConfig()
+    if budget is not None:
+        return replace(held, overhead_budget=budget)
+    text = os.environ.get(BUDGET, "")
+    if config is not None or not text:
+        return held
+    try:
+        return replace(held, overhead_budget=None if text == "none" else float(text))
+    except ValueError:
+        raise ConfigError(f"{BUDGET}={text!r}: no number", 'set a share such as 0.01, or "none"') from None
+
+
 def _run_document(
     identity: Identity, rules: tuple[dict[str, Any], ...], config: CaptureConfig
 ) -> documents.RunDocument:
@@ -296,6 +323,7 @@ def _run_document(
         config={
             "collections": {name: vars(cadence) for name, cadence in config.collections.items()},
             "snapshot_every": config.snapshot_every,
+            "overhead_budget": config.overhead_budget,
         },
         environment={
             "python": platform.python_version(),

@@ -73,7 +73,9 @@ def service(
 
 
 @pytest.fixture
-def launch(service: EmbeddedService, tmp_path: Path) -> Launch:
+def launch(service: EmbeddedService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setenv("WATCHSTEP_OVERHEAD_BUDGET", "none")
+
     def started(body: str, on_stop: Literal["ignore", "raise"] = "raise") -> Launched:
         program = tmp_path / "train.py"
         program.write_text(body)

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-Wrap = Callable[[nn.Module], nn.Module]
+from watchstep import CaptureConfig
+
+EVERY_STEP = CaptureConfig(overhead_budget=None)
+"""Everything at every step, whatever it costs: what tests count must not depend on the clock."""
 
 
 def small_model(seed: int = 0) -> nn.Sequential:

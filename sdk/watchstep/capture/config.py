@@ -14,40 +14,40 @@ class Cadence:
     """At which steps a collection is measured.
 
     Attributes:
-        every: each so many steps.
+        every: each so many steps; None for as often as the overhead budget allows.
         start: the first step.
         stop: the first step no more; None for no end.
+        steps: these steps besides, whether within start and stop or not.
     """
 
-    every: int = 1
+    every: int | None = 1
     start: int = 0
     stop: int | None = None
+    steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.every < 1:
+        if self.every is not None and self.every < 1:
             raise ConfigError(
                 f"cadence: every={self.every}", "use 1 or more; leave the collection out for never"
             )
 
     def due(self, step: int) -> bool:
-        """Whether the collection is measured at this step."""
-        return (
-            step >= self.start
-            and (self.stop is None or step < self.stop)
-            and (step - self.start) % self.every == 0
-        )
+        """Whether the collection is measured at this step, where that does not depend on the budget."""
+        every = self.every or 1
+        return step in self.steps or (self.within(step) and (step - self.start) % every == 0)
+
+    def within(self, step: int) -> bool:
+        """Whether the step lies between start and stop."""
+        return step >= self.start and (self.stop is None or step < self.stop)
+
+
+ADAPTIVE = Cadence(every=None)
+"""As often as the overhead budget allows."""
 
 
 def _default_collections() -> dict[str, Cadence]:
-    names = (
-        tensors.LOSSES,
-        tensors.METRICS,
-        tensors.GRADIENTS,
-        tensors.WEIGHTS,
-        tensors.BIASES,
-        tensors.ACTIVATIONS,
-    )
-    return {name: Cadence() for name in names}
+    costly = (tensors.GRADIENTS, tensors.WEIGHTS, tensors.BIASES, tensors.ACTIVATIONS)
+    return {tensors.LOSSES: Cadence(), tensors.METRICS: Cadence(), **dict.fromkeys(costly, ADAPTIVE)}
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,24 @@ class CaptureConfig:
 
     Attributes:
         collections: collection → cadence; a collection that is not named is not recorded.
+        overhead_budget: share of the program's own time that recording may take; it decides how often collections
+            with an adaptive cadence are measured. None for no budget: these are then measured at every step.
+        allowance_seconds: that may be spent on each step besides, for steps so short that a share is nothing.
+        gate: look for NaN and infinity at every step, and measure everything of a step that has some.
         snapshot_every: full tensors of weights and gradients each so many steps; None for on request only.
         bounds: limits.
     """
 
     collections: Mapping[str, Cadence] = field(default_factory=_default_collections)
+    overhead_budget: float | None = 0.01
+    allowance_seconds: float = 0.0
+    gate: bool = True
     snapshot_every: int | None = None
     bounds: Bounds = Bounds()
 
-    def due(self, collection: str, step: int) -> bool:
-        """Whether a collection is measured at a step."""
-        cadence = self.collections.get(collection)
-        return cadence is not None and cadence.due(step)
+    def __post_init__(self) -> None:
+        if self.overhead_budget is not None and not 0 < self.overhead_budget <= 1:
+            raise ConfigError(
+                f"overhead_budget={self.overhead_budget}",
+                "use a share of the step's time, such as 0.01, or None",
+            )

@@ -81,6 +81,7 @@ class Writer:
         self._backoff = _FIRST_BACKOFF
         self._catalogue: tuple[tuple[TensorInfo, ...], bytes] = ((), b"")
         self._registered = target.service is None
+        self._cost: Callable[[float], None] | None = None
         self._closing = threading.Event()
         self._deadline = float("inf")
         self._thread = threading.Thread(target=self._run, name="watchstep-writer", daemon=True)
@@ -88,6 +89,10 @@ class Writer:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    def tell_cost(self, told: Callable[[float], None]) -> None:
+        """Tell of the processor time that each turn took, in seconds."""
+        self._cost = told
 
     def close(self, end: documents.EndDocument) -> bool:
         """Write what is left and how the worker ended; True if all of it reached the store in time."""
@@ -123,6 +128,7 @@ class Writer:
         return bool(self._waiting or self._backlog) and time.monotonic() < self._deadline
 
     def _turn(self) -> None:
+        began = time.thread_time()
         try:
             self._take()
             if self._ready():
@@ -132,6 +138,8 @@ class Writer:
                 self._control.refresh(self._store)
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("writer", error)
+        if self._cost is not None:
+            self._cost(time.thread_time() - began)
 
     def _attempt(self) -> str:
         return self._writer.attempt if self._writer else self._target.identity.attempt
@@ -234,7 +242,10 @@ class Writer:
         if self._writer is None or self._store is None or self._end is None:
             return
         end = replace(
-            self._end, segments=self._seq, writer=self._writer.writer, health=self._health.as_data()
+            self._end,
+            segments=self._seq,
+            writer=self._writer.writer,
+            health={**self._end.health, **self._health.as_data()},
         )
         try:
             self._store.put(end_document(self._writer.attempt, end.worker), documents.encode(end))

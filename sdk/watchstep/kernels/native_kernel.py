@@ -59,30 +59,59 @@ class NativeKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._measure = library.watchstep_measure
-        self._measure.argtypes = [ctypes.c_int64] + [ctypes.c_void_p] * 8
+        pointers = [ctypes.c_void_p] * 3
+        self._measure.argtypes = [ctypes.c_int64, *pointers, ctypes.c_int64, *[ctypes.c_void_p] * 5]
         self._measure.restype = ctypes.c_int64
+        self._nonfinite = library.watchstep_nonfinite
+        self._nonfinite.argtypes = [ctypes.c_int64, *pointers, ctypes.c_int64, ctypes.c_int64]
+        self._nonfinite.restype = ctypes.c_int64
 
-    def measure(self, tensors: Sequence[Memory]) -> StatisticsBatch:
+    def holds_nonfinite(self, tensors: Sequence[Memory], turn: int, slices: int) -> bool:
+        """Whether some tensor holds NaN or infinity.
+
+        Args:
+            tensors: those of at most 16,384 elements are looked at whole.
+            turn: of larger ones, which slice.
+            slices: how many slices there are.
+        """
+        addresses, sizes, kinds = _columns(tensors)
+        held = [array.ctypes.data for array in (addresses, sizes, kinds)]
+        return bool(self._nonfinite(len(tensors), *held, turn, slices))
+
+    def measure(self, tensors: Sequence[Memory], *, histogram: bool = True) -> StatisticsBatch:
         """Measure tensors, one row each.
+
+        Args:
+            tensors: where they lie.
+            histogram: without it, histograms stay empty (but for float64).
 
         Raises:
             ValueError: a kind is unknown.
         """
         rows = len(tensors)
-        addresses = np.array([tensor.address for tensor in tensors], np.uint64)
-        sizes = np.array([tensor.elements for tensor in tensors], np.int64)
-        kinds = np.array([tensor.kind for tensor in tensors], np.int32)
+        addresses, sizes, kinds = _columns(tensors)
         room = int(np.minimum(sizes, np.where(kinds == _FLOAT64, _BINS_FLOAT64, _BINS)).sum())
         counts = np.empty((rows, len(COUNT_COLUMNS)), np.int64)
         values = np.empty((rows, len(VALUE_COLUMNS)), np.float64)
         offsets = np.empty(rows + 1, np.int64)
         bins, held = np.empty(room, np.int16), np.empty(room, np.int64)
-        arrays: list[NDArray[np.generic]] = [addresses, sizes, kinds, counts, values, offsets, bins, held]
-        bad = self._measure(rows, *(array.ctypes.data for array in arrays))
+        given = [array.ctypes.data for array in (addresses, sizes, kinds)]
+        filled = [array.ctypes.data for array in (counts, values, offsets, bins, held)]
+        bad = self._measure(rows, *given, int(histogram), *filled)
         if bad:
             raise ValueError(f"tensor {bad - 1} has unknown kind {tensors[bad - 1].kind}")
         used = int(offsets[-1])
         return StatisticsBatch.from_matrices(counts, values, Histograms(offsets, bins[:used], held[:used]))
+
+
+def _columns(
+    tensors: Sequence[Memory],
+) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32]]:
+    return (
+        np.array([tensor.address for tensor in tensors], np.uint64),
+        np.array([tensor.elements for tensor in tensors], np.int64),
+        np.array([tensor.kind for tensor in tensors], np.int32),
+    )
 
 
 @functools.cache

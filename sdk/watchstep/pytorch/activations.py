@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from watchstep.capture.record import Group
+from watchstep.pytorch.gate import LiveOutputs
 from watchstep.pytorch.names import activation_info
 from watchstep.tensors import Mode, Placement, TensorInfo
 
@@ -20,9 +21,15 @@ Observe = Callable[[Group, list[Tensor], Mode], None]
 
 
 class ActivationHooks:
-    """Forward hooks on the modules of a model that have no children."""
+    """Forward hooks on the modules of a model that have no children.
+
+    Attributes:
+        live: outputs of the pass under way, for the case that its loss is bad.
+        idle_seconds: about what the hooks cost a pass in which nothing is due.
+    """
 
     def __init__(self, model: nn.Module, place: Placement, due: Callable[[], bool], observe: Observe) -> None:
+        self.live = LiveOutputs()
         self._place = place
         self._due = due
         self._observe = observe
@@ -33,6 +40,7 @@ class ActivationHooks:
             if next(module.children(), None) is None:
                 self._unseen.add(path or "model")
                 self._handles.append(module.register_forward_hook(self._hook(path, order)))
+        self.idle_seconds = _HOOK_SECONDS * len(self._handles)
 
     @property
     def unseen(self) -> list[str]:
@@ -45,28 +53,40 @@ class ActivationHooks:
             handle.remove()
 
     def _hook(self, path: str, order: int) -> Callable[[nn.Module, Any, Any], None]:
+        name = path or "model"
+
         def observed(module: nn.Module, _: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            self._unseen.discard(path or "model")
-            if self._due() and not _recomputes():
-                self._measure(path, order, module, output)
+            self._unseen.discard(name)
+            found = [output] if isinstance(output, Tensor) else list(_flat(output))
+            outputs = [o for o in found if o.is_floating_point() or o.is_complex()]
+            if not outputs:
+                return
+            group = self._groups.get((path, len(outputs)))
+            if group is None:
+                group = self._describe(path, order, module, outputs)
+            if self._due():
+                if not _recomputes():
+                    self._observe(group, outputs, "train" if module.training else "eval")
+            elif module.training:
+                self.live.note(group, outputs)
 
         return observed
 
-    def _measure(self, path: str, order: int, module: nn.Module, output: Any) -> None:
-        tensors = [tensor for tensor in _flat(output) if tensor.is_floating_point() or tensor.is_complex()]
-        if not tensors:
-            return
-        key = (path, len(tensors))
-        if key not in self._groups:
-            several = len(tensors) > 1
-            infos: tuple[TensorInfo, ...] = tuple(
-                activation_info(path, module, order, place if several else None, tensor)
-                for place, tensor in enumerate(tensors)
-            )
-            self._groups[key] = Group.of(infos, self._place)
-        self._observe(self._groups[key], tensors, "train" if module.training else "eval")
+    def _describe(self, path: str, order: int, module: nn.Module, outputs: list[Tensor]) -> Group:
+        several = len(outputs) > 1
+        infos: tuple[TensorInfo, ...] = tuple(
+            activation_info(path, module, order, place if several else None, tensor)
+            for place, tensor in enumerate(outputs)
+        )
+        group = self._groups[path, len(outputs)] = Group.of(infos, self._place)
+        return group
+
+
+_HOOK_SECONDS = (
+    3e-6  # one call of a hook with nothing due; measured on several processors at 2 to 4 microseconds
+)
 
 
 def _recomputes() -> bool:

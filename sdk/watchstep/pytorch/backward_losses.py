@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Place = tuple[str, int]
 _UNSCALED = "_watchstep_unscaled"
 _MOST_PLACES = 16
 _installed: list[bool] = []
@@ -26,9 +27,14 @@ _installed: list[bool] = []
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A loss as ``backward()`` met it."""
+    """A loss as ``backward()`` met it.
 
-    name: str
+    Attributes:
+        place: file and line of the program that called ``backward()``.
+        value: before scaling, off the graph.
+    """
+
+    place: Place
     value: Tensor
 
 
@@ -41,7 +47,6 @@ class LossListener(Protocol):
 
 
 _listeners: list[weakref.ref[LossListener]] = []
-_places: dict[tuple[str, int], str] = {}
 
 
 def listen(listener: LossListener) -> None:
@@ -87,23 +92,30 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tell(loss: Tensor, frame: FrameType) -> None:
-    name = _name_of(frame)
-    if name is None:
-        return
     value = getattr(loss, _UNSCALED, None)
-    found = FoundLoss(name, loss.detach() if value is None else value)
+    found = FoundLoss(_place_of(frame), loss.detach() if value is None else value)
     for held in _listeners:
         if (listener := held()) is not None:
             listener.found(found)
 
 
-def _name_of(frame: FrameType | None) -> str | None:
-    """The name of the place outside PyTorch from which ``backward()`` is called; None past the sixteenth."""
+def _place_of(frame: FrameType | None) -> Place:
+    """The place outside PyTorch from which ``backward()`` is called."""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
-    place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-    if place not in _places:
-        if len(_places) >= _MOST_PLACES:
-            return None
-        _places[place] = f"loss_{len(_places) + 1}" if _places else "loss"
-    return _places[place]
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+
+
+class LossNames:
+    """Names for places: the first is ``loss``, the next ``loss_2``, up to sixteen."""
+
+    def __init__(self) -> None:
+        self._names: dict[Place, str] = {}
+
+    def of(self, place: Place) -> str | None:
+        """The name of the loss at a place; None past the sixteenth."""
+        if place not in self._names:
+            if len(self._names) >= _MOST_PLACES:
+                return None
+            self._names[place] = f"loss_{len(self._names) + 1}" if self._names else "loss"
+        return self._names[place]

@@ -42,8 +42,21 @@ class TorchKernel:
         native = native_kernel.load()
         if native is not None and all(tensor.dtype in _NATIVE for tensor in plain):
             dense = [_dense(tensor) for tensor in plain]
-            return Ready(native.measure([Memory(t.data_ptr(), t.numel(), _NATIVE[t.dtype]) for t in dense]))
+            return Ready(native.measure([_memory(tensor) for tensor in dense]))
         return Ready(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
+
+
+def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
+    """Where tensors lie that the compiled kernel can take as they are; None where one of them is of another sort."""
+    if not all(
+        tensor.dtype in _NATIVE and tensor.device.type == "cpu" and _is_dense(tensor) for tensor in tensors
+    ):
+        return None
+    return [_memory(tensor) for tensor in tensors]
+
+
+def _memory(tensor: Tensor) -> Memory:
+    return Memory(tensor.data_ptr(), tensor.numel(), _NATIVE[tensor.dtype])
 
 
 _NATIVE = {getattr(torch, name): kind for name, kind in KINDS.items()}
@@ -51,12 +64,21 @@ _NATIVE = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor where its elements lie one behind the other in any order, else a copy that does."""
-    if tensor.is_contiguous() or (
-        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    ):
-        return tensor
-    turned = tensor.transpose(-1, -2) if tensor.dim() > 1 else tensor
-    return turned if turned.is_contiguous() else tensor.contiguous()
+    return tensor if _is_dense(tensor) else tensor.contiguous()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_contiguous():
+        return True
+    if tensor.dim() == _IMAGES:
+        return tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.dim() > 1 and tensor.transpose(-1, -2).is_contiguous()
+
+
+_IMAGES = 4
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from watchstep.errors import ConfigError
 from watchstep.layout import SnapshotKey
 from watchstep.pytorch import backward_losses, optimizer_steps
 from watchstep.pytorch.activations import ActivationHooks
-from watchstep.pytorch.backward_losses import FoundLoss
+from watchstep.pytorch.backward_losses import FoundLoss, LossNames
+from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import NamedParameter, name_parameters, placements, unwrap
 from watchstep.pytorch.scalars import record_tensor
@@ -47,6 +48,9 @@ class Watch:
         self._recorder = hook._recorder  # noqa: SLF001 - the two are one
         self._health = hook._health  # noqa: SLF001 - as above
         self._config = hook.config
+        self._schedule = hook._schedule  # noqa: SLF001 - as above
+        self._gate = GradientGate()
+        self._loss_names = LossNames()
         self._kernel = TorchKernel()
         self._model = unwrap(model)
         self._own_place, self._gradient_place = placements(model)
@@ -71,8 +75,13 @@ class Watch:
         """A loss at ``backward()``."""
         try:
             self._begin()
-            if self._config.due(tensors.LOSSES, self._recorder.step):
-                record_tensor(self._recorder, loss.name, loss.value, "train", derived=True)
+            if not self._schedule.due(tensors.LOSSES, self._recorder.step) and not self._config.gate:
+                return
+            name = self._loss_names.of(loss.place)
+            if name is not None:
+                record_tensor(self._recorder, name, loss.value, "train", derived=True)
+            if self._config.gate and loss.value.device.type == "cpu" and not torch.isfinite(loss.value).all():
+                self._look_at_outputs()
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("loss", error)
 
@@ -115,19 +124,34 @@ class Watch:
         if module.training and torch.is_grad_enabled():
             try:
                 self._begin()
+                self._activations.live.forget()
             except Exception as error:  # noqa: BLE001 - as above
                 self._health.fault("begin", error)
 
     def _activations_due(self) -> bool:
-        return self._config.due(tensors.ACTIVATIONS, self._recorder.step)
+        return self._schedule.due(tensors.ACTIVATIONS, self._recorder.step)
 
     def _observe_activations(self, group: Group, found: list[Tensor], mode: Mode) -> None:
         try:
+            since = self._schedule.now()
             self._recorder.add(group, self._kernel.measure(found), mode)
+            self._schedule.spent(tensors.ACTIVATIONS, since)
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("activations", error)
 
+    def _look_at_outputs(self) -> None:
+        """The loss is bad: measure what is left of the forward pass, and the rest of this step."""
+        step = self._recorder.step
+        if (
+            not self._schedule.due(tensors.ACTIVATIONS, step)
+            and tensors.ACTIVATIONS in self._config.collections
+        ):
+            for group, outputs in self._activations.live.alive():
+                self._recorder.add(group, self._kernel.measure(outputs))
+        self._schedule.demand(step)
+
     def _measure(self, optimizer: Optimizer) -> None:
+        began = self._schedule.now()
         updated = self._updated_by(optimizer)
         if not updated:
             return
@@ -136,21 +160,24 @@ class Watch:
         if optimizer is self._primary and self.counts_steps:
             self._recorder.begin()
         step = self._recorder.step
-        due = {
-            name: self._config.due(name, step)
-            for name in (tensors.WEIGHTS, tensors.BIASES, tensors.GRADIENTS)
-        }
-        weights = [p for p in updated if due[p.weight.collections[0]]]
-        self._record([p.weight for p in weights], [p.parameter for p in weights])
-        if due[tensors.GRADIENTS]:
-            with_gradient = [p for p in updated if p.parameter.grad is not None]
-            gradients = [p.parameter.grad for p in with_gradient if p.parameter.grad is not None]
-            self._record([p.gradient for p in with_gradient], gradients)
+        with_gradient = [p for p in updated if p.parameter.grad is not None]
+        gradients = [p.parameter.grad for p in with_gradient if p.parameter.grad is not None]
+        if self._config.gate and self._gate.holds_nonfinite(gradients):
+            self._schedule.demand(step)
+        self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
+        for collection in (tensors.WEIGHTS, tensors.BIASES):
+            if self._schedule.due(collection, step):
+                chosen = [p for p in updated if collection in p.weight.collections]
+                self._record(collection, [p.weight for p in chosen], [p.parameter for p in chosen])
+        if self._schedule.due(tensors.GRADIENTS, step):
+            self._record(tensors.GRADIENTS, [p.gradient for p in with_gradient], gradients)
         if self._snapshot_due(step):
             self._snapshot(step, updated)
 
-    def _record(self, infos: list[tensors.TensorInfo], found: list[Tensor]) -> None:
+    def _record(self, collection: str, infos: list[tensors.TensorInfo], found: list[Tensor]) -> None:
+        since = self._schedule.now()
         if not infos:
+            self._schedule.spent(collection, since)
             return
         key = tuple(id(info) for info in infos)
         if key not in self._groups:
@@ -158,6 +185,7 @@ class Watch:
             place = self._gradient_place if gradients else self._own_place
             self._groups[key] = Group.of(tuple(infos), place)
         self._recorder.add(self._groups[key], self._kernel.measure(found))
+        self._schedule.spent(collection, since)
 
     def _updated_by(self, optimizer: Optimizer) -> list[NamedParameter]:
         """The watched parameters among the optimizer's."""
@@ -177,9 +205,7 @@ class Watch:
             self._health.count("dropped_snapshots")
 
     def _report_unseen(self) -> None:
-        if self._recorder.step == _OBSERVED_AFTER and self._config.due(
-            tensors.ACTIVATIONS, self._recorder.step
-        ):
+        if self._recorder.step == _OBSERVED_AFTER and tensors.ACTIVATIONS in self._config.collections:
             unseen = self._activations.unseen
             if unseen:
                 named = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")

@@ -49,7 +49,7 @@ def watchstep(*arguments: str | Path, **environment: str) -> subprocess.Complete
         text=True,
         check=False,
         timeout=180,
-        env={**os.environ, **environment},
+        env={**os.environ, "WATCHSTEP_OVERHEAD_BUDGET": "none", **environment},
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sdk.training import Training, batches, small_model
+from tests.sdk.training import EVERY_STEP, Training, batches, small_model
 from watchstep import CaptureConfig, Hook
 
 STEPS = 25
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 
 def recorded(training: Training, store: Path, **options: object) -> list[float]:
-    with Hook(store, **options) as hook:  # type: ignore[arg-type]
+    with Hook(store, **{"config": EVERY_STEP, **options}) as hook:  # type: ignore[arg-type]
         hook.watch(training.model, training.optimizer)
         losses = training.run(STEPS, lambda _, loss: hook.log(loss=loss))
     assert hook.health["faults"] == {}
@@ -40,6 +40,10 @@ def test_eager(tmp_path: Path) -> None:
 def test_eager_with_snapshots_of_every_step(tmp_path: Path) -> None:
     config = CaptureConfig(snapshot_every=1)
     assert recorded(Training(), tmp_path, config=config) == Training().run(STEPS)
+
+
+def test_eager_within_the_budget(tmp_path: Path) -> None:
+    assert recorded(Training(), tmp_path, config=CaptureConfig()) == Training().run(STEPS)
 
 
 def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
@@ -65,7 +69,7 @@ def compiled_losses(backend: str, store: Path | None, *, watch_first: bool = Fal
     torch.compiler.reset()
     inner = small_model()
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
-    hook = Hook(store) if store is not None else None
+    hook = Hook(store, config=EVERY_STEP) if store is not None else None
     if hook and watch_first:
         hook.watch(inner, optimizer)
     compiled: nn.Module = torch.compile(inner, backend=backend)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import watchstep
-from tests.sdk.training import Training, batches, small_model
+from tests.sdk.training import EVERY_STEP, Training, batches, small_model
 from watchstep import Cadence, CaptureConfig, Hook, Run
 from watchstep.errors import ConfigError
 
@@ -23,7 +23,7 @@ def recorded(hook: Hook) -> Run:
 
 
 def test_names_collections_and_steps(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path), Training()
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
     training.run(6)
     run = recorded(hook)
@@ -42,7 +42,7 @@ def test_names_collections_and_steps(tmp_path: Path) -> None:
 
 
 def test_weights_are_those_that_the_step_used(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path), Training()
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
     weight = training.model[0].weight.detach()  # type: ignore[index]
     before = [weight.double().pow(2).sum().item()]
@@ -52,7 +52,7 @@ def test_weights_are_those_that_the_step_used(tmp_path: Path) -> None:
 
 
 def test_loss_is_found_at_backward(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path), Training()
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
     losses = training.run(5)
     table = recorded(hook).losses()
@@ -61,7 +61,7 @@ def test_loss_is_found_at_backward(tmp_path: Path) -> None:
 
 
 def test_a_logged_loss_wins_over_a_found_one(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path), Training()
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
     training.run(4, lambda step, _: hook.log(loss=100.0 + step))
     run = recorded(hook)
@@ -72,22 +72,20 @@ def test_a_logged_loss_wins_over_a_found_one(tmp_path: Path) -> None:
 def test_two_backward_calls_are_two_losses(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
     for x, _ in batches(2):
         out = model(x)
         out.mean().backward(retain_graph=True)
         out.pow(2).mean().backward()
         optimizer.step()
-    names = recorded(hook).collections["losses"]
-    assert len(names) == 2
-    assert all(name.startswith("loss") for name in names)
+    assert recorded(hook).collections["losses"] == ["loss", "loss_2"]
 
 
 def test_accumulation_is_one_step(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
     for place, (x, y) in enumerate(batches(6)):
         nn.functional.cross_entropy(model(x), y).backward()
@@ -102,7 +100,7 @@ def test_accumulation_is_one_step(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_another_mode_at_the_last_step(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path), Training()
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
 
     def evaluate(step: int, _: Any) -> None:
@@ -137,7 +135,7 @@ def test_inherited_step_counts_once(tmp_path: Path) -> None:
 
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()  # patches SGD.step as well
     model = small_model()
-    hook, training = Hook(tmp_path), Training(model, Mine(model.parameters(), lr=0.1))
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training(model, Mine(model.parameters(), lr=0.1))
     hook.watch(training.model, training.optimizer)
     training.run(4)
     assert recorded(hook).steps() == [0, 1, 2, 3]
@@ -146,7 +144,7 @@ def test_inherited_step_counts_once(tmp_path: Path) -> None:
 def test_closure_optimizer_is_measured_after_its_closure(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
     x, y = batches(1)[0]
 
@@ -166,7 +164,7 @@ def test_scaled_loss_is_recorded_as_it_was(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
     due = []
     for x, y in batches(3):
@@ -184,7 +182,7 @@ def test_scaled_loss_is_recorded_as_it_was(tmp_path: Path) -> None:
 def test_steps_counted_by_hand(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
     due = []
     for place, (x, y) in enumerate(batches(6)):
@@ -201,7 +199,7 @@ def test_steps_counted_by_hand(tmp_path: Path) -> None:
 
 
 def test_snapshot_on_request_holds_values(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path), Training()
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
     hook.watch(training.model, training.optimizer)
     training.run(2)
     hook.snapshot()
@@ -231,7 +229,7 @@ def test_shared_parameters_have_one_name(tmp_path: Path) -> None:
     second.weight = first.weight
     model = nn.Sequential(first, second)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -243,7 +241,7 @@ def test_checkpointed_activations_count_once(tmp_path: Path) -> None:
 
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, optimizer)
     x = torch.ones(4, 8, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
@@ -252,7 +250,7 @@ def test_checkpointed_activations_count_once(tmp_path: Path) -> None:
 
 
 def test_data_parallel_is_refused(tmp_path: Path) -> None:
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     with pytest.raises(ConfigError, match="DistributedDataParallel"):
         hook.watch(nn.DataParallel(small_model()))
     hook.close()
@@ -260,15 +258,77 @@ def test_data_parallel_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [3, "model", None])
 def test_no_module_is_refused(tmp_path: Path, model: Any) -> None:
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     with pytest.raises(ConfigError, match=r"torch\.nn\.Module"):
         hook.watch(model)
     hook.close()
 
 
+def faulty(training: Training, steps: int, bad_step: int) -> None:
+    for step, (x, y) in enumerate(batches(steps)):
+        if step == bad_step:
+            x[3, 2] = float("nan")
+        training.optimizer.zero_grad()
+        nn.functional.cross_entropy(training.model(x), y).backward()
+        training.optimizer.step()
+
+
+def test_the_gate_records_a_bad_step_whole_though_nothing_is_due(tmp_path: Path) -> None:
+    rarely = Cadence(start=10**6)
+    names = ("weights", "biases", "gradients", "activations")
+    config = CaptureConfig(collections={**dict.fromkeys(names, rarely), "losses": Cadence()})
+    hook, training = Hook(tmp_path, config=config), Training()
+    hook.watch(training.model, training.optimizer)
+    faulty(training, 40, 25)
+    run = recorded(hook)
+    gradient = run.tensor("0.weight:gradient").statistics()
+    assert gradient["step"].to_pylist() == [25, 26, 27]
+    assert gradient["nan"].to_pylist()[0] == 16 * 8
+    assert run.tensor("0.weight").statistics()["nan"].to_pylist()[0] == 0
+    outputs = run.tensor("1:output").statistics()
+    assert (outputs["step"].to_pylist()[0], outputs["nan"].to_pylist()[0]) == (25, 16)
+
+
+def test_without_the_gate_nothing_is_looked_at(tmp_path: Path) -> None:
+    config = CaptureConfig(collections={"losses": Cadence()}, gate=False)
+    hook, training = Hook(tmp_path, config=config), Training()
+    hook.watch(training.model, training.optimizer)
+    faulty(training, 6, 3)
+    assert recorded(hook).tensors() == ["loss"]
+
+
+def test_an_infinite_gradient_is_found_without_a_bad_loss(tmp_path: Path) -> None:
+    config = CaptureConfig(collections={"gradients": Cadence(start=10**6)})
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hook = Hook(tmp_path, config=config)
+    hook.watch(model, optimizer)
+    for step, (x, _) in enumerate(batches(5)):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        if step == 3:
+            model.get_parameter("3.bias").grad.fill_(float("inf"))  # type: ignore[union-attr]
+        optimizer.step()
+    assert recorded(hook).tensor("3.bias:gradient").steps()[0] == 3
+
+
+def test_the_budget_leaves_steps_out_and_tells_its_account(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, overhead_budget=0.001), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(300)
+    account = hook.health["overhead"]
+    run = recorded(hook)
+    assert run.tensor("loss").steps() == list(range(300))
+    assert 1 <= len(run.tensor("0.weight:gradient").steps()) < 300
+    assert run.tensor("0.weight:gradient").steps()[0] == 0
+    assert account["budget"] == 0.001
+    assert account["program_seconds"] > account["spent_seconds"] > 0
+    assert run.ends()[0].health["overhead"]["every"]["gradients"] > 1
+
+
 def test_hooks_leave_the_model_when_closed(tmp_path: Path) -> None:
     model = small_model()
-    hook = Hook(tmp_path)
+    hook = Hook(tmp_path, config=EVERY_STEP)
     hook.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
     hook.close()
     assert not model._forward_pre_hooks

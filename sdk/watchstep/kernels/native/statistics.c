@@ -268,7 +268,7 @@ static void widen(const void *data, int kind, size_t from, size_t n, float *out)
             out[i] = tables[kind == FLOAT8_E5M2][bytes[i]];
 }
 
-static void measure32(Row *row, const void *data, size_t n, int kind)
+static void measure32(Row *row, const void *data, size_t n, int kind, int with_histogram)
 {
     uint32_t copies[4][BINS32];
     float held[CHUNK], shift = 0;
@@ -280,7 +280,10 @@ static void measure32(Row *row, const void *data, size_t n, int kind)
             widen(data, kind, from, size, held);
             x = held;
         }
-        add_chunk32(row, pass, x, size, &shift, copies);
+        if (with_histogram)
+            add_chunk32(row, pass, x, size, &shift, copies);
+        else
+            add_fast(row, pass, x, size, &shift);
         if ((from / CHUNK & 0xffff) == 0xffff)
             gather(row, copies); /* before 32 bits could overflow */
     }
@@ -350,12 +353,13 @@ static void write_row(const Row *row, int64_t n, int64_t *counts, double *values
 /* Measure n tensors.
 
    data, sizes, kinds: where each lies, how many elements it has, of which kind (FLOAT32 ...).
+   with_histogram: 0 leaves the histograms of all but float64 empty.
    counts, values: n rows of 6 and of 7, in the order of statistics.py.
    offsets: n + 1 places of the histograms in bins and histogram_counts, which have room for 600 bins a tensor, 4300 if
    it is of float64, or as many as it has elements if that is less.
    Returns 0, or 1 + the place of a tensor whose kind is unknown. */
 int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *sizes, const int32_t *kinds,
-                          int64_t *counts, double *values, int64_t *offsets, int16_t *bins,
+                          int64_t with_histogram, int64_t *counts, double *values, int64_t *offsets, int16_t *bins,
                           int64_t *histogram_counts)
 {
     Row row;
@@ -376,7 +380,7 @@ int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *siz
         if (kinds[i] == FLOAT64)
             measure64(&row, data[i], (size_t)sizes[i]);
         else
-            measure32(&row, data[i], (size_t)sizes[i], kinds[i]);
+            measure32(&row, data[i], (size_t)sizes[i], kinds[i], with_histogram != 0);
         write_row(&row, sizes[i], counts + 6 * i, values + 7 * i);
         offsets[i + 1] = offsets[i] + write_bins(&row, kinds[i] == FLOAT64, bins + offsets[i],
                                                  histogram_counts + offsets[i]);
@@ -385,4 +389,64 @@ int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *siz
     _mm_setcsr(mode);
 #endif
     return bad;
+}
+
+static int any_nonfinite32(const uint32_t *bits, size_t n)
+{
+    uint32_t top = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t exponent = bits[i] & 0x7f800000u;
+        top = exponent > top ? exponent : top;
+    }
+    return top == 0x7f800000u;
+}
+
+static int any_nonfinite16(const uint16_t *bits, size_t n, uint16_t mask)
+{
+    uint16_t top = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint16_t exponent = bits[i] & mask;
+        top = exponent > top ? exponent : top;
+    }
+    return top == mask;
+}
+
+static int any_nonfinite(const void *data, size_t from, size_t n, int kind)
+{
+    if (kind == FLOAT32)
+        return any_nonfinite32((const uint32_t *)data + from, n);
+    if (kind == FLOAT16 || kind == BFLOAT16)
+        return any_nonfinite16((const uint16_t *)data + from, n, kind == FLOAT16 ? 0x7c00u : 0x7f80u);
+    if (kind == FLOAT64) {
+        for (size_t i = from; i < from + n; i++)
+            if (!isfinite(((const double *)data)[i]))
+                return 1;
+        return 0;
+    }
+    for (size_t i = from; i < from + n; i++)
+        if (!isfinite(tables[kind == FLOAT8_E5M2][((const uint8_t *)data)[i]]))
+            return 1;
+    return 0;
+}
+
+#define WHOLE 16384 /* elements up to which a tensor is looked at whole */
+
+/* Whether some tensor holds NaN or infinity: small ones whole, of large ones the slice of this turn.
+   Returns 1 + the place of the first that does, 0 for none, -1 for an unknown kind. */
+int64_t watchstep_nonfinite(int64_t n, const void *const *data, const int64_t *sizes, const int32_t *kinds,
+                            int64_t turn, int64_t slices)
+{
+    for (int64_t i = 0; i < n; i++) {
+        size_t size = (size_t)sizes[i], from = 0, part = size;
+        if (kinds[i] < 0 || kinds[i] >= KINDS)
+            return -1;
+        if (sizes[i] > WHOLE) {
+            part = size / (size_t)slices + 1;
+            from = part * (size_t)turn < size ? part * (size_t)turn : size;
+            part = size - from < part ? size - from : part;
+        }
+        if (any_nonfinite(data[i], from, part, kinds[i]))
+            return 1 + i;
+    }
+    return 0;
 }

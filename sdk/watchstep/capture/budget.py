@@ -1,0 +1,162 @@
+"""The overhead budget: how often each collection is measured, so that recording keeps to a share of the step's time.
+
+The recorder times itself. Every step brings an allowance, a share of the time that the program's own work took; what
+measuring, writing and the empty hooks cost is taken off it. A collection is measured when the allowance that has been
+saved up pays for it, the one that has waited longest first. In the first hundred steps the allowance is ten times as
+large: that is where most trainings go wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DENSE_STEPS = 100
+DENSE_FACTOR = 10.0
+_MEMORY = 0.2  # weight of the newest value in running means
+_SPIKE = 4.0  # a cost is taken as at most so many times its mean: the process was interrupted, not slow
+_PATIENCE = 1.5  # allowance is saved up to so many times the dearest collection's cost
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class _Unit:
+    """One collection that is measured as the budget allows."""
+
+    name: str
+    last: int = -1
+    cost: float | None = None
+    measured: int = 0
+    in_step: float = 0.0
+
+    def settle(self) -> None:
+        """A step is over: take what measuring cost in it into the mean."""
+        if self.in_step:
+            old = self.cost
+            counted = self.in_step if old is None else min(self.in_step, _SPIKE * old)
+            self.cost = counted if old is None else old + _MEMORY * (counted - old)
+            self.in_step = 0.0
+
+
+class Budget:
+    """Decides at the start of each step which collections it pays for. On the training thread, but for `written`.
+
+    Attributes:
+        share: of the program's own time.
+        allowance: seconds a step besides, for steps so short that a share of them is nothing.
+    """
+
+    def __init__(
+        self,
+        collections: Sequence[str],
+        share: float,
+        allowance: float = 0.0,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.share = share
+        self.allowance = allowance
+        self._clock = clock
+        self._units = {name: _Unit(name) for name in collections}
+        self._step = -1
+        self._due: frozenset[str] = frozenset()
+        self._saved = 0.0
+        self._spent = 0.0
+        self._program = 0.0
+        self._steps = 0
+        self._step_time: float | None = None
+        self._began = clock()
+        self._spent_in_step = 0.0
+        self._floor = 0.0
+        self._lock = threading.Lock()
+        self._written = 0.0
+
+    def due(self, collection: str, step: int) -> bool:
+        """Whether a collection is measured at a step; the first question of a step settles it for all."""
+        if step != self._step:
+            self._plan(step)
+        return collection in self._due
+
+    def spent(self, collection: str, seconds: float) -> None:
+        """Measuring a collection took so long."""
+        unit = self._units.get(collection)
+        if unit is None:
+            self._take(seconds)
+            return
+        if self._step != unit.last:
+            unit.measured += 1
+            unit.last = self._step
+        unit.in_step += seconds
+        self._take(seconds)
+
+    def floor(self, seconds: float) -> None:
+        """What every step costs whatever is measured: the gate and the empty hooks."""
+        self._floor += _MEMORY * (min(seconds, _SPIKE * self._floor or seconds) - self._floor)
+        self._take(min(seconds, _SPIKE * self._floor or seconds))
+
+    def written(self, seconds: float) -> None:
+        """The writer's thread used so much processor time."""
+        with self._lock:
+            self._written += seconds
+
+    def as_data(self) -> dict[str, Any]:
+        """The account, JSON-ready: what was spent, by what share, and how often each collection was measured."""
+        steps = max(1, self._steps)
+        return {
+            "budget": self.share,
+            "share": self._spent / self._program if self._program else 0.0,
+            "spent_seconds": self._spent,
+            "program_seconds": self._program,
+            "floor_share": self._floor / self._step_time if self._step_time else 0.0,
+            "every": {
+                u.name: round(steps / u.measured, 1) if u.measured else None for u in self._units.values()
+            },
+        }
+
+    @property
+    def floor_exceeds(self) -> bool:
+        """Whether the gate and the empty hooks alone cost more than the budget."""
+        return self._step_time is not None and self._floor > self.share * self._step_time + self.allowance
+
+    def _take(self, seconds: float) -> None:
+        self._spent += seconds
+        self._saved -= seconds
+        self._spent_in_step += seconds
+
+    def _plan(self, step: int) -> None:
+        self._close_step()
+        for unit in self._units.values():
+            unit.settle()
+        self._step = step
+        if self._step_time is not None:
+            factor = DENSE_FACTOR if step < DENSE_STEPS else 1.0
+            self._saved += factor * (self.share * self._step_time + self.allowance)
+        dearest = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
+        self._saved = min(self._saved, _PATIENCE * dearest)
+        left, due = self._saved, set()
+        for unit in sorted(self._units.values(), key=lambda unit: unit.last):
+            if unit.cost is not None and unit.cost > left:
+                break  # it has waited longest: save up for it
+            left -= unit.cost or 0.0
+            due.add(unit.name)
+        self._due = frozenset(due)
+
+    def _close_step(self) -> None:
+        """Take in how long the step that is over took, without the recorder's own time."""
+        with self._lock:
+            written, self._written = self._written, 0.0
+        self._take(written)
+        now = self._clock()
+        own = max(0.0, now - self._began - (self._spent_in_step - written))
+        self._began, self._spent_in_step = now, 0.0
+        if self._step < 0:
+            return
+        self._steps += 1
+        self._program += own
+        if self._step_time is None:
+            self._step_time = own
+        else:
+            self._step_time += _MEMORY * (min(own, _SPIKE * self._step_time) - self._step_time)

@@ -1,0 +1,118 @@
+"""The budget, with a clock of its own: it keeps to its share, saves up for what is dear, and forgets nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from watchstep.capture.budget import DENSE_STEPS, Budget
+from watchstep.capture.config import ADAPTIVE, Cadence, CaptureConfig
+from watchstep.capture.health import Health
+from watchstep.capture.schedule import Schedule
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def simulate(
+    budget: Budget, clock: Clock, costs: Mapping[str, float], first: int, steps: int
+) -> dict[str, int]:
+    """Steps of ten milliseconds; what is due costs what it costs. How often each was measured."""
+    measured = dict.fromkeys(costs, 0)
+    for step in range(first, first + steps):
+        for name, cost in costs.items():
+            if budget.due(name, step):
+                clock.now += cost
+                budget.spent(name, cost)
+                measured[name] += 1
+        clock.now += 0.01
+    return measured
+
+
+costs = st.dictionaries(st.sampled_from("abcd"), st.floats(1e-6, 0.2), min_size=1)
+
+
+@given(costs=costs, share=st.sampled_from([0.001, 0.01, 0.1]))
+def test_after_the_first_steps_it_keeps_to_its_share(costs: dict[str, float], share: float) -> None:
+    clock = Clock()
+    budget = Budget(list(costs), share, clock=clock)
+    simulate(budget, clock, costs, 0, DENSE_STEPS)
+    measured = simulate(budget, clock, costs, DENSE_STEPS, 3000)
+    spent = sum(costs[name] * times for name, times in measured.items())
+    assert spent <= share * 3000 * 0.01 + 2 * max(costs.values())
+
+
+@given(costs=costs)
+def test_the_first_step_measures_everything(costs: dict[str, float]) -> None:
+    clock = Clock()
+    assert set(simulate(Budget(list(costs), 0.01, clock=clock), clock, costs, 0, 1).values()) == {1}
+
+
+def test_what_costs_nothing_is_measured_always_and_what_is_dear_in_its_turn() -> None:
+    clock = Clock()
+    prices = {"cheap": 1e-5, "dear": 2e-3}
+    budget = Budget(list(prices), 0.01, clock=clock)
+    simulate(budget, clock, prices, 0, DENSE_STEPS)
+    measured = simulate(budget, clock, prices, DENSE_STEPS, 2000)
+    assert measured["dear"] > 50
+    assert measured["cheap"] >= measured["dear"]
+
+
+def test_the_first_hundred_steps_are_dense() -> None:
+    clock = Clock()
+    prices = {"a": 1e-3}
+    budget = Budget(["a"], 0.01, clock=clock)
+    early = simulate(budget, clock, prices, 0, DENSE_STEPS)["a"]
+    late = simulate(budget, clock, prices, DENSE_STEPS, DENSE_STEPS)["a"]
+    assert early > 5 * late
+
+
+def test_writing_is_paid_for_too() -> None:
+    clock = Clock()
+    budget = Budget(["a"], 0.01, clock=clock)
+    simulate(budget, clock, {"a": 1e-4}, 0, DENSE_STEPS)
+    before = simulate(budget, clock, {"a": 1e-4}, DENSE_STEPS, 500)["a"]
+    for step in range(500):
+        budget.written(9e-5)
+        simulate(budget, clock, {"a": 1e-4}, DENSE_STEPS + 500 + step, 1)
+    account = budget.as_data()
+    assert account["share"] < 0.03
+    assert before > 400
+
+
+def test_a_floor_over_the_budget_is_told() -> None:
+    clock = Clock()
+    health = Health()
+    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}), health, clock)
+    for step in range(20):
+        schedule.due("a", step)
+        clock.now += 0.001
+        schedule.floor(0.0005)
+        clock.now += 0.0005
+    assert "alone cost more" in health.as_data()["notes"]["budget"]
+
+
+def test_a_demand_is_for_three_bad_steps_in_a_row() -> None:
+    config = CaptureConfig(collections={"a": Cadence(start=10**6)})
+    schedule = Schedule(config, Health(), Clock())
+    seen = []
+    for step in range(10):
+        if step >= 2:
+            schedule.demand(step)
+        seen.append(schedule.due("a", step))
+    assert [step for step, due in enumerate(seen) if due] == [2, 3, 4]
+    assert not schedule.due("unknown", 2)
+
+
+def test_steps_by_hand_like_save_config() -> None:
+    cadence = Cadence(every=10, start=5, stop=40, steps=(1, 99))
+    assert [step for step in range(120) if cadence.due(step)] == [1, 5, 15, 25, 35, 99]
