@@ -8,7 +8,7 @@ https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,39 +41,105 @@ class Claims:
     columns: list[ColumnClaim]
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Where one column's part of one row group lies, as the footer says.
+
+    Attributes:
+        path: as in `ColumnClaim`.
+        values: how many values it claims.
+        start: its first byte.
+        length: bytes, packed.
+        least: the smallest value's bytes, where the writer said it.
+        most: the largest value's bytes, where the writer said it.
+    """
+
+    path: str
+    values: int
+    start: int
+    length: int
+    least: bytes | None
+    most: bytes | None
+
+
+@dataclass(frozen=True)
+class Footer:
+    """A file's rows, its columns in each row group, and its metadata."""
+
+    rows: int
+    chunks: list[Chunk]
+    metadata: dict[bytes, bytes]
+
+
 def read_claims(data: bytes) -> Claims:
     """Read what a file claims.
 
     Raises:
         ValueError: it is no Parquet file, or contradicts itself.
     """
+    footer = read_footer(data)
+    return claims_of(data, footer)
+
+
+def read_footer(data: bytes | bytearray) -> Footer:
+    """Read a file's footer; only it and the first four bytes are looked at.
+
+    Raises:
+        ValueError: it is no Parquet file, or a column lies outside it.
+    """
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC or size > len(data) - 12:
         raise ValueError("no whole Parquet file")
     footer = _Thrift(data, len(data) - 8 - size, len(data) - 8).struct()
-    columns = [
-        _column_claim(data, _held(chunk, 3, dict))
+    chunks = [
+        _chunk(len(data), _held(chunk, 3, dict))
         for group in _held(footer, 4, list)
         for chunk in _held(group, 1, list)
     ]
-    return Claims(_held(footer, 3, int), columns)
+    pairs = footer.get(5, [])
+    metadata = {_held(pair, 1, bytes): _held(pair, 2, bytes) for pair in pairs if 2 in pair}
+    return Footer(_held(footer, 3, int), chunks, metadata)
 
 
-def _column_claim(data: bytes, meta: dict[int, Any]) -> ColumnClaim:
+def claims_of(data: bytes | bytearray, footer: Footer, columns: Container[str] | None = None) -> Claims:
+    """Read what the pages claim.
+
+    Args:
+        data: the file; where only some columns are asked for, the others' bytes may be missing (be zero).
+        footer: what `read_footer` gave for it.
+        columns: names of columns; all where it is left out.
+
+    Raises:
+        ValueError: the pages contradict the footer.
+    """
+    chosen = [
+        chunk
+        for chunk in footer.chunks
+        if columns is None or chunk.path.removesuffix(".list.element") in columns
+    ]
+    return Claims(footer.rows, [_column_claim(data, chunk) for chunk in chosen])
+
+
+def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
     path = b".".join(_held(meta, 3, list)).decode()
     values, length = _held(meta, 5, int), _held(meta, 7, int)
     if values == 0:  # Arrow reads no page of it, and writes no place for one
-        return ColumnClaim(path, 0, 0)
+        return Chunk(path, 0, 4, 0, None, None)
     start = min(_held(meta, 9, int), meta.get(11, _held(meta, 9, int)))
-    if start < 4 or length < 0 or values < 0 or start + length > len(data):
+    if start < 4 or length < 0 or values < 0 or start + length > size:
         raise ValueError(f"column {path[:80]} lies outside the file")
+    known = meta.get(12, {})
+    return Chunk(path, values, start, length, known.get(6), known.get(5))
+
+
+def _column_claim(data: bytes | bytearray, chunk: Chunk) -> ColumnClaim:
     seen = unpacked = 0
-    for kind, held, pages in _pages(data, start, start + length):
+    for kind, held, pages in _pages(data, chunk.start, chunk.start + chunk.length):
         seen += held if kind != _DICTIONARY else 0
         unpacked += pages
-    if seen != values:
-        raise ValueError(f"column {path[:80]} claims {values} values, its pages {seen}")
-    return ColumnClaim(path, values, unpacked)
+    if seen != chunk.values:
+        raise ValueError(f"column {chunk.path[:80]} claims {chunk.values} values, its pages {seen}")
+    return ColumnClaim(chunk.path, chunk.values, unpacked)
 
 
 _DICTIONARY = 2
@@ -81,7 +147,7 @@ _HEADERS = {0: 5, _DICTIONARY: 7, 3: 8}
 """Page types, and the field of the header that is theirs: data, dictionary, data of version 2."""
 
 
-def _pages(data: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _pages(data: bytes | bytearray, place: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Type, values and unpacked bytes of each page between two places."""
     while place < end:
         reader = _Thrift(data, place, end)
@@ -108,7 +174,7 @@ def _held(struct: Any, number: int, kind: type) -> Any:
 class _Thrift:
     """Reads one struct as a dict by field number, believing no length beyond its end."""
 
-    def __init__(self, data: bytes, place: int, end: int) -> None:
+    def __init__(self, data: bytes | bytearray, place: int, end: int) -> None:
         self._data = data
         self.place = place
         self._end = end
@@ -157,7 +223,7 @@ class _Thrift:
         if length > self._end - start:
             raise ValueError("a header is cut short")
         self.place = start + length
-        return self._data[start : self.place]
+        return bytes(self._data[start : self.place])
 
     def _varint(self) -> int:
         byte = self._byte()

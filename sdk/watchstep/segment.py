@@ -10,6 +10,8 @@ import base64
 import io
 import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +30,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MAX_CATALOGUE = 16 * 1024 * 1024
-__all__ = ["MAX_BYTES", "MAX_ROWS", "catalogue_bytes", "decode", "encode", "to_table"]
+__all__ = [
+    "CATALOGUE",
+    "MAX_BYTES",
+    "MAX_ROWS",
+    "catalogue_bytes",
+    "catalogue_of",
+    "check_version",
+    "decode",
+    "encode",
+    "metadata",
+    "to_block",
+    "to_table",
+    "whole",
+]
 
 _META = b"watchstep"
+CATALOGUE = b"watchstep.tensors"
+"""Key of the catalogue in a segment's metadata."""
+
 _MEND = "the writer or the transfer damaged it; what other segments hold can still be read"
 
 
@@ -38,6 +56,26 @@ def catalogue_bytes(catalogue: tuple[TensorInfo, ...]) -> bytes:
     """The catalogue as it stands in a segment's metadata. Writers keep it while the tensors stay the same."""
     text = json.dumps([info.as_data() for info in catalogue], separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 6))
+
+
+def metadata(catalogue: bytes) -> dict[bytes, bytes]:
+    """A segment's metadata, with what `catalogue_bytes` gave."""
+    return {_META: json.dumps({"schema": SCHEMA_VERSION}).encode(), CATALOGUE: catalogue}
+
+
+def check_version(stored: dict[bytes, bytes], name: str) -> None:
+    """Refuse a segment of a later version, by its metadata.
+
+    Raises:
+        FormatError: it is of one.
+        ValueError, TypeError, KeyError: it is no segment's metadata.
+    """
+    schema = int(json.loads(stored[_META])["schema"])
+    if schema > SCHEMA_VERSION:
+        raise FormatError(
+            f"segment {name}: schema {schema}, this version reads up to {SCHEMA_VERSION}",
+            "read it with a newer watchstep",
+        )
 
 
 def encode(block: Block, catalogue: bytes | None = None) -> bytes:
@@ -50,8 +88,7 @@ def encode(block: Block, catalogue: bytes | None = None) -> bytes:
     import pyarrow.parquet as pq
 
     table = to_table(block)
-    header = json.dumps({"schema": SCHEMA_VERSION})
-    meta = {_META: header.encode(), _META + b".tensors": catalogue or catalogue_bytes(block.catalogue)}
+    meta = metadata(catalogue or catalogue_bytes(block.catalogue))
     sink = io.BytesIO()
     pq.write_table(
         table.replace_schema_metadata(meta),
@@ -111,10 +148,31 @@ def decode(data: bytes, name: str) -> Block:
     Raises:
         FormatError: the bytes are no whole segment, are of a later version, or claim sizes over the limits.
     """
+    with whole(name):
+        return check_values(_to_block(_open(data, name)))
+
+
+def to_block(table: pa.Table, catalogue: tuple[TensorInfo, ...], name: str) -> Block:
+    """The rows of a table with all columns of a segment, as a block.
+
+    Raises:
+        FormatError: a figure or word is such as a segment cannot hold.
+    """
+    with whole(name):
+        return check_values(_to_block(_Opened(table, catalogue)))
+
+
+@contextmanager
+def whole(name: str) -> Iterator[None]:
+    """Whatever damaged bytes make the code inside raise, told as one error.
+
+    Raises:
+        FormatError: with what to call the object.
+    """
     import pyarrow as pa
 
     try:
-        return check_values(_to_block(_open(data, name)))
+        yield
     except FormatError:
         raise
     except (
@@ -141,18 +199,18 @@ def _open(data: bytes, name: str) -> _Opened:
     claims = read_claims(data)
     file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     stored = file.metadata.metadata or {}
-    header = json.loads(stored[_META])
-    if int(header["schema"]) > SCHEMA_VERSION:
-        raise FormatError(
-            f"segment {name}: schema {header['schema']}, this version reads up to {SCHEMA_VERSION}",
-            "read it with a newer watchstep",
-        )
+    check_version(stored, name)
     columns = checked_columns(file.schema_arrow)
     check_claims(claims, columns)
-    return _Opened(file.read(columns, use_threads=False), _catalogue(stored[_META + b".tensors"]))
+    return _Opened(file.read(columns, use_threads=False), catalogue_of(stored[CATALOGUE]))
 
 
-def _catalogue(stored: bytes) -> tuple[TensorInfo, ...]:
+def catalogue_of(stored: bytes) -> tuple[TensorInfo, ...]:
+    """The catalogue that `catalogue_bytes` packed.
+
+    Raises:
+        ValueError, TypeError, KeyError, zlib.error: it is none, or over the limit.
+    """
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
     if unpacker.unconsumed_tail or not unpacker.eof:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
+from numpy.typing import NDArray
 
 from watchstep import documents
-from watchstep.block import Block
+from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, NotFoundError, StoreError
 from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
-from watchstep.reading.newest import newest_of_each_step
-from watchstep.reading.segments import SegmentReader
+from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.sql import query
 from watchstep.reading.tensor import Tensor
 from watchstep.snapshot import Snapshot, open_snapshot
 from watchstep.store import Store
@@ -64,7 +65,7 @@ def open_run(url: str | os.PathLike[str]) -> Run:
 
 
 class Run:
-    """What was recorded of a run. Reads what is new when asked; everything read is kept.
+    """What was recorded of a run. Looks for what is new when asked, and reads the columns that an answer needs.
 
     The default view is the newest attempt of each step; `attempts` and `rows` give the others.
 
@@ -74,8 +75,8 @@ class Run:
 
     def __init__(self, store: Store, document: documents.RunDocument) -> None:
         self._store = store
-        self._segments = SegmentReader(store)
-        self._view: Block | None = None
+        self._index = RunIndex(store)
+        self._passed: NDArray[np.int64] | None = None
         self.document = document
         self.refresh()
 
@@ -95,33 +96,41 @@ class Run:
         Raises:
             StoreError: the store cannot be read.
         """
-        new = self._segments.refresh()
+        new = self._index.refresh()
         if new:
-            self._view = None
+            self._passed = None
         return new
 
     @property
     def damaged(self) -> dict[str, str]:
         """Segments that could not be read, and why."""
-        return dict(self._segments.damaged)
+        return dict(self._index.damaged)
 
     @property
     def attempts(self) -> list[str]:
         """Attempts, oldest first."""
-        return self._segments.attempts()
+        return self._index.attempts()
 
     def rows(self, attempt: str | None = None) -> Block:
-        """All rows of one attempt; of the newest attempt of each step where it is left out."""
-        if attempt is not None:
-            return self._segments.rows(attempt)
-        if self._view is None:
-            self._view = newest_of_each_step([self._segments.rows(name) for name in self.attempts])
-        return self._view
+        """All rows of one attempt; of the newest attempt of each step where it is left out. Nothing is kept."""
+        return concatenate(self._index.blocks(attempt, Want(()))).ordered()
 
     @property
     def workers(self) -> list[int]:
         """Workers that recorded, ascending."""
-        return [int(worker) for worker in np.unique(self.rows().worker)]
+        return [int(worker) for worker in np.unique(self._steps_seen()[:, 2])]
+
+    def _steps_seen(self) -> NDArray[np.int64]:
+        """Distinct (step, mode, worker), shape (n, 3), ascending; kept until there is something new."""
+        if self._passed is None:
+            parts = [np.empty((0, 3), np.int64)]
+            for held in self._index.scan(Want(())):
+                part = np.stack([held["step"], held["mode"], held["worker"]], axis=1).astype(np.int64)
+                changes = np.ones(len(part), np.bool_)
+                changes[1:] = (part[1:] != part[:-1]).any(axis=1)
+                parts.append(np.unique(part[changes], axis=0))
+            self._passed = np.unique(np.concatenate(parts), axis=0)
+        return self._passed
 
     @property
     def collections(self) -> dict[str, list[str]]:
@@ -134,9 +143,9 @@ class Run:
 
     def steps(self, mode: Mode | None = None) -> list[int]:
         """Steps that were recorded, ascending; only those of one mode where it is given."""
-        rows = self.rows()
-        chosen = rows.step if mode is None else rows.step[rows.mode == MODES.index(mode)]
-        return [int(step) for step in np.unique(chosen)]
+        seen = self._steps_seen()
+        chosen = seen if mode is None else seen[seen[:, 1] == MODES.index(mode)]
+        return [int(step) for step in np.unique(chosen[:, 0])]
 
     def tensors(self, collection: str | None = None, regex: str | None = None) -> list[str]:
         """Names of tensors, in the model's order.
@@ -164,10 +173,10 @@ class Run:
         Raises:
             NotFoundError: none of that name was recorded.
         """
-        rows = self.rows()
-        for place, info in enumerate(rows.catalogue):
+        for info in self._index.tensors():
             if info.name == name:
-                return Tensor(self, info, rows.where(rows.tensor == place))
+                rows = concatenate(self._index.blocks(None, Want((), frozenset([name])))).ordered()
+                return Tensor(self, info, rows)
         raise NotFoundError(
             f"tensor {name!r}: not recorded in run {self.id}", "see Run.tensors() for the names"
         )
@@ -176,15 +185,19 @@ class Run:
         """All losses: step, mode, worker, name, value; null where the loss was not finite."""
         import pyarrow as pa
 
-        rows = self.rows()
-        rows = rows.where(rows.mask_of_tensors([LOSSES in info.collections for info in rows.catalogue]))
+        names = [info.name for info in self._index.tensors()]
+        wanted = frozenset(info.name for info in self._index.tensors() if LOSSES in info.collections)
+        held = self._index.collect(Want(("mean",), wanted))
+        ranks = np.empty(len(names), np.int64)
+        ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+        order = np.lexsort((ranks[held["tensor"]], held["mode"], held["worker"], held["step"]))
         return pa.table(
             {
-                "step": rows.step,
-                "mode": [rows.mode_name(row) for row in range(len(rows))],
-                "worker": rows.worker,
-                "name": [rows.info(row).name for row in range(len(rows))],
-                "value": pa.array(rows.statistics.mean, from_pandas=True),
+                "step": held["step"][order],
+                "mode": [MODES[mode] for mode in held["mode"][order]],
+                "worker": held["worker"][order].astype(np.int32),
+                "name": [names[tensor] for tensor in held["tensor"][order]],
+                "value": pa.array(held["mean"][order], from_pandas=True),
             },
             schema=pa.schema(
                 [
@@ -196,6 +209,18 @@ class Run:
                 ]
             ),
         )
+
+    def sql(self, text: str) -> pa.Table:
+        """Run one SELECT over the run, in DuckDB (the extra ``sql``).
+
+        Tables: ``statistics`` (each row with its derived figures and probes), ``tensors`` (name, module, module_type,
+        role, order, shape, dtype, collections) and ``losses`` (step, mode, worker, name, value). Only the columns
+        that the query needs are read; it reaches no file and loads no extension.
+
+        Raises:
+            ConfigError: DuckDB is not installed, or refuses the text.
+        """
+        return query(self._index, text)
 
     def snapshots(self) -> list[SnapshotKey]:
         """Snapshots that there are, by attempt, worker and step."""
@@ -249,7 +274,7 @@ class Run:
         return bool(self.attempts) and set(self.attempts) <= ended
 
     def _infos(self) -> list[TensorInfo]:
-        return sorted(self.rows().catalogue, key=lambda info: (info.order, info.name))
+        return sorted(self._index.tensors(), key=lambda info: (info.order, info.name))
 
     def __repr__(self) -> str:
         return f"Run({self._store.location!r}, {len(self.steps())} steps)"

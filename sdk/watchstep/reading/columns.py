@@ -1,0 +1,149 @@
+"""Columns of statistics as numpy arrays: what every query of a run works on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.block import STAGES
+from watchstep.derived import DERIVED
+from watchstep.errors import ConfigError
+from watchstep.histogram import Histograms
+from watchstep.segment_checks import PROBE
+from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, Floats, StatisticsBatch
+from watchstep.tensors import MODES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Columns = dict[str, NDArray[Any]]
+"""Column's name → array of shape (n,). Words are indices: `MODES`, `STAGES`, and the run's tensors."""
+
+IDENTITY = ("step", "mode", "worker", "tensor", "shard_count", "replica", "stage")
+"""What tells the rows of one figure apart."""
+
+COUNTED = (*COUNT_COLUMNS, *VALUE_COLUMNS)
+"""The figures of a row, but for the histogram."""
+
+_FINITE = ("count", "nan", "pos_inf", "neg_inf")
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "variance": ("m2", *_FINITE),
+    "std": ("m2", *_FINITE),
+    "l1": ("abs_sum",),
+    "l2": ("square_sum",),
+    "rms": ("square_sum", *_FINITE),
+    "abs_mean": ("abs_sum", *_FINITE),
+    "abs_max": ("min", "max"),
+    "zero_share": ("zero", "count"),
+    "nonfinite_share": _FINITE,
+}
+_WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
+
+
+def needs_of(figure: str, probes: Iterable[str] = ()) -> tuple[str, ...]:
+    """The recorded columns that a figure follows from.
+
+    Args:
+        figure: a column of a segment, a derived figure, or a probe.
+        probes: names of the run's probes.
+
+    Raises:
+        ConfigError: there is no such figure.
+    """
+    known = list(probes)
+    if figure in COUNTED or figure == "time_ns":
+        return (figure,)
+    if figure in DERIVED:
+        return _NEEDS[figure]
+    if figure.removeprefix(PROBE) in known:
+        return (PROBE + figure.removeprefix(PROBE),)
+    names = ", ".join([*COUNTED, *DERIVED, *known])
+    raise ConfigError(f"figure {figure!r}: there is none of this name", f"use one of {names}")
+
+
+def figure_of(columns: Mapping[str, NDArray[Any]], figure: str) -> Floats:
+    """A figure of n rows, float64; NaN where it does not exist. Its columns (`needs_of`) must be there."""
+    if figure in DERIVED:
+        with np.errstate(all="ignore"):
+            return DERIVED[figure](batch_of(columns))
+    held = columns[figure] if figure in columns else columns[PROBE + figure.removeprefix(PROBE)]
+    return held.astype(np.float64)
+
+
+def batch_of(columns: Mapping[str, NDArray[Any]]) -> StatisticsBatch:
+    """Statistics without histograms; figures whose column is missing are zero."""
+    rows = len(columns["step"])
+    missing = np.broadcast_to(np.zeros(1, np.int64), rows), np.broadcast_to(np.zeros(1), rows)
+    counts = {name: columns.get(name, missing[0]) for name in COUNT_COLUMNS}
+    values = {name: columns.get(name, missing[1]) for name in VALUE_COLUMNS}
+    return StatisticsBatch(**counts, **values, histogram=Histograms.empty(rows))
+
+
+def from_table(table: pa.Table, tensors: NDArray[np.int32], places: Mapping[str, int]) -> Columns:
+    """A table's columns (but for histograms) as arrays.
+
+    Args:
+        table: columns of a segment.
+        tensors: int32; the run's index of each tensor of the object's own catalogue.
+        places: name → index in the object's own catalogue.
+
+    Raises:
+        ValueError, KeyError: a word or a number is such as a segment cannot hold.
+    """
+    found: Columns = {}
+    for name in table.column_names:
+        column = table.column(name)
+        if name == "tensor":
+            found[name] = tensors[_words(column, places)] if len(column) else np.empty(0, np.int32)
+        elif name in _WORDS:
+            known = {word: place for place, word in enumerate(_WORDS[name])}
+            found[name] = _words(column, known).astype(np.int8)
+        elif name in VALUE_COLUMNS or name.startswith(PROBE):
+            found[name] = column.to_numpy()
+        elif column.null_count:
+            raise ValueError(f"column {name} has nulls")
+        else:
+            found[name] = column.to_numpy()
+    return found
+
+
+def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.bool_]:
+    """Which rows of a column of words hold one of some words; bool of shape (n,)."""
+    import pyarrow as pa
+
+    if not len(column):
+        return np.zeros(0, np.bool_)
+    merged = pa.concat_arrays(column.chunks)
+    if not pa.types.is_dictionary(merged.type):
+        merged = merged.dictionary_encode()
+    chosen = np.array([word in words for word in merged.dictionary.to_pylist()] or [False], np.bool_)
+    found: NDArray[np.bool_] = chosen[merged.indices.to_numpy()]
+    return found
+
+
+def _words(column: Any, known: Mapping[str, int]) -> NDArray[np.intp]:
+    import pyarrow as pa
+
+    merged = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
+    if not pa.types.is_dictionary(merged.type):
+        merged = merged.dictionary_encode()
+    if merged.null_count:
+        raise ValueError("a column of words has nulls")
+    place = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], np.intp)
+    found: NDArray[np.intp] = place[merged.indices.to_numpy()]
+    return found
+
+
+def joined(parts: list[Columns], names: Iterable[str]) -> Columns:
+    """Parts one after the other."""
+    return {
+        name: np.concatenate([part[name] for part in parts]) if parts else np.empty(0, _dtype(name))
+        for name in names
+    }
+
+
+def _dtype(name: str) -> type:
+    return np.float64 if name in VALUE_COLUMNS or name.startswith(PROBE) else np.int64

@@ -1,0 +1,252 @@
+"""What statistics a run holds and where, and reading columns of them without reading the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from watchstep.block import Block, concatenate
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.layout import SEGMENTS, SegmentKey
+from watchstep.reading.ahead import READERS, ahead
+from watchstep.reading.columns import IDENTITY, Columns, from_table, is_one_of, joined
+from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
+from watchstep.segment import to_block, whole
+from watchstep.segment_checks import PROBE
+from watchstep.store import Store
+from watchstep.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_NO_CUT = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Want:
+    """What to read.
+
+    Attributes:
+        columns: names; `IDENTITY` comes with them.
+        tensors: only rows of these tensors, by name; all where it is None.
+        first: only rows from this step on.
+        last: only rows up to this step.
+    """
+
+    columns: tuple[str, ...]
+    tensors: frozenset[str] | None = None
+    first: int = 0
+    last: int = _NO_CUT
+
+
+@dataclass(frozen=True)
+class Located:
+    """An object, the attempt that it is of, and the first step that a later attempt did again."""
+
+    attempt: str
+    object: ParquetObject
+    cut: int = _NO_CUT
+
+
+class RunIndex:
+    """The objects of a run that hold statistics. Footers are kept, columns are not.
+
+    Attributes:
+        damaged: segments that could not be read, and why; what others hold is there all the same.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._segments: dict[SegmentKey, ParquetObject] = {}
+        self._catalogues = Catalogues()
+        self._started: dict[str, int] = {}
+        self.damaged: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._view: list[Located] | None = None
+        self._tensors: list[TensorInfo] | None = None
+
+    def refresh(self) -> bool:
+        """Look for new segments and read their footers; whether there were any.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        listed = self._listed()
+        new = [key for key in listed if key not in self._segments and key.path not in self.damaged]
+        with ThreadPoolExecutor(READERS) as pool:
+            opened = pool.map(lambda key: self._opened(key.path, listed[key]), new)
+            for key, found in zip(new, opened, strict=True):
+                if found is not None:
+                    self._segments[key] = found
+        if new:
+            self._forget()
+        return bool(new)
+
+    def _listed(self) -> dict[SegmentKey, int]:
+        found = {}
+        for entry in self._store.entries(SEGMENTS):
+            try:
+                found[SegmentKey.parse(entry.key)] = entry.size
+            except FormatError as error:
+                self.damaged[entry.key] = error.what
+        return found
+
+    def _opened(self, path: str, size: int) -> ParquetObject | None:
+        try:
+            return open_object(self._store, path, size, self._catalogues)
+        except (FormatError, NotFoundError) as error:
+            self.damaged[path] = error.what
+            return None
+
+    def objects(self, attempt: str | None = None) -> list[Located]:
+        """The objects with rows of one attempt; of the default view where it is left out."""
+        if attempt is not None:
+            held = [self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt]
+            return [Located(attempt, one) for one in held if one.rows and one.key not in self.damaged]
+        if self._view is None:
+            self._view = self._newest()
+        return [located for located in self._view if located.object.key not in self.damaged]
+
+    def _newest(self) -> list[Located]:
+        """Objects of all attempts; an attempt that starts at step s replaces every earlier row from s on."""
+        view: list[Located] = []
+        cut = _NO_CUT
+        for attempt in reversed(self.attempts()):
+            held = self.objects(attempt)
+            view.extend(Located(attempt, one.object, cut) for one in held if one.object.first < cut)
+            cut = min([cut, *(one.object.first for one in held)])
+        return view
+
+    def attempts(self) -> list[str]:
+        """Attempts that have written something, in the order of their first records."""
+        names = {key.writer.attempt for key, one in self._segments.items() if one.rows}
+        if len(names) == 1:
+            return list(names)
+        return sorted(names, key=self._start_of)
+
+    def _start_of(self, attempt: str) -> int:
+        """When an attempt wrote its first record; a writer's earliest is in its first segment."""
+        if attempt not in self._started:
+            earliest: dict[object, SegmentKey] = {}
+            for key, held in self._segments.items():
+                if key.writer.attempt == attempt and held.rows:
+                    earliest[key.writer] = min(key, earliest.get(key.writer, key))
+            times = [self._read(self._segments[key], ("time_ns",)) for key in earliest.values()]
+            known = [int(np.min(table["time_ns"].to_numpy())) for table in times if table is not None]
+            self._started[attempt] = min(known, default=0)
+        return self._started[attempt]
+
+    def tensors(self) -> list[TensorInfo]:
+        """All tensors, in the order in which they were met, as the newest segment describes them."""
+        if self._tensors is None:
+            known: dict[str, TensorInfo] = {}
+            seen: set[int] = set()
+            for attempt in self.attempts():
+                for located in self.objects(attempt):
+                    if id(located.object.catalogue) not in seen:
+                        known.update({info.name: info for info in located.object.catalogue})
+                        seen = {id(located.object.catalogue)}
+            self._tensors = list(known.values())
+        return self._tensors
+
+    def probes(self) -> list[str]:
+        """Names of probes that some object holds, sorted."""
+        found = {name for located in self.objects() for name in located.object.columns}
+        return sorted(name.removeprefix(PROBE) for name in found if name.startswith(PROBE))
+
+    def scan(self, want: Want) -> Iterator[Columns]:
+        """Columns of the default view, object by object, in no order of rows. Damaged objects are left out.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        index = {info.name: place for place, info in enumerate(self.tensors())}
+        names = tuple(dict.fromkeys((*IDENTITY, *want.columns)))
+
+        def one(located: Located) -> Columns | None:
+            return self._columns(located, names, want, index)
+
+        for found in ahead(one, self._due(want)):
+            if found is not None:
+                yield found
+
+    def collect(self, want: Want) -> Columns:
+        """What `scan` gives, in one."""
+        parts = list(self.scan(want))
+        return joined(parts, dict.fromkeys((*IDENTITY, *want.columns)))
+
+    def blocks(self, attempt: str | None, want: Want) -> list[Block]:
+        """Whole rows: of one attempt, or of the default view where it is None."""
+
+        def one(located: Located) -> Block | None:
+            table = self._table(located, None, want)
+            if table is None:
+                return None
+            try:
+                return to_block(table, located.object.catalogue, located.object.key)
+            except FormatError as error:
+                self.damaged[located.object.key] = error.what
+                return None
+
+        return [found for found in ahead(one, self._due(want, attempt)) if found is not None]
+
+    def rows(self, attempt: str) -> Block:
+        """All rows of one attempt, by step, worker, mode and tensor."""
+        return concatenate(self.blocks(attempt, Want(()))).ordered()
+
+    def _due(self, want: Want, attempt: str | None = None) -> list[Located]:
+        return [
+            located
+            for located in self.objects(attempt)
+            if located.object.first <= want.last and located.object.last >= want.first
+        ]
+
+    def _columns(
+        self, located: Located, names: tuple[str, ...], want: Want, index: dict[str, int]
+    ) -> Columns | None:
+        table = self._table(located, names, want)
+        if table is None:
+            return None
+        catalogue = located.object.catalogue
+        tensors = np.array([index[info.name] for info in catalogue], np.int32)
+        places = {info.name: place for place, info in enumerate(catalogue)}
+        try:
+            with whole(located.object.key):
+                found = from_table(table, tensors, places)
+        except FormatError as error:
+            self.damaged[located.object.key] = error.what
+            return None
+        lacking = {name: np.full(table.num_rows, np.nan) for name in names if name not in found}
+        return {**found, **lacking}  # only probes can be lacking: the rest was checked with the footer
+
+    def _table(self, located: Located, names: tuple[str, ...] | None, want: Want) -> pa.Table | None:
+        """The rows that are wanted of one object; ``names`` None is all columns."""
+        import pyarrow as pa
+
+        held = located.object
+        if want.tensors is not None and not any(info.name in want.tensors for info in held.catalogue):
+            return None
+        columns = held.columns if names is None else held.columns & set(names)
+        table = self._read(held, columns)
+        if table is None:
+            return None
+        chosen = np.ones(table.num_rows, np.bool_)
+        if max(want.first, held.first) > held.first or min(want.last, located.cut - 1) < held.last:
+            step = table["step"].to_numpy()
+            chosen &= (step >= want.first) & (step <= want.last) & (step < located.cut)
+        if want.tensors is not None:
+            chosen &= is_one_of(table["tensor"], want.tensors)
+        return table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen)))
+
+    def _read(self, held: ParquetObject, columns: frozenset[str] | tuple[str, ...]) -> pa.Table | None:
+        try:
+            return held.read(columns)
+        except (FormatError, NotFoundError) as error:
+            self.damaged[held.key] = error.what
+            return None

@@ -1,0 +1,170 @@
+"""SQL over a run's statistics: DuckDB, which asks for the columns that a query needs, and reaches nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from watchstep.block import STAGES
+from watchstep.derived import DERIVED
+from watchstep.errors import ConfigError
+from watchstep.reading.columns import COUNTED, IDENTITY, Columns, figure_of, needs_of
+from watchstep.reading.index import RunIndex, Want
+from watchstep.segment_checks import PROBE
+from watchstep.statistics import COUNT_COLUMNS
+from watchstep.tensors import LOSSES, MODES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def query(index: RunIndex, text: str) -> pa.Table:
+    """Run one SELECT.
+
+    Tables: ``statistics`` (all rows of the default view, with the derived figures and the probes, but for
+    histograms), ``tensors`` (the catalogue) and ``losses`` (step, mode, worker, name, value).
+
+    Raises:
+        ConfigError: DuckDB is not installed, or refuses the text.
+        StoreError: the store cannot be read.
+    """
+    try:
+        import duckdb
+    except ImportError:
+        raise ConfigError(
+            "SQL: duckdb is not installed", "install it with: pip install 'watchstep[sql]'"
+        ) from None
+    connection = _locked(duckdb)
+    try:
+        _register(connection, index)
+        found = connection.sql(text)
+        if found is None:
+            raise ConfigError("SQL: the text is no query", "write one SELECT")
+        return found.to_arrow_table()
+    except duckdb.Error as error:
+        raise ConfigError(
+            f"SQL: {str(error).strip()}",
+            "correct the query; the tables are statistics, tensors and losses",
+        ) from None
+    finally:
+        connection.close()
+
+
+def _locked(duckdb: Any) -> Any:
+    """A database of its own in memory, which opens no file, loads no extension and keeps it so."""
+    connection = duckdb.connect(
+        ":memory:",
+        config={
+            "enable_external_access": "false",
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+        },
+    )
+    connection.execute("SET python_enable_replacements = false")  # no table is looked for among variables
+    return connection
+
+
+def _register(connection: Any, index: RunIndex) -> None:
+    connection.register("statistics", _lazy(index))
+    connection.register("tensors", _catalogue(index))
+    connection.execute(
+        "CREATE VIEW losses AS SELECT step, mode, worker, tensor AS name, mean AS value FROM statistics "  # noqa: S608
+        f"WHERE tensor IN (SELECT name FROM tensors WHERE list_contains(collections, '{LOSSES}'))"
+    )
+    connection.execute("SET lock_configuration = true")
+
+
+def _catalogue(index: RunIndex) -> pa.Table:
+    import pyarrow as pa
+
+    infos = index.tensors()
+    words = ("name", "module", "module_type", "role")
+    return pa.table(
+        {
+            **{word: pa.array([getattr(info, word) for info in infos], pa.string()) for word in words},
+            "order": pa.array([info.order for info in infos], pa.int64()),
+            "shape": pa.array([info.shape for info in infos], pa.list_(pa.int64())),
+            "dtype": pa.array([info.dtype for info in infos], pa.string()),
+            "collections": pa.array([info.collections for info in infos], pa.list_(pa.string())),
+        }
+    )
+
+
+def _schema(index: RunIndex) -> pa.Schema:
+    import pyarrow as pa
+
+    word, whole, short, real = (
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.int64(),
+        pa.int32(),
+        pa.float64(),
+    )
+    kinds = {"step": whole, "mode": word, "worker": short, "tensor": word, "time_ns": whole}
+    kinds |= {"shard_index": short, "shard_count": short, "replica": short, "stage": word}
+    kinds |= {name: real if name not in COUNT_COLUMNS else whole for name in COUNTED}
+    kinds |= dict.fromkeys(DERIVED, real)
+    kinds |= {PROBE + name: real for name in index.probes()}
+    return pa.schema(list(kinds.items()))
+
+
+def _lazy(index: RunIndex) -> Any:
+    """A dataset of no rows to Arrow, whose scans read the run: what DuckDB asks of it is what is fetched."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    schema = _schema(index)
+
+    class Statistics(ds.InMemoryDataset):  # type: ignore[misc]
+        def scanner(self, columns: list[str] | None = None, filter: Any = None, **_: Any) -> Any:  # noqa: A002
+            names = [*schema.names] if columns is None else [*columns]
+            filtered = [] if filter is None else [n for n in schema.names if _mentions(str(filter), n)]
+            read = pa.schema([schema.field(name) for name in dict.fromkeys([*names, *filtered])])
+            batches = _batches(index, read, _tensors_of(filter))
+            reader = pa.RecordBatchReader.from_batches(read, batches)
+            return ds.Scanner.from_batches(reader, columns=names, filter=filter)
+
+    return Statistics(schema.empty_table())
+
+
+def _mentions(text: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
+
+
+def _tensors_of(condition: Any) -> frozenset[str] | None:
+    """Tensors that a condition asks for by equality; None for all."""
+    import pyarrow.dataset as ds
+
+    if condition is None:
+        return None
+    name = ds.get_partition_keys(condition).get("tensor")
+    return frozenset([name]) if isinstance(name, str) else None
+
+
+def _batches(index: RunIndex, schema: pa.Schema, tensors: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+    probes = index.probes()
+    needs: list[str] = []
+    for name in schema.names:
+        known = name in IDENTITY or name == "shard_index"
+        needs.extend((name,) if known else needs_of(name, probes))
+    names = [info.name for info in index.tensors()]
+    words: dict[str, list[str]] = {"mode": list(MODES), "stage": list(STAGES), "tensor": names}
+    for held in index.scan(Want(tuple(dict.fromkeys(needs)), tensors)):
+        yield _batch(held, schema, words)
+
+
+def _batch(held: Columns, schema: pa.Schema, words: dict[str, list[str]]) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    arrays = []
+    for entry in schema:
+        if entry.name in words:
+            indices = pa.array(held[entry.name].astype(np.int32))
+            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(words[entry.name], pa.string())))
+        elif entry.name in held and entry.type != pa.float64():
+            arrays.append(pa.array(held[entry.name], entry.type))
+        else:
+            arrays.append(pa.array(figure_of(held, entry.name), pa.float64(), from_pandas=True))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
