@@ -155,6 +155,12 @@ class RunIndex:
             self._tensors = list(known.values())
         return self._tensors
 
+    def reach(self) -> tuple[int, int]:
+        """The first and last step of the default view; (0, -1) where there is none."""
+        held = self.objects()
+        first = min((located.object.first for located in held), default=0)
+        return first, max((min(located.object.last, located.cut - 1) for located in held), default=-1)
+
     def probes(self) -> list[str]:
         """Names of probes that some object holds, sorted."""
         found = {name for located in self.objects() for name in located.object.columns}

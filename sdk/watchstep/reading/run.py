@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -16,7 +17,9 @@ from watchstep import documents
 from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, NotFoundError, StoreError
 from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
+from watchstep.reading import queries
 from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 from watchstep.reading.sql import query
 from watchstep.reading.tensor import Tensor
 from watchstep.snapshot import Snapshot, open_snapshot
@@ -177,9 +180,7 @@ class Run:
             if info.name == name:
                 rows = concatenate(self._index.blocks(None, Want((), frozenset([name])))).ordered()
                 return Tensor(self, info, rows)
-        raise NotFoundError(
-            f"tensor {name!r}: not recorded in run {self.id}", "see Run.tensors() for the names"
-        )
+        raise self._unknown(name)
 
     def losses(self) -> pa.Table:
         """All losses: step, mode, worker, name, value; null where the loss was not finite."""
@@ -208,6 +209,111 @@ class Run:
                     ("value", "float64"),
                 ]
             ),
+        )
+
+    def series(
+        self,
+        tensor: str,
+        figure: str,
+        worker: int | None = None,
+        mode: Mode | None = None,
+        *,
+        merge: bool = True,
+    ) -> pa.Table:
+        """One figure of one tensor over the steps.
+
+        Args:
+            tensor: its name.
+            figure: a recorded figure, a derived one (`watchstep.derived.DERIVED`), or a probe.
+            worker: only rows of this worker, as it measured them.
+            mode: only rows of this mode.
+            merge: shards become the whole tensor's figure; replicas and workers with whole tensors stay apart.
+
+        Returns:
+            step, mode, tensor, worker (the lowest, where shards merged), replica, stage, and the figure; null where
+            it does not exist. By step.
+
+        Raises:
+            ConfigError: there is no such figure.
+            NotFoundError: there is no such tensor.
+        """
+        self._check_tensors([tensor])
+        merge = merge and worker is None
+        held = queries.columns_of(self._index, [figure], Want((), frozenset([tensor])), merge=merge)
+        chosen = np.ones(len(held["step"]), np.bool_) if worker is None else held["worker"] == worker
+        if mode is not None:
+            chosen &= held["mode"] == MODES.index(mode)
+        return queries.as_table(self._index, held, [figure], chosen)
+
+    def at_step(
+        self, figures: Sequence[str], step: int | None = None, mode: Mode | None = None, *, merge: bool = True
+    ) -> pa.Table:
+        """Figures of all tensors at one step, the newest where it is left out; columns as of `series`.
+
+        Raises:
+            ConfigError: there is no such figure.
+        """
+        if step is None:
+            step = self._index.reach()[1] if mode is None else max(self.steps(mode), default=-1)
+        held = queries.columns_of(self._index, figures, Want((), None, step, step), merge=merge)
+        chosen = np.ones(len(held["step"]), np.bool_) if mode is None else held["mode"] == MODES.index(mode)
+        return queries.as_table(self._index, held, figures, chosen)
+
+    def heatmap(
+        self,
+        tensors: str | Sequence[str],
+        figure: str,
+        bins: int = 100,
+        mode: Mode | None = "train",
+        reduce: Reduce = "mean",
+    ) -> Heatmap:
+        """One figure of many tensors over the steps: a matrix of tensors and bins, however many steps there are.
+
+        Args:
+            tensors: a collection, or names.
+            figure: as of `series`.
+            bins: the most bins; there is one for each step where the run has fewer.
+            mode: only rows of this mode.
+            reduce: how the finite values of a bin (of its steps, and of workers with whole tensors) become one.
+
+        Raises:
+            ConfigError: there is no such figure or collection.
+            NotFoundError: there is no such tensor.
+        """
+        names = self.tensors(tensors) if isinstance(tensors, str) else list(tensors)
+        if isinstance(tensors, str) and not names:
+            raise ConfigError(
+                f"collection {tensors!r}: no tensor is in it", "see Run.collections for the names"
+            )
+        self._check_tensors(names)
+        return queries.heatmap(self._index, names, figure, bins, (mode, reduce))
+
+    def histogram(
+        self, tensor: str, steps: int = 100, worker: int | None = None, mode: Mode | None = "train"
+    ) -> HistogramSeries:
+        """How a tensor's elements spread over powers of two, over the steps.
+
+        Args:
+            tensor: its name.
+            steps: the most rows of the answer; the histograms of several steps add up in one.
+            worker: what this worker measured; else all shards of the first replica, or the first worker.
+            mode: only steps of this mode.
+
+        Raises:
+            NotFoundError: there is no such tensor, or it has no such rows.
+        """
+        self._check_tensors([tensor])
+        return queries.histogram(self._index, tensor, steps, worker, mode)
+
+    def _check_tensors(self, names: Sequence[str]) -> None:
+        known = {info.name for info in self._index.tensors()}
+        for name in names:
+            if name not in known:
+                raise self._unknown(name)
+
+    def _unknown(self, name: str) -> NotFoundError:
+        return NotFoundError(
+            f"tensor {name!r}: not recorded in run {self.id}", "see Run.tensors() for the names"
         )
 
     def sql(self, text: str) -> pa.Table:

@@ -1,0 +1,135 @@
+"""Series, heatmaps and histograms against the rows themselves; shards merge, replicas never do."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.sdk.blocks import Row, block_of, blocks, statistics_of
+from tests.sdk.reading.stored import FIRST, LOSS, SECOND, new_run, sharded_rows, small_run, write
+from watchstep import open_run
+from watchstep.block import Block
+from watchstep.derived import DERIVED
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep.reading.columns import COUNTED
+from watchstep.tensors import Placement
+
+
+@pytest.mark.parametrize("figure", [*DERIVED, *COUNTED])
+def test_a_series_is_a_column_of_the_tensor(tmp_path: Path, figure: str) -> None:
+    run = open_run(small_run(tmp_path, workers=2))
+    due = run.tensor(FIRST.name).statistics()
+    found = run.series(FIRST.name, figure)
+    assert found["step"].to_pylist() == due["step"].to_pylist()
+    assert found[figure].to_pylist() == due[figure].to_pylist()
+    assert run.series(FIRST.name, figure, worker=1)["worker"].to_pylist() == [1] * 12
+    assert run.series(FIRST.name, figure, mode="eval").num_rows == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(blocks)
+def test_figures_of_any_run_are_those_of_its_rows(block: Block) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(new_run(Path(folder)), [block.where(block.step % 2 == 0), block.where(block.step % 2 == 1)])
+        run = open_run(Path(folder) / "default" / "r")
+        for info in {block.info(row) for row in range(len(block))}:
+            found = run.series(info.name, "mean", merge=False)
+            chosen = np.array([block.info(row) == info for row in range(len(block))])
+            due = sorted(_plain(value) for value in block.where(chosen).statistics.mean)
+            assert sorted(map(_plain, found["mean"].to_pylist())) == due
+
+
+def _plain(value: float | None) -> float:
+    return -math.inf if value is None or math.isnan(value) else float(value)
+
+
+@pytest.mark.parametrize("figure", ["std", "mean", "l2", "min", "count", "abs_max"])
+def test_shards_merge_into_the_whole(tmp_path: Path, figure: str) -> None:
+    write(new_run(tmp_path), [block_of(sharded_rows(range(6), 4))])
+    run = open_run(tmp_path / "default" / "r")
+    merged = run.series(FIRST.name, figure)
+    for step in range(6):
+        whole = statistics_of([[v for shard in range(4) for v in (step + shard, -1.0, 2.0**shard)]])
+        due = DERIVED[figure](whole) if figure in DERIVED else getattr(whole, figure)
+        assert merged[figure][step].as_py() == pytest.approx(float(due[0]), rel=1e-12)
+    assert run.series(FIRST.name, figure, merge=False).num_rows == 24
+    assert run.series(FIRST.name, figure, worker=2).num_rows == 6
+    heat = run.heatmap([FIRST.name], figure)
+    assert heat.values[0].tolist() == merged[figure].to_pylist()
+    assert int(run.histogram(FIRST.name, 2).counts.sum() + run.histogram(FIRST.name, 2).zeros.sum()) == 72
+
+
+def test_replicas_stay_apart(tmp_path: Path) -> None:
+    rows = [
+        Row(0, FIRST, [1.0 + replica], worker=2 * replica + shard, place=Placement(shard, 2, replica))
+        for replica in range(2)
+        for shard in range(2)
+    ]
+    write(new_run(tmp_path), [block_of(rows)])
+    found = open_run(tmp_path / "default" / "r").series(FIRST.name, "mean")
+    assert found.select(["worker", "replica", "mean"]).to_pylist() == [
+        {"worker": 0, "replica": 0, "mean": 1.0},
+        {"worker": 2, "replica": 1, "mean": 2.0},
+    ]
+
+
+def test_probes_do_not_merge(tmp_path: Path) -> None:
+    rows = [
+        Row(0, FIRST, [1.0], worker=w, place=Placement(w, 2), probes={"cosine": float(w)}) for w in range(2)
+    ]
+    write(new_run(tmp_path), [block_of(rows)])
+    run = open_run(tmp_path / "default" / "r")
+    with pytest.raises(ConfigError, match="do not merge"):
+        run.series(FIRST.name, "cosine")
+    assert run.series(FIRST.name, "cosine", merge=False)["cosine"].to_pylist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("reduce", ["mean", "min", "max"])
+@pytest.mark.parametrize("bins", [1, 5, 12, 100])
+def test_a_heatmap_has_no_more_bins_than_asked_for(tmp_path: Path, bins: int, reduce: str) -> None:
+    run = open_run(small_run(tmp_path))
+    heat = run.heatmap("gradients", "max", bins, reduce=reduce)  # type: ignore[arg-type]
+    assert heat.tensors == [FIRST.name, SECOND.name]
+    assert heat.values.shape == (2, min(bins, 12)) == (2, len(heat.edges) - 1)
+    how = {"mean": np.mean, "min": np.min, "max": np.max}[reduce]
+    for place, (first, last) in enumerate(zip(heat.edges[:-1], heat.edges[1:], strict=True)):
+        assert heat.values[0, place] == pytest.approx(how(np.arange(first, last) + 1.0))  # type: ignore[operator]
+    assert np.isnan(run.heatmap([FIRST.name], "max", mode="eval").values).all()
+
+
+def test_histograms_over_the_steps(tmp_path: Path) -> None:
+    run = open_run(small_run(tmp_path, workers=2))
+    found = run.histogram(SECOND.name, steps=3)
+    assert found.edges.tolist() == [0, 4, 8, 12]
+    assert found.zeros.tolist() == [4, 4, 4]
+    assert (found.lower[1:] >= found.upper[:-1]).all()
+    spread = dict(zip(found.lower.tolist(), found.counts.T.tolist(), strict=True))
+    assert spread == {-4.0: [4, 4, 4], 1.0: [1, 0, 0], 2.0: [2, 0, 0], 4.0: [1, 3, 0], 8.0: [0, 1, 4]}
+    assert run.histogram(SECOND.name, 1, worker=1).counts.sum() == 24
+
+
+def test_one_step(tmp_path: Path) -> None:
+    run = open_run(small_run(tmp_path))
+    assert run.at_step(["max", "rms"])["step"].to_pylist() == [11] * 3
+    assert run.at_step(["max"], step=3)["max"].to_pylist() == [4.0] * 3
+    assert run.at_step(["max"], mode="train")["tensor"].to_pylist() == [LOSS.name, FIRST.name, SECOND.name]
+    assert run.at_step(["max"], step=99).num_rows == 0
+
+
+def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+    run = open_run(small_run(tmp_path))
+    with pytest.raises(ConfigError, match="figure 'nope'"):
+        run.series(FIRST.name, "nope")
+    with pytest.raises(NotFoundError, match="'nope'"):
+        run.series("nope", "mean")
+    with pytest.raises(ConfigError, match="collection 'nope'"):
+        run.heatmap("nope", "mean")
+    with pytest.raises(ConfigError, match="bins 0"):
+        run.heatmap("gradients", "mean", 0)
+    with pytest.raises(NotFoundError, match="no row"):
+        run.histogram(FIRST.name, mode="eval")
