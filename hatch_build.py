@@ -25,6 +25,7 @@ class NativeKernelHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - the interface's
         """Compile the kernel; without a compiler, or where it fails, say so and go on."""
         root = Path(self.root)
+        (root / LIBRARY).unlink(missing_ok=True)  # never one of older sources
         compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
         if compiler is None:
             self.app.display_warning("watchstep: no C compiler, statistics will be computed by numpy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,9 @@ class Watch:
         self._own_place, self._gradient_place = placements(model)
         self._parameters = name_parameters(self._model)
         self._primary: Optimizer | None = optimizer
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._updated: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[NamedParameter]]]
+        self._updated = weakref.WeakKeyDictionary()
+        self._groups: dict[str, Group] = {}
         self._handle = self._model.register_forward_pre_hook(self._before_forward)
         self._activations = ActivationHooks(
             self._model, self._own_place, self._activations_due, self._observe_activations
@@ -179,18 +182,26 @@ class Watch:
         if not infos:
             self._schedule.spent(collection, since)
             return
-        key = tuple(id(info) for info in infos)
-        if key not in self._groups:
-            gradients = infos[0].role == "gradient"
-            place = self._gradient_place if gradients else self._own_place
-            self._groups[key] = Group.of(tuple(infos), place)
-        self._recorder.add(self._groups[key], self._kernel.measure(found))
+        measured = tuple(infos)
+        group = self._groups.get(collection)
+        if group is None or group.tensors != measured:
+            place = self._gradient_place if collection == tensors.GRADIENTS else self._own_place
+            group = self._groups[collection] = Group.of(measured, place)
+        self._recorder.add(group, self._kernel.measure(found))
         self._schedule.spent(collection, since)
 
     def _updated_by(self, optimizer: Optimizer) -> list[NamedParameter]:
-        """The watched parameters among the optimizer's."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        return [self._parameters[id(p)] for p in held if id(p) in self._parameters]
+        """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = self._updated.get(optimizer)
+        ids = list(map(id, held))
+        if known is not None and known[0] == ids:
+            return known[1]
+        if any(i not in self._parameters for i in ids):
+            self._parameters = name_parameters(self._model)  # some were added since
+        updated = [self._parameters[i] for i in ids if i in self._parameters]
+        self._updated[optimizer] = (ids, updated)
+        return updated
 
     def _snapshot_due(self, step: int) -> bool:
         every = self._config.snapshot_every

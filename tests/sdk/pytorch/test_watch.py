@@ -236,6 +236,35 @@ def test_shared_parameters_have_one_name(tmp_path: Path) -> None:
     assert recorded(hook).tensors("weights") == ["0.weight"]
 
 
+def test_parameters_that_are_added_are_recorded(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(2)
+    training.model.add_module("extra", nn.Linear(2, 2))
+    training.optimizer.add_param_group({"params": list(training.model.get_submodule("extra").parameters())})
+    training.run(2)
+    run = recorded(hook)
+    assert run.tensor("extra.weight").steps() == [2, 3]
+    assert run.tensor("0.weight").steps() == [0, 1, 2, 3]
+
+
+def test_two_optimizers_record_under_the_steps_of_the_first(tmp_path: Path) -> None:
+    one, two = small_model(0), small_model(1)
+    first = torch.optim.SGD(one.parameters(), lr=0.1)
+    second = torch.optim.SGD(two.parameters(), lr=0.1)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(one, first)
+    hook.watch(nn.ModuleDict({"critic": two}), second)
+    for x, _ in batches(3):
+        one(x).sum().backward()
+        first.step()
+        two(x).sum().backward()
+        second.step()
+    run = recorded(hook)
+    assert run.tensor("0.weight:gradient").steps() == [0, 1, 2]
+    assert run.tensor("critic.0.weight:gradient").steps()[-1] <= 3
+
+
 def test_checkpointed_activations_count_once(tmp_path: Path) -> None:
     from torch.utils.checkpoint import checkpoint
 

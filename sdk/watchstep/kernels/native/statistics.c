@@ -391,7 +391,13 @@ int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *siz
     return bad;
 }
 
-static int any_nonfinite32(const uint32_t *bits, size_t n)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default"), optimize("O3")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+
+FOR_EACH_PROCESSOR static int any_nonfinite32(const uint32_t *bits, size_t n)
 {
     uint32_t top = 0;
     for (size_t i = 0; i < n; i++) {
@@ -401,7 +407,7 @@ static int any_nonfinite32(const uint32_t *bits, size_t n)
     return top == 0x7f800000u;
 }
 
-static int any_nonfinite16(const uint16_t *bits, size_t n, uint16_t mask)
+FOR_EACH_PROCESSOR static int any_nonfinite16(const uint16_t *bits, size_t n, uint16_t mask)
 {
     uint16_t top = 0;
     for (size_t i = 0; i < n; i++) {
