@@ -1,0 +1,222 @@
+"""Questions to a run whose answers fit a screen: a figure over the steps, a matrix, a histogram over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.block import STAGES, Block, concatenate
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep.histogram import exponent_of_bin, is_negative_bin, sum_rows
+from watchstep.reading.columns import COUNTED, Columns, figure_of, needs_of
+from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.shards import merged
+from watchstep.statistics import Floats
+from watchstep.tensors import MODES, Mode
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Reduce = Literal["mean", "min", "max"]
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """A figure of many tensors over the steps, in bins.
+
+    Attributes:
+        tensors: names, in the model's order; m of them.
+        edges: int64 of shape (n + 1,); bin i holds the steps edges[i] … edges[i + 1] - 1.
+        values: float64 of shape (m, n); NaN where a bin has no finite value.
+    """
+
+    tensors: list[str]
+    edges: NDArray[np.int64]
+    values: Floats
+
+
+@dataclass(frozen=True)
+class HistogramSeries:
+    """Exponent histograms of one tensor over the steps, in bins of steps.
+
+    Attributes:
+        edges: int64 of shape (n + 1,); row i holds the steps edges[i] … edges[i + 1] - 1.
+        lower: float64 of shape (m,); elements of column j lie between lower[j] and upper[j], ascending.
+        upper: float64 of shape (m,).
+        counts: int64 of shape (n, m); elements, added up over the steps of a row.
+        zeros: int64 of shape (n,); elements equal to zero, which lie in no column.
+        nonfinite: int64 of shape (n,).
+    """
+
+    edges: NDArray[np.int64]
+    lower: Floats
+    upper: Floats
+    counts: NDArray[np.int64]
+    zeros: NDArray[np.int64]
+    nonfinite: NDArray[np.int64]
+
+
+def columns_of(index: RunIndex, figures: Sequence[str], want: Want, *, merge: bool) -> Columns:
+    """Identity columns of the wanted rows, and figures by name; shards merged where asked for.
+
+    Raises:
+        ConfigError: there is no such figure, or it is a probe's and is to be merged.
+    """
+    probes = index.probes()
+    needs = tuple(name for figure in figures for name in needs_of(figure, probes))
+    held = index.collect(Want(needs, want.tensors, want.first, want.last))
+    if merge and (held["shard_count"] > 1).any():
+        unmerged = [figure for figure in figures if not set(needs_of(figure, probes)) <= set(COUNTED)]
+        if unmerged:
+            raise ConfigError(f"figure {unmerged[0]!r}: shards of it do not merge", "ask with merge=False")
+        held = merged(index.collect(Want(COUNTED, want.tensors, want.first, want.last)))
+    return {**held, **{figure: figure_of(held, figure) for figure in figures}}
+
+
+def as_table(index: RunIndex, held: Columns, figures: Sequence[str], chosen: NDArray[np.bool_]) -> pa.Table:
+    """Chosen rows by (step, mode, tensor, worker, replica, stage): these, and the figures; null for NaN."""
+    import pyarrow as pa
+
+    rows = np.flatnonzero(chosen)
+    keys = [held[name][rows] for name in ("stage", "replica", "worker", "tensor", "mode", "step")]
+    rows = rows[np.lexsort(keys)]
+    names = [info.name for info in index.tensors()]
+    words = {"mode": MODES, "stage": STAGES, "tensor": names}
+
+    def word(name: str) -> pa.Array:
+        places = pa.array(held[name][rows].astype(np.int32))
+        return pa.DictionaryArray.from_arrays(places, pa.array(words[name], pa.string())).cast(pa.string())
+
+    columns = {
+        "step": pa.array(held["step"][rows], pa.int64()),
+        "mode": word("mode"),
+        "tensor": word("tensor"),
+        "worker": pa.array(held["worker"][rows], pa.int32()),
+        "replica": pa.array(held["replica"][rows], pa.int32()),
+        "stage": word("stage"),
+    }
+    return pa.table(
+        {**columns, **{name: pa.array(held[name][rows], pa.float64(), from_pandas=True) for name in figures}}
+    )
+
+
+def heatmap(
+    index: RunIndex, names: list[str], figure: str, bins: int, how: tuple[Mode | None, Reduce]
+) -> Heatmap:
+    """See `Run.heatmap`; ``how`` is the mode and how the values of a bin become one."""
+    if bins < 1:
+        raise ConfigError(f"bins {bins}: not a number of bins", "ask for 1 or more")
+    mode, reduce = how
+    if reduce not in {"mean", "min", "max"}:
+        raise ConfigError(f"reduce {reduce!r}: there is no such way", "use mean, min or max")
+    needs = needs_of(figure, index.probes())
+    edges = _edges(*index.reach(), bins)
+    cells = _Cells(index, names, edges, reduce)
+    want = Want(needs, frozenset(names))
+    for held in index.scan(want):
+        if (held["shard_count"] > 1).any():
+            cells = _Cells(index, names, edges, reduce)
+            cells.add(columns_of(index, [figure], want, merge=True), figure, mode)
+            break
+        cells.add(held, figure, mode)
+    return Heatmap(names, edges, cells.values())
+
+
+def _edges(first: int, last: int, bins: int) -> NDArray[np.int64]:
+    """At most ``bins`` bins of nearly equal width; one for each step where there are fewer steps."""
+    steps = max(0, last - first + 1)
+    count = max(1, min(bins, steps))
+    return (first + np.arange(count + 1) * steps // count).astype(np.int64)
+
+
+class _Cells:
+    """One number for each tensor and bin, gathered part by part."""
+
+    def __init__(self, index: RunIndex, names: list[str], edges: NDArray[np.int64], reduce: Reduce) -> None:
+        place = {name: row for row, name in enumerate(names)}
+        self._row = np.array([place.get(info.name, -1) for info in index.tensors()] or [-1], np.int64)
+        self._edges, self._reduce = edges, reduce
+        self._shape = (len(names), len(edges) - 1)
+        self._count = np.zeros(self._shape[0] * self._shape[1], np.int64)
+        self._held = np.full(len(self._count), 0.0 if reduce == "mean" else np.nan)
+
+    def add(self, held: Columns, figure: str, mode: Mode | None) -> None:
+        values = figure_of(held, figure)
+        chosen = np.isfinite(values)
+        if mode is not None:
+            chosen &= held["mode"] == MODES.index(mode)
+        step, row = held["step"], self._row[held["tensor"]]
+        if not chosen.all():
+            values, step, row = values[chosen], step[chosen], row[chosen]
+        cell = row * self._shape[1] + self._bin_of(step)
+        self._count += np.bincount(cell, minlength=len(self._count))
+        if self._reduce == "mean":
+            self._held += np.bincount(cell, values, len(self._count))
+        else:
+            pick = np.fmin if self._reduce == "min" else np.fmax
+            pick.at(self._held, cell, values)
+
+    def _bin_of(self, step: NDArray[np.int64]) -> NDArray[np.intp]:
+        first, last = int(self._edges[0]), int(self._edges[-1])
+        if last - first > 1 << 24:  # a table of every step's bin would be larger than the rows
+            return np.searchsorted(self._edges, step, side="right") - 1
+        bins = np.repeat(np.arange(self._shape[1]), np.diff(self._edges))
+        return bins[step - first]
+
+    def values(self) -> Floats:
+        whole = self._held
+        if self._reduce == "mean":
+            with np.errstate(invalid="ignore"):
+                whole = np.where(self._count > 0, whole / np.maximum(self._count, 1), np.nan)
+        return whole.reshape(self._shape)
+
+
+def histogram(
+    index: RunIndex, tensor: str, steps: int, worker: int | None, mode: Mode | None
+) -> HistogramSeries:
+    """See `Run.histogram`."""
+    if steps < 1:
+        raise ConfigError(f"steps {steps}: not a number of rows", "ask for 1 or more")
+    block = concatenate(index.blocks(None, Want((), frozenset([tensor]))))
+    block = _lead(block.where(block.mode == MODES.index(mode)) if mode else block, worker)
+    if not len(block):
+        raise NotFoundError(
+            f"tensor {tensor!r}: no row of mode {mode} and worker {worker}", "see Tensor.steps() and .workers"
+        )
+    edges = _edges(int(block.step.min()), int(block.step.max()), steps)
+    group = np.searchsorted(edges, block.step, side="right") - 1
+    rows = len(edges) - 1
+    held = sum_rows(block.statistics.histogram, group, rows)
+    known = np.unique(held.bins)
+    sign = np.where(is_negative_bin(known), -1.0, 1.0)
+    power = exponent_of_bin(known).astype(np.int64)
+    with np.errstate(over="ignore"):
+        near, far = sign * np.ldexp(1.0, power), sign * np.ldexp(1.0, power + 1)
+    order = np.argsort(near)
+    counts = np.zeros((rows, len(known)), np.int64)
+    counts[np.repeat(np.arange(rows), np.diff(held.offsets)), np.searchsorted(known, held.bins)] = held.counts
+    zeros, nonfinite = (
+        np.bincount(group, column, rows).astype(np.int64)
+        for column in (block.statistics.zero, block.statistics.nonfinite)
+    )
+    return HistogramSeries(
+        edges, np.minimum(near, far)[order], np.maximum(near, far)[order], counts[:, order], zeros, nonfinite
+    )
+
+
+def _lead(block: Block, worker: int | None) -> Block:
+    """Rows that make up one tensor: of one worker; else of the first replica, at one stage."""
+    if worker is not None:
+        return block.where(block.worker == worker)
+    if not len(block):
+        return block
+    block = block.where(block.places.stage == block.places.stage.min())
+    block = block.where(block.places.replica == block.places.replica.min())
+    apart = block.places.shard_count == 1
+    if not apart.any():
+        return block
+    return block.where(~apart | (block.worker == block.worker[apart].min()))
