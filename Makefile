@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint lock clean
+.PHONY: demo test lint bench lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -27,11 +27,18 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/pytest
 
+# What recording costs beside its peers: a quarter of an hour on a quiet machine. The peers are installed for it alone.
+bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
+	$(BIN)/python -m benchmarks.capture $(BENCH_ARGS)
+
 # Resolve anew; run on purpose, commit the result. PyTorch has its own file: its builds differ by platform.
 lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
 		--extra dev requirements/torch-needs.in pyproject.toml requirements/build.in -o requirements/lock.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
+		--extra bench -c requirements/lock.txt pyproject.toml -o requirements/bench.txt
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

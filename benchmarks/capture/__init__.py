@@ -1,0 +1,1 @@
+"""What recording costs: `python -m benchmarks.capture [--quick] [--json FILE]`."""

@@ -1,0 +1,41 @@
+"""What recording costs a training, a kernel's pass and an S3 bill."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+
+from benchmarks.capture.kernel import add_kernel_figures
+from benchmarks.capture.models import QUICK_WORKLOADS, WORKLOADS
+from benchmarks.capture.requests import add_request_figures
+from benchmarks.capture.training import add_training_figures
+from benchmarks.report import Report, arguments
+
+_PARTS: dict[str, Callable[..., None]] = {
+    "kernel": add_kernel_figures,
+    **{name: functools.partial(add_training_figures, name) for name in WORKLOADS},
+    "requests": add_request_figures,
+}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", choices=list(_PARTS), action="append", help="leave the other parts out")
+    options = parser.parse_args()
+    logging.getLogger("watchstep").setLevel(logging.WARNING)
+    report = Report("Capture", quick=options.quick, packages=("wandb", "tensorboard", "transformers", "moto"))
+    chosen = options.only or (("kernel", *QUICK_WORKLOADS, "requests") if options.quick else list(_PARTS))
+    left_out = [name for name in _PARTS if name not in chosen]
+    if left_out:
+        report.remark(f"left out of this run: {', '.join(left_out)}")
+    for name in chosen:
+        print(f"measuring {name} …", file=sys.stderr, flush=True)
+        _PARTS[name](report, quick=options.quick)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The variants, and what each is to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.capture import instruments, peers
+from benchmarks.capture.instruments import Instrument
+from benchmarks.capture.models import Training
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to look at a training.
+
+    Attributes:
+        title: in the table.
+        make: puts it on a training.
+        targets: workload → the highest ratio of process CPU time to the uninstrumented training.
+        period: steps after which what it does repeats; a round is a multiple of it.
+        mean: whether the mean over all rounds counts, and not the least: for what is measured at some steps only, a
+            round with few of them would tell too little.
+        peer: whether it is no part of Watchstep, and gets fewer rounds.
+    """
+
+    title: str
+    make: Callable[[Training, Path], Instrument]
+    targets: Mapping[str, float] = field(default_factory=dict)
+    period: int = 1
+    mean: bool = False
+    peer: bool = False
+
+
+BASE = "none"
+AGAIN = "none_again"
+
+VARIANTS = {
+    BASE: Variant("uninstrumented", instruments.Nothing),
+    AGAIN: Variant("uninstrumented, once more: the noise", instruments.Nothing),
+    "gate": Variant(
+        "gate alone",
+        instruments.Gate,
+        {"transformer": 1.01, "transformer_small": 1.02, "mlp": 1.01, "cnn": 1.01},
+    ),
+    "budget": Variant(
+        "defaults, budget 1 %",
+        instruments.Budget,
+        {"transformer": 1.015, "transformer_small": 1.015, "mlp": 1.015, "cnn": 1.015},
+        period=10,
+        mean=True,
+    ),
+    "everything": Variant("defaults, all at every step", instruments.Everything),
+    "statistics": Variant(
+        "all statistics of weights and gradients",
+        instruments.Statistics,
+        {"transformer": 1.03, "transformer_small": 1.10, "mlp": 1.10},
+    ),
+    "statistics_tensors": Variant(
+        "the same, full tensors every 10 steps",
+        instruments.StatisticsAndTensors,
+        {"mlp": 1.15},
+        period=10,
+    ),
+    "separate_operations": Variant("separate torch operations", instruments.SeparateOperations, peer=True),
+    "wandb": Variant("wandb.watch, log_freq=1, offline", peers.Wandb, peer=True),
+    "tensorboard": Variant("TensorBoard add_histogram", peers.TensorBoard, peer=True),
+    "underflow_overflow": Variant("transformers DebugUnderflowOverflow", peers.UnderflowOverflow, peer=True),
+}
