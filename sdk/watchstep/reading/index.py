@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from watchstep.block import Block, concatenate
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.layout import SEGMENTS, SegmentKey
 from watchstep.reading.ahead import READERS, ahead
 from watchstep.reading.columns import IDENTITY, Columns, from_table, is_one_of, joined
+from watchstep.reading.generations import Generations
+from watchstep.reading.manifest import Manifest, generation_of
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
+from watchstep.reading.part import PartLostError, PartObject
 from watchstep.segment import to_block, whole
 from watchstep.segment_checks import PROBE
 from watchstep.store import Store
@@ -23,6 +27,7 @@ from watchstep.tensors import TensorInfo
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Result = TypeVar("Result")
 _NO_CUT = np.iinfo(np.int64).max
 
 
@@ -48,7 +53,7 @@ class Located:
     """An object, the attempt that it is of, and the first step that a later attempt did again."""
 
     attempt: str
-    object: ParquetObject
+    object: ParquetObject | PartObject
     cut: int = _NO_CUT
 
 
@@ -63,6 +68,7 @@ class RunIndex:
         self._store = store
         self._segments: dict[SegmentKey, ParquetObject] = {}
         self._catalogues = Catalogues()
+        self._generations = Generations(store, self._catalogues)
         self._started: dict[str, int] = {}
         self.damaged: dict[str, str] = {}
         self._forget()
@@ -77,16 +83,60 @@ class RunIndex:
         Raises:
             StoreError: the store cannot be read.
         """
-        listed = self._listed()
-        new = [key for key in listed if key not in self._segments and key.path not in self.damaged]
+        listed = self._listed()  # before the manifest: one that came later only covers more of them
+        followed = self._generations.refresh()
+        self._segments = {key: held for key, held in self._segments.items() if not self._covers(key)}
+        known = self._segments
+        new = [k for k in listed if k not in known and k.path not in self.damaged and not self._covers(k)]
         with ThreadPoolExecutor(READERS) as pool:
             opened = pool.map(lambda key: self._opened(key.path, listed[key]), new)
             for key, found in zip(new, opened, strict=True):
                 if found is not None:
                     self._segments[key] = found
-        if new:
+        if any(key not in self._segments and key.path not in self.damaged for key in new):
+            return self.refresh() or True  # one was deleted since it was listed: a newer generation has it
+        if new or followed:
             self._forget()
-        return bool(new)
+        return bool(new) or followed
+
+    def _covers(self, key: SegmentKey) -> bool:
+        return key.path in self._generations.sources
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest that is followed."""
+        return self._generations.manifest
+
+    @property
+    def segments(self) -> list[SegmentKey]:
+        """Segments that are read as they are, for no manifest covers them."""
+        return sorted(self._segments)
+
+    def consistently(self, work: Callable[[], Result]) -> Result:
+        """Do something that reads; once more where a part of a compaction was lost meanwhile.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        while True:
+            try:
+                return work()
+            except PartLostError as error:
+                self._lose(error)
+
+    def _lose(self, error: PartLostError) -> None:
+        """Follow a newer generation, or the originals; where they are gone, go on without the object."""
+        before = self.manifest and self.manifest.generation
+        self.refresh()
+        if (self.manifest and self.manifest.generation) != before:
+            return
+        listed = {key.path for key in self._listed()}
+        if generation_of(error.key) and self._generations.sources <= listed:
+            self._generations.distrust()
+            self.refresh()
+        else:
+            self.damaged[error.key] = error.what
+            self._forget()
 
     def _listed(self) -> dict[SegmentKey, int]:
         found = {}
@@ -100,14 +150,18 @@ class RunIndex:
     def _opened(self, path: str, size: int) -> ParquetObject | None:
         try:
             return open_object(self._store, path, size, self._catalogues)
-        except (FormatError, NotFoundError) as error:
+        except NotFoundError:
+            return None
+        except FormatError as error:
             self.damaged[path] = error.what
             return None
 
     def objects(self, attempt: str | None = None) -> list[Located]:
         """The objects with rows of one attempt; of the default view where it is left out."""
         if attempt is not None:
-            held = [self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt]
+            compacted = self._generations.attempts.get(attempt)
+            held: list[ParquetObject | PartObject] = [*compacted.parts] if compacted else []
+            held += [self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt]
             return [Located(attempt, one) for one in held if one.rows and one.key not in self.damaged]
         if self._view is None:
             self._view = self._newest()
@@ -126,12 +180,15 @@ class RunIndex:
     def attempts(self) -> list[str]:
         """Attempts that have written something, in the order of their first records."""
         names = {key.writer.attempt for key, one in self._segments.items() if one.rows}
+        names |= self._generations.attempts.keys()
         if len(names) == 1:
             return list(names)
-        return sorted(names, key=self._start_of)
+        return sorted(names, key=self.start_of)
 
-    def _start_of(self, attempt: str) -> int:
+    def start_of(self, attempt: str) -> int:
         """When an attempt wrote its first record; a writer's earliest is in its first segment."""
+        if attempt in self._generations.attempts:
+            return self._generations.attempts[attempt].started_ns
         if attempt not in self._started:
             earliest: dict[object, SegmentKey] = {}
             for key, held in self._segments.items():
@@ -206,12 +263,48 @@ class RunIndex:
         """All rows of one attempt, by step, worker, mode and tensor."""
         return concatenate(self.blocks(attempt, Want(()))).ordered()
 
+    def rows_by_tensor(self, located: Located) -> dict[str, int]:
+        """How many rows of each tensor an object holds."""
+        table = self._read(located.object, ("tensor", "step"))
+        if table is None:
+            return {}
+        counted = table["tensor"].value_counts().to_pylist()
+        return {entry["values"]: entry["counts"] for entry in counted}
+
+    def rows_by_step(self, attempt: str, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Steps of the objects of an attempt that reach to ``last``, ascending, and rows of each in all objects."""
+        steps = [np.empty(0, np.int64)]
+        first = max(
+            (held.object.first for held in self.objects(attempt) if held.object.last == last), default=0
+        )
+        for located in self.objects(attempt):
+            if located.object.last >= first:
+                table = self._read(located.object, ("step",))
+                held = np.empty(0, np.int64) if table is None else table["step"].to_numpy()
+                steps.append(held[held >= first])
+        return np.unique(np.concatenate(steps), return_counts=True)
+
     def _due(self, want: Want, attempt: str | None = None) -> list[Located]:
-        return [
-            located
-            for located in self.objects(attempt)
-            if located.object.first <= want.last and located.object.last >= want.first
-        ]
+        due = []
+        for located in self.objects(attempt):
+            held = located.object
+            if held.first > want.last or held.last < want.first:
+                continue
+            recent = self._recent(located, want)
+            if recent is None:
+                due.append(located)
+            elif recent not in due:
+                due.append(recent)
+        return due
+
+    def _recent(self, located: Located, want: Want) -> Located | None:
+        """The object with an attempt's last steps, in the place of a part, where all that is wanted is in it."""
+        compacted = self._generations.attempts.get(located.attempt)
+        if not isinstance(located.object, PartObject) or compacted is None or compacted.recent is None:
+            return None
+        if want.first < compacted.recent.first or compacted.recent.key in self.damaged:
+            return None
+        return Located(located.attempt, compacted.recent, located.cut)
 
     def _columns(
         self, located: Located, names: tuple[str, ...], want: Want, index: dict[str, int]
@@ -250,9 +343,13 @@ class RunIndex:
             chosen &= is_one_of(table["tensor"], want.tensors)
         return table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen)))
 
-    def _read(self, held: ParquetObject, columns: frozenset[str] | tuple[str, ...]) -> pa.Table | None:
+    def _read(
+        self, held: ParquetObject | PartObject, columns: frozenset[str] | tuple[str, ...]
+    ) -> pa.Table | None:
         try:
             return held.read(columns)
-        except (FormatError, NotFoundError) as error:
+        except FormatError as error:
             self.damaged[held.key] = error.what
             return None
+        except NotFoundError as error:  # deleted, for a compaction has its rows
+            raise PartLostError(held.key, error.what) from error

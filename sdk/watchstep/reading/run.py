@@ -18,6 +18,7 @@ from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, NotFoundError, StoreError
 from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
 from watchstep.reading import queries
+from watchstep.reading.columns import Columns
 from watchstep.reading.index import RunIndex, Want
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 from watchstep.reading.sql import query
@@ -116,7 +117,7 @@ class Run:
 
     def rows(self, attempt: str | None = None) -> Block:
         """All rows of one attempt; of the newest attempt of each step where it is left out. Nothing is kept."""
-        return concatenate(self._index.blocks(attempt, Want(()))).ordered()
+        return self._index.consistently(lambda: concatenate(self._index.blocks(attempt, Want(()))).ordered())
 
     @property
     def workers(self) -> list[int]:
@@ -126,14 +127,17 @@ class Run:
     def _steps_seen(self) -> NDArray[np.int64]:
         """Distinct (step, mode, worker), shape (n, 3), ascending; kept until there is something new."""
         if self._passed is None:
-            parts = [np.empty((0, 3), np.int64)]
-            for held in self._index.scan(Want(())):
-                part = np.stack([held["step"], held["mode"], held["worker"]], axis=1).astype(np.int64)
-                changes = np.ones(len(part), np.bool_)
-                changes[1:] = (part[1:] != part[:-1]).any(axis=1)
-                parts.append(np.unique(part[changes], axis=0))
-            self._passed = np.unique(np.concatenate(parts), axis=0)
+            self._passed = self._index.consistently(self._read_steps)
         return self._passed
+
+    def _read_steps(self) -> NDArray[np.int64]:
+        parts = [np.empty((0, 3), np.int64)]
+        for held in self._index.scan(Want(())):
+            part = np.stack([held["step"], held["mode"], held["worker"]], axis=1).astype(np.int64)
+            changes = np.ones(len(part), np.bool_)
+            changes[1:] = (part[1:] != part[:-1]).any(axis=1)
+            parts.append(np.unique(part[changes], axis=0))
+        return np.unique(np.concatenate(parts), axis=0)
 
     @property
     def collections(self) -> dict[str, list[str]]:
@@ -176,19 +180,18 @@ class Run:
         Raises:
             NotFoundError: none of that name was recorded.
         """
-        for info in self._index.tensors():
-            if info.name == name:
-                rows = concatenate(self._index.blocks(None, Want((), frozenset([name])))).ordered()
-                return Tensor(self, info, rows)
-        raise self._unknown(name)
+        self._check_tensors([name])
+        want = Want((), frozenset([name]))
+        rows = self._index.consistently(lambda: concatenate(self._index.blocks(None, want)).ordered())
+        return Tensor(self, next(info for info in self._index.tensors() if info.name == name), rows)
 
     def losses(self) -> pa.Table:
         """All losses: step, mode, worker, name, value; null where the loss was not finite."""
         import pyarrow as pa
 
-        names = [info.name for info in self._index.tensors()]
         wanted = frozenset(info.name for info in self._index.tensors() if LOSSES in info.collections)
-        held = self._index.collect(Want(("mean",), wanted))
+        held = self._index.consistently(lambda: self._index.collect(Want(("mean",), wanted)))
+        names = [info.name for info in self._index.tensors()]
         ranks = np.empty(len(names), np.int64)
         ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
         order = np.lexsort((ranks[held["tensor"]], held["mode"], held["worker"], held["step"]))
@@ -239,7 +242,8 @@ class Run:
         """
         self._check_tensors([tensor])
         merge = merge and worker is None
-        held = queries.columns_of(self._index, [figure], Want((), frozenset([tensor])), merge=merge)
+        want = Want((), frozenset([tensor]))
+        held = self._columns([figure], want, merge=merge)
         chosen = np.ones(len(held["step"]), np.bool_) if worker is None else held["worker"] == worker
         if mode is not None:
             chosen &= held["mode"] == MODES.index(mode)
@@ -255,7 +259,7 @@ class Run:
         """
         if step is None:
             step = self._index.reach()[1] if mode is None else max(self.steps(mode), default=-1)
-        held = queries.columns_of(self._index, figures, Want((), None, step, step), merge=merge)
+        held = self._columns(figures, Want((), None, step, step), merge=merge)
         chosen = np.ones(len(held["step"]), np.bool_) if mode is None else held["mode"] == MODES.index(mode)
         return queries.as_table(self._index, held, figures, chosen)
 
@@ -286,7 +290,9 @@ class Run:
                 f"collection {tensors!r}: no tensor is in it", "see Run.collections for the names"
             )
         self._check_tensors(names)
-        return queries.heatmap(self._index, names, figure, bins, (mode, reduce))
+        return self._index.consistently(
+            lambda: queries.heatmap(self._index, names, figure, bins, (mode, reduce))
+        )
 
     def histogram(
         self, tensor: str, steps: int = 100, worker: int | None = None, mode: Mode | None = "train"
@@ -303,18 +309,18 @@ class Run:
             NotFoundError: there is no such tensor, or it has no such rows.
         """
         self._check_tensors([tensor])
-        return queries.histogram(self._index, tensor, steps, worker, mode)
+        return self._index.consistently(lambda: queries.histogram(self._index, tensor, steps, worker, mode))
+
+    def _columns(self, figures: Sequence[str], want: Want, *, merge: bool) -> Columns:
+        return self._index.consistently(lambda: queries.columns_of(self._index, figures, want, merge=merge))
 
     def _check_tensors(self, names: Sequence[str]) -> None:
         known = {info.name for info in self._index.tensors()}
         for name in names:
             if name not in known:
-                raise self._unknown(name)
-
-    def _unknown(self, name: str) -> NotFoundError:
-        return NotFoundError(
-            f"tensor {name!r}: not recorded in run {self.id}", "see Run.tensors() for the names"
-        )
+                raise NotFoundError(
+                    f"tensor {name!r}: not recorded in run {self.id}", "see Run.tensors() for the names"
+                )
 
     def sql(self, text: str) -> pa.Table:
         """Run one SELECT over the run, in DuckDB (the extra ``sql``).
@@ -326,7 +332,7 @@ class Run:
         Raises:
             ConfigError: DuckDB is not installed, or refuses the text.
         """
-        return query(self._index, text)
+        return self._index.consistently(lambda: query(self._index, text))
 
     def snapshots(self) -> list[SnapshotKey]:
         """Snapshots that there are, by attempt, worker and step."""

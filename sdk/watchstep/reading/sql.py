@@ -13,6 +13,7 @@ from watchstep.derived import DERIVED
 from watchstep.errors import ConfigError
 from watchstep.reading.columns import COUNTED, IDENTITY, Columns, figure_of, needs_of
 from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.part import PartLostError
 from watchstep.segment_checks import PROBE
 from watchstep.statistics import COUNT_COLUMNS
 from watchstep.tensors import LOSSES, MODES
@@ -38,13 +39,16 @@ def query(index: RunIndex, text: str) -> pa.Table:
             "SQL: duckdb is not installed", "install it with: pip install 'watchstep[sql]'"
         ) from None
     connection = _locked(duckdb)
+    lost: list[PartLostError] = []
     try:
-        _register(connection, index)
+        _register(connection, index, lost)
         found = connection.sql(text)
         if found is None:
             raise ConfigError("SQL: the text is no query", "write one SELECT")
         return found.to_arrow_table()
     except duckdb.Error as error:
+        if lost:  # DuckDB passes on only the text of what a scan raised
+            raise lost[0] from None
         raise ConfigError(
             f"SQL: {str(error).strip()}",
             "correct the query; the tables are statistics, tensors and losses",
@@ -67,8 +71,8 @@ def _locked(duckdb: Any) -> Any:
     return connection
 
 
-def _register(connection: Any, index: RunIndex) -> None:
-    connection.register("statistics", _lazy(index))
+def _register(connection: Any, index: RunIndex, lost: list[PartLostError]) -> None:
+    connection.register("statistics", _lazy(index, lost))
     connection.register("tensors", _catalogue(index))
     connection.execute(
         "CREATE VIEW losses AS SELECT step, mode, worker, tensor AS name, mean AS value FROM statistics "  # noqa: S608
@@ -110,7 +114,7 @@ def _schema(index: RunIndex) -> pa.Schema:
     return pa.schema(list(kinds.items()))
 
 
-def _lazy(index: RunIndex) -> Any:
+def _lazy(index: RunIndex, lost: list[PartLostError]) -> Any:
     """A dataset of no rows to Arrow, whose scans read the run: what DuckDB asks of it is what is fetched."""
     import pyarrow as pa
     import pyarrow.dataset as ds
@@ -122,11 +126,19 @@ def _lazy(index: RunIndex) -> Any:
             names = [*schema.names] if columns is None else [*columns]
             filtered = [] if filter is None else [n for n in schema.names if _mentions(str(filter), n)]
             read = pa.schema([schema.field(name) for name in dict.fromkeys([*names, *filtered])])
-            batches = _batches(index, read, _tensors_of(filter))
+            batches = _noting(lost, _batches(index, read, _tensors_of(filter)))
             reader = pa.RecordBatchReader.from_batches(read, batches)
             return ds.Scanner.from_batches(reader, columns=names, filter=filter)
 
     return Statistics(schema.empty_table())
+
+
+def _noting(lost: list[PartLostError], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    try:
+        yield from batches
+    except PartLostError as error:
+        lost.append(error)
+        raise
 
 
 def _mentions(text: str, name: str) -> bool:

@@ -1,0 +1,258 @@
+"""Compaction: a finished run's segments written anew, by tensor and step, so that one series is one short read.
+
+``compacted/<generation>/``: a claim, created only if absent; parts; the manifest, last. A compaction that dies leaves a
+generation without a manifest, which no reader follows. Two at once take two generations, and each is whole.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.block import Block, concatenate
+from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.manifest import (
+    COMPACTED,
+    CompactedAttempt,
+    Manifest,
+    Part,
+    encode,
+    generation_of,
+    manifest_key,
+)
+from watchstep.reading.part import CONSTANT
+from watchstep.reading.run import open_run
+from watchstep.segment import catalogue_bytes, metadata, to_table
+from watchstep.segment_checks import PROBE
+from watchstep.statistics import VALUE_COLUMNS
+from watchstep.store import Store
+
+_PART_ROWS = 100_000
+"""Rows of a part, but for one with a longer tensor: one series unpacks no more than this."""
+
+_MOST_ROWS = 500_000
+"""Rows of any part; a tensor with more is split by steps."""
+
+_PASS_ROWS = 1_000_000
+"""Rows that are held at once, some 0.5 GB; a longer run is read several times."""
+
+_RECENT_ROWS = 16_384
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """What a compaction did.
+
+    Attributes:
+        generation: the one that readers follow now.
+        written: objects that were written; 0 where there was nothing new.
+        deleted: objects that were deleted.
+    """
+
+    generation: int
+    written: int
+    deleted: int
+
+
+def compact(run_url: str | os.PathLike[str], *, delete_after: float | None = None) -> Compaction:
+    """Compact a run. Safe to repeat, to interrupt and to do twice at once; no answer of a reader changes.
+
+    Args:
+        run_url: as of `watchstep.open_run`.
+        delete_after: seconds for which originals and older generations stay after the compaction that replaces them;
+            those older are deleted now. None keeps them for ever.
+
+    Raises:
+        NotFoundError: there is no run.
+        StoreError: the store cannot be read or written, and what was there still is.
+    """
+    store = Store.open(open_run(run_url).location)
+    index = RunIndex(store)
+    index.refresh()
+    written = 0
+    if index.manifest is None or index.segments:
+        written = _write_generation(store)
+        index.refresh()
+    assert index.manifest is not None
+    deleted = 0 if delete_after is None else _delete_old(store, index.manifest, delete_after)
+    return Compaction(index.manifest.generation, written, deleted)
+
+
+def _write_generation(store: Store) -> int:
+    generation = _claim(store)
+    index = RunIndex(store)  # listed after the claim: whoever deletes originals then knows of this compaction
+    index.refresh()
+    attempts = index.consistently(lambda: _written_attempts(store, index, generation))
+    sources = {*(index.manifest.sources if index.manifest else ()), *(key.path for key in index.segments)}
+    sources -= index.damaged.keys()
+    manifest = Manifest(generation, time.time_ns(), tuple(sorted(sources)), attempts)
+    store.create(manifest_key(generation), encode(manifest))
+    return sum(len(held.parts) + (held.recent is not None) for held in attempts) + 1
+
+
+def _written_attempts(store: Store, index: RunIndex, generation: int) -> tuple[CompactedAttempt, ...]:
+    while True:
+        damaged = dict(index.damaged)
+        attempts = tuple(_attempt(store, index, attempt, generation) for attempt in index.attempts())
+        if index.damaged == damaged:
+            return attempts
+        # One turned out to be damaged when some of its rows were written: all is written anew, without it.
+
+
+def _claim(store: Store) -> int:
+    known = [found[0] for entry in store.entries(COMPACTED) if (found := generation_of(entry.key))]
+    generation = max(known, default=0) + 1
+    while not store.create(_claim_key(generation), json.dumps({"created_ns": time.time_ns()}).encode()):
+        generation += 1
+    return generation
+
+
+def _claim_key(generation: int) -> str:
+    return f"{COMPACTED}{generation:010d}/claim.json"
+
+
+def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> CompactedAttempt:
+    seen = [located.object for located in index.objects(attempt)]
+    catalogue = tuple({info.name: info for held in seen for info in held.catalogue}.values())
+    order = {info.name: place for place, info in enumerate(catalogue)}
+    packed = catalogue_bytes(catalogue)
+    writer = _PartWriter(store, f"{COMPACTED}{generation:010d}/{attempt}/", packed)
+    parts: list[Part] = []
+    started: list[int] = []
+    for names in _passes(index, attempt, list(order)):
+        block = concatenate(index.blocks(attempt, Want((), names)))
+        block = _by_tensor(block, order)
+        started.append(int(block.time_ns.min()))
+        parts.extend(writer.write(piece, order) for piece in _pieces(block))
+    since = _recent_from(index, attempt)
+    recent = _by_tensor(concatenate(index.blocks(attempt, Want((), None, since))), order)
+    fits = 0 < len(recent) <= _MOST_ROWS
+    return CompactedAttempt(
+        attempt,
+        index.start_of(attempt) if len(index.attempts()) > 1 else min(started, default=0),
+        packed.decode(),
+        tuple(parts),
+        writer.write(recent, order) if fits else None,
+    )
+
+
+def _passes(index: RunIndex, attempt: str, names: list[str]) -> Iterator[frozenset[str]]:
+    """Tensors whose rows are held at once, in order."""
+    counts = dict.fromkeys(names, 0)
+    for held in index.objects(attempt):
+        for name, rows in index.rows_by_tensor(held).items():
+            counts[name] += rows
+    group: list[str] = []
+    for name in names:
+        if group and sum(counts[known] for known in group) + counts[name] > _PASS_ROWS:
+            yield frozenset(group)
+            group = []
+        if counts[name]:
+            group.append(name)
+    if group:
+        yield frozenset(group)
+
+
+def _by_tensor(block: Block, order: dict[str, int]) -> Block:
+    """By tensor, step, worker, mode and place; rows that agree in all stay in the order in which they stood."""
+    rank = np.array([order[info.name] for info in block.catalogue] or [0], np.int64)
+    places = block.places
+    keys = (places.stage, places.replica, places.shard_index, block.mode, block.worker, block.step)
+    return block.take(np.lexsort((*keys, rank[block.tensor])))
+
+
+def _pieces(block: Block) -> Iterator[Block]:
+    """Pieces of whole tensors, each of `_PART_ROWS` at the most where its tensors are shorter."""
+    ends = np.append(np.flatnonzero(np.diff(block.tensor)) + 1, len(block))
+    start = 0
+    for place, end in enumerate(ends):
+        after = ends[place + 1] if place + 1 < len(ends) else None
+        if after is not None and after - start <= _PART_ROWS:
+            continue
+        for first in range(start, int(end), _MOST_ROWS):
+            yield block.take(np.arange(first, min(int(end), first + _MOST_ROWS)))
+        start = int(end)
+
+
+def _recent_from(index: RunIndex, attempt: str) -> int:
+    """The first of the last steps whose rows fit into one small object; always the last step."""
+    last = max((located.object.last for located in index.objects(attempt)), default=0)
+    steps, counts = index.rows_by_step(attempt, last)
+    kept = int(np.searchsorted(np.cumsum(counts[::-1]), _RECENT_ROWS, side="right"))
+    return int(steps[-max(1, kept)]) if len(steps) else last
+
+
+class _PartWriter:
+    def __init__(self, store: Store, prefix: str, catalogue: bytes) -> None:
+        self._store, self._prefix, self._metadata = store, prefix, metadata(catalogue)
+        self._written = 0
+
+    def write(self, block: Block, order: dict[str, int]) -> Part:
+        import pyarrow.parquet as pq
+
+        table = to_table(block).replace_schema_metadata(self._metadata)
+        sink = io.BytesIO()
+        probes = [PROBE + name for name in block.probes]
+        pq.write_table(
+            table,
+            sink,
+            compression="zstd",
+            row_group_size=len(block),
+            use_dictionary=["tensor", *CONSTANT],
+            use_byte_stream_split=[*VALUE_COLUMNS, *probes],
+            write_statistics=["step", "tensor"],
+            write_page_checksum=True,
+        )
+        key = f"{self._prefix}{self._written:06d}.parquet"
+        self._written += 1
+        self._store.put(key, sink.getvalue())
+        return Part(
+            key,
+            sink.tell(),
+            int(block.step.min()),
+            int(block.step.max()),
+            _runs(block, order),
+            tuple(table.column_names),
+            _constants(block),
+        )
+
+
+def _runs(block: Block, order: dict[str, int]) -> tuple[tuple[int, int], ...]:
+    starts = np.append(0, np.flatnonzero(np.diff(block.tensor)) + 1)
+    counts = np.diff(np.append(starts, len(block)))
+    return tuple(
+        (order[block.info(int(start)).name], int(rows)) for start, rows in zip(starts, counts, strict=True)
+    )
+
+
+def _constants(block: Block) -> dict[str, int]:
+    held: dict[str, NDArray[np.int32] | NDArray[np.int8]] = {
+        "mode": block.mode,
+        "worker": block.worker,
+        **vars(block.places),
+    }
+    return {name: int(held[name][0]) for name in CONSTANT if (held[name] == held[name][0]).all()}
+
+
+def _delete_old(store: Store, newest: Manifest, delete_after: float) -> int:
+    """Delete what the newest manifest replaced, once it is old enough, unless another compaction is under way."""
+    if time.time_ns() - newest.created_ns < delete_after * 1e9:
+        return 0
+    keys = sorted(entry.key for entry in store.entries(COMPACTED))
+    generations = {key: found[0] for key in keys if (found := generation_of(key))}
+    if any(generation > newest.generation for generation in generations.values()):
+        return 0
+    old = [key for key in keys if generations.get(key, newest.generation) < newest.generation]
+    # A manifest goes before its parts, so that no reader starts to follow it.
+    old.sort(key=lambda key: (not key.endswith("/manifest.json"), key))
+    originals = {entry.key for entry in store.entries("stats/")} & set(newest.sources)
+    for key in [*old, *sorted(originals)]:
+        store.delete(key)
+    return len(old) + len(originals)

@@ -1,0 +1,85 @@
+"""A part of a compacted run: an object whose footer is read when a column of it is first asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from watchstep.block import STAGES
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.reading.manifest import Part
+from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
+from watchstep.store import Store
+from watchstep.tensors import MODES, TensorInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
+CONSTANT = ("mode", "worker", "shard_index", "shard_count", "replica", "stage")
+"""Columns that mostly have one value in a part."""
+
+
+class PartLostError(StoreError):
+    """A part that its manifest names is gone or damaged: the run is to be read by another generation."""
+
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(what, "compact the run again")
+        self.key = key
+
+
+class PartObject:
+    """The same to a reader as a segment's `ParquetObject`."""
+
+    def __init__(
+        self, store: Store, part: Part, catalogue: tuple[TensorInfo, ...], catalogues: Catalogues
+    ) -> None:
+        self._store, self._part, self._catalogues = store, part, catalogues
+        self._opened: ParquetObject | None = None
+        self._lock = threading.Lock()
+        self.key, self.rows, self.first, self.last = part.key, part.rows, part.first, part.last
+        self.columns = frozenset(part.columns)
+        self.catalogue = tuple(catalogue[place] for place, _ in part.tensors)
+
+    def read(self, columns: Iterable[str]) -> pa.Table:
+        """Some columns.
+
+        Raises:
+            PartLostError: the object is gone, damaged, or another than the manifest says.
+            StoreError: it cannot be read.
+        """
+        known = {*self._part.constant, "tensor"}
+        wanted = set(columns)
+        try:
+            table = self._open().read((wanted - known) or {"step"})
+        except (FormatError, NotFoundError) as error:
+            raise PartLostError(self.key, error.what) from error
+        for name in sorted(wanted & known):
+            table = table.append_column(name, self._constant(name))
+        return table
+
+    def _open(self) -> ParquetObject:
+        with self._lock:
+            if self._opened is None:
+                opened = open_object(self._store, self.key, self._part.size, self._catalogues)
+                if opened.rows != self.rows or not self.columns <= opened.columns:
+                    raise FormatError(f"part {self.key}: not as the manifest says", "compact the run again")
+                self._opened = opened
+            return self._opened
+
+    def _constant(self, name: str) -> Any:
+        import pyarrow as pa
+
+        if name == "tensor":
+            counts = [rows for _, rows in self._part.tensors]
+            places = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+            names = [info.name for info in self.catalogue]
+            return pa.DictionaryArray.from_arrays(pa.array(places), pa.array(names, pa.string()))
+        value = self._part.constant[name]
+        if name in _WORDS:
+            words = pa.array(_WORDS[name], pa.string())
+            return pa.DictionaryArray.from_arrays(pa.array(np.full(self.rows, value, np.int32)), words)
+        return pa.array(np.full(self.rows, value, np.int32))

@@ -1,0 +1,225 @@
+"""Compaction changes no answer: whatever the run, wherever it is interrupted, whoever else compacts, whoever reads."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sdk.blocks import block_of, blocks, rows_of
+from tests.sdk.reading.stored import FIRST, new_run, sharded_rows, small_run, some_rows, write
+from watchstep import Run, open_run
+from watchstep.block import Block
+from watchstep.errors import StoreError
+from watchstep.reading import compaction
+from watchstep.reading.compaction import compact
+from watchstep.store import Store
+
+
+def answers(run: Run) -> list[Any]:
+    """All that a run says of its statistics."""
+    names = run.tensors()
+    return [
+        names,
+        run.steps(),
+        run.workers,
+        run.attempts,
+        run.losses().to_pylist(),
+        rows_of(run.rows()),
+        [rows_of(run.rows(attempt)) for attempt in run.attempts],
+        [run.series(name, "std").to_pylist() for name in names],
+        [run.tensor(name).statistics().to_pylist() for name in names],
+        run.at_step(["mean"]).to_pylist(),
+        [
+            run.histogram(name, 3, mode=None).counts.tolist()
+            for name in names
+            if len(run.tensor(name).steps())
+        ],
+    ]
+
+
+def plain(held: list[Any]) -> str:
+    return repr(held)
+
+
+@settings(max_examples=25, deadline=None)
+@given(blocks, blocks, st.booleans(), st.sampled_from([4, 100_000]))
+def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool, size: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "_PART_ROWS", size)
+        patch.setattr(compaction, "_MOST_ROWS", 2 * size)
+        patch.setattr(compaction, "_PASS_ROWS", 3 * size)
+        patch.setattr(compaction, "_RECENT_ROWS", size)
+        store = new_run(Path(folder))
+        write(store, [first.where(first.step < 3), first.where(first.step >= 3)], "a")
+        write(store, [second], "b", "w1")
+        url = Path(folder) / "default" / "r"
+        due = plain(answers(open_run(url)))
+        compact(url, delete_after=0 if deletes else None)
+        assert list(store.entries("stats/")) == [] or not deletes
+        assert plain(answers(open_run(url))) == due
+
+
+def test_it_is_done_once(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    first = compact(url)
+    assert (first.generation, first.written) == (1, 3)
+    again = compact(url)
+    assert (again.generation, again.written) == (1, 0)
+
+
+def test_what_comes_late_is_read_and_compacted_with_the_rest(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    store = Store.open(tmp_path).child("default/r")
+    compact(url, delete_after=0)
+    reader = open_run(url)
+    write(store, [block_of(some_rows(range(12, 14)))], seq=3)
+    assert reader.refresh()
+    due = plain(answers(reader))
+    assert reader.steps() == list(range(14))
+    assert compact(url, delete_after=0).generation == 2
+    assert plain(answers(open_run(url))) == due
+    assert plain(answers(reader)) == due, "a reader of the generation before goes over to the new one"
+    assert not reader.damaged
+    assert {entry.key.split("/")[1] for entry in store.entries("compacted/")} == {"0000000002"}
+
+
+def test_a_reader_of_originals_that_are_deleted_goes_on(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    reader = open_run(url)
+    due = plain(answers(reader))
+    compact(url, delete_after=0)
+    assert plain(answers(reader)) == due
+    assert not reader.damaged
+    reader = open_run(url)
+    compact(url)
+    assert reader.sql("SELECT count(*) AS n FROM statistics")["n"].to_pylist() == [36]
+
+
+class Killed(BaseException):
+    pass
+
+
+def dying(patch: pytest.MonkeyPatch, after: int) -> None:
+    """Every change of the store counts; the process dies before the one after ``after``."""
+    left = [after]
+
+    def guarded(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*arguments: Any, **named: Any) -> Any:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return whole(*arguments, **named)
+
+        return changed
+
+    for name in ("put", "create", "delete"):
+        patch.setattr(Store, name, guarded(getattr(Store, name)))
+
+
+def test_it_may_die_between_any_two_operations(tmp_path: Path) -> None:
+    url = small_run(tmp_path, workers=2)
+    store = Store.open(tmp_path).child("default/r")
+    write(store, [block_of(sharded_rows(range(3), 2))], "b")
+    due = plain(answers(open_run(url)))
+    died = 0
+    while True:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compaction, "_PART_ROWS", 30)
+            dying(patch, died)
+            try:
+                compact(url, delete_after=0)
+                break
+            except Killed:
+                died += 1
+        assert plain(answers(open_run(url))) == due, f"died before operation {died}"
+    assert died > 8
+    assert plain(answers(open_run(url))) == due
+    assert list(store.entries("stats/")) == []
+
+
+def test_several_at_once(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    due = plain(answers(open_run(url)))
+    start = threading.Barrier(4)
+    failed: list[Exception] = []
+
+    def work() -> None:
+        start.wait(30)
+        try:
+            compact(url, delete_after=0)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(isinstance(error, StoreError) for error in failed), failed
+    assert plain(answers(open_run(url))) == due
+
+
+def part_of(folder: Path) -> Path:
+    (part,) = (folder / "default" / "r" / "compacted").rglob("000000.parquet")
+    return part
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "other", "manifest"])
+def test_a_damaged_generation_is_left_for_the_originals(tmp_path: Path, damage: str) -> None:
+    url = small_run(tmp_path)
+    due = plain(answers(open_run(url)))
+    compact(url)
+    part = part_of(tmp_path)
+    manifest = part.parent.parent / "manifest.json"
+    if damage == "gone":
+        part.unlink()
+    elif damage == "cut":
+        part.write_bytes(part.read_bytes()[:-50])
+    elif damage == "other":
+        part.write_bytes(next((url / "stats").rglob("*.parquet")).read_bytes())
+    else:
+        manifest.write_text(manifest.read_text()[:-9])
+    run = open_run(url)
+    assert plain(answers(run)) == due
+    assert not run.damaged
+    compact(url)
+    assert plain(answers(open_run(url))) == due
+
+
+def test_without_originals_a_damaged_part_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "_PART_ROWS", 12)
+    url = small_run(tmp_path)
+    compact(url, delete_after=0)
+    part_of(tmp_path).unlink()
+    run = open_run(url)
+    assert run.losses().num_rows == 0
+    assert run.series(FIRST.name, "max").num_rows == 12
+    (name,) = run.damaged
+    assert name.startswith("compacted/")
+
+
+def test_a_damaged_segment_is_compacted_around_and_kept(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    victim = sorted((url / "stats").rglob("*.parquet"))[1]
+    data = bytearray(victim.read_bytes())
+    data[30:400] = bytes(byte ^ 0xFF for byte in data[30:400])
+    victim.write_bytes(data)
+    compact(url, delete_after=0)
+    assert open_run(url).steps() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert victim.exists()
+
+
+def test_originals_stay_until_the_grace_time_is_over(tmp_path: Path) -> None:
+    url = small_run(tmp_path)
+    assert compact(url).deleted == 0
+    assert compact(url, delete_after=3600).deleted == 0
+    assert compact(url, delete_after=0).deleted == 3
