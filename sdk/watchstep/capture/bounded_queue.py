@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from watchstep.capture.record import Record
@@ -44,7 +45,12 @@ Item = FinishedStep | PendingSnapshot
 
 
 class BoundedQueue:
-    """Items up to a number of bytes. One producer, one consumer."""
+    """Items up to a number of bytes. One producer, one consumer.
+
+    Attributes:
+        wake: set when the consumer should look at once.
+        urgent_at: when something urgent was last handed over, by the monotonic clock.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -52,6 +58,7 @@ class BoundedQueue:
         self._items: list[Item] = []
         self._bytes = 0
         self.wake = threading.Event()
+        self.urgent_at = float("-inf")
 
     def offer(self, item: Item, *, urgent: bool = False) -> bool:
         """Hand an item over; False, and nothing kept, where it would go over the bound."""
@@ -61,6 +68,8 @@ class BoundedQueue:
             if fits:
                 self._items.append(item)
                 self._bytes += size
+        if urgent:
+            self.urgent_at = time.monotonic()
         if urgent or not fits:
             self.wake.set()
         return fits

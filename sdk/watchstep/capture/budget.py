@@ -118,8 +118,10 @@ class Budget:
 
     @property
     def floor_exceeds(self) -> bool:
-        """Whether the gate and the empty hooks alone cost more than the budget."""
-        return self._step_time is not None and self._floor > self.share * self._step_time + self.allowance
+        """Whether the gate and the empty hooks alone cost more than the budget, once the first steps are over."""
+        if self._step < DENSE_STEPS or self._step_time is None:
+            return False
+        return self._floor > self.share * self._step_time + self.allowance
 
     def _take(self, seconds: float) -> None:
         self._spent += seconds

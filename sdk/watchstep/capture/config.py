@@ -64,7 +64,7 @@ class Bounds:
 
     queue_bytes: int = 64 * 1024 * 1024
     backlog_bytes: int = 64 * 1024 * 1024
-    flush_seconds: float = 0.25
+    flush_seconds: float = 1.0
     control_seconds: float = 5.0
     close_seconds: float = 10.0
 

@@ -67,7 +67,7 @@ class Schedule:
         if self.budget is None:
             return
         self.budget.floor(seconds)
-        if self.budget.floor_exceeds and not self._told:
+        if not self._told and self.budget.floor_exceeds:
             self._told = True
             self._health.note(
                 "budget", "the gate and the empty hooks alone cost more than the budget: steps are tiny"

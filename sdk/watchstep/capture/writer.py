@@ -28,6 +28,8 @@ _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 10.0
 _DENSE_SECONDS = 60.0
 _LONGEST_FLUSH = 30.0
+_HASTY_SECONDS = 5.0
+_HASTY_PAUSE = 0.1
 _MAX_ROWS = 50_000
 
 
@@ -117,7 +119,12 @@ class Writer:
         self._write_end()
 
     def _pause(self, age: float) -> float:
-        """Seconds until the next flush: short in the first minute, then longer the more workers there are."""
+        """Seconds until the next flush: short in the first minute, then longer the more workers there are.
+
+        After something urgent a stop may follow: the service is asked often for a while.
+        """
+        if time.monotonic() - self._queue.urgent_at < _HASTY_SECONDS:
+            return min(_HASTY_PAUSE, self._bounds.flush_seconds)
         if age < _DENSE_SECONDS:
             return self._bounds.flush_seconds
         return min(_LONGEST_FLUSH, 2.0 + 0.05 * self._target.identity.world_size)

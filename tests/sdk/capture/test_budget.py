@@ -93,7 +93,7 @@ def test_a_floor_over_the_budget_is_told() -> None:
     clock = Clock()
     health = Health()
     schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}), health, clock)
-    for step in range(20):
+    for step in range(DENSE_STEPS + 20):
         schedule.due("a", step)
         clock.now += 0.001
         schedule.floor(0.0005)
