@@ -97,10 +97,11 @@ def from_table(table: pa.Table, tensors: NDArray[np.int32], places: Mapping[str,
     for name in table.column_names:
         column = table.column(name)
         if name == "tensor":
-            found[name] = tensors[_words(column, places)] if len(column) else np.empty(0, np.int32)
+            codes = {word: int(tensors[place]) for word, place in places.items()}
+            found[name] = _words(column, codes, np.int32)
         elif name in _WORDS:
             known = {word: place for place, word in enumerate(_WORDS[name])}
-            found[name] = _words(column, known).astype(np.int8)
+            found[name] = _words(column, known, np.int8)
         elif name in VALUE_COLUMNS or name.startswith(PROBE):
             found[name] = column.to_numpy()
         elif column.null_count:
@@ -124,7 +125,7 @@ def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.boo
     return found
 
 
-def _words(column: Any, known: Mapping[str, int]) -> NDArray[np.intp]:
+def _words(column: Any, known: Mapping[str, int], dtype: type) -> NDArray[Any]:
     import pyarrow as pa
 
     merged = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
@@ -132,8 +133,8 @@ def _words(column: Any, known: Mapping[str, int]) -> NDArray[np.intp]:
         merged = merged.dictionary_encode()
     if merged.null_count:
         raise ValueError("a column of words has nulls")
-    place = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], np.intp)
-    found: NDArray[np.intp] = place[merged.indices.to_numpy()]
+    place: NDArray[Any] = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
+    found: NDArray[Any] = place[merged.indices.to_numpy()]
     return found
 
 

@@ -90,6 +90,11 @@ class Run:
         return self.document.run
 
     @property
+    def index(self) -> RunIndex:
+        """Its objects and their columns, for queries that are not here."""
+        return self._index
+
+    @property
     def location(self) -> str:
         """Its path or URL, as `open_run` takes it."""
         return self._store.location

@@ -36,6 +36,11 @@ class Tensor:
         """Its name."""
         return self.info.name
 
+    @property
+    def rows(self) -> Block:
+        """Its rows, by step, worker and mode."""
+        return self._rows
+
     def steps(self, mode: Mode | None = None) -> list[int]:
         """Steps at which it was measured, ascending."""
         return [int(step) for step in np.unique(self._of_mode(mode).step)]

@@ -8,7 +8,7 @@ import typer
 
 import watchstep
 from watchstep.launch.run_command import parser as run_options
-from watchstep_services.cli import demo, rules, runs, serve, tokens
+from watchstep_services.cli import demo, export, rules, runs, serve, tokens
 
 app = typer.Typer(
     name="watchstep",
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
+app.command("export")(export.export)
 app.add_typer(runs.app, name="runs")
 app.add_typer(rules.app, name="rules")
 app.add_typer(tokens.app, name="tokens")

@@ -10,6 +10,8 @@ import typer
 
 from watchstep.errors import NotFoundError
 from watchstep.reading.catalogue import RunEntry, find_runs
+from watchstep.reading.compaction import compact
+from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
 from watchstep.store import Store
 from watchstep.tensors import LOSSES, MODES, Mode
@@ -37,7 +39,7 @@ def list_runs(store: StoreOption = DEFAULT_STORE) -> None:
 @app.command("show")
 def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Show a run: steps, workers, losses, what was recorded, how it ended."""
-    opened = _open(run, store)
+    opened = find_run(run, store)
     out = console()
     steps = opened.steps()
     out.print(f"[bold]{opened.document.project}/{opened.id}[/bold]  {opened.location}", soft_wrap=True)
@@ -75,7 +77,7 @@ def show_statistics(
     if mode is not None and mode not in MODES:
         raise typer.BadParameter(f"use one of {', '.join(MODES)}", param_hint="--mode")
     chosen: Mode | None = mode
-    rows = _open(run, store).tensor(tensor).statistics(mode=chosen)
+    rows = find_run(run, store).tensor(tensor).statistics(mode=chosen)
     shown = table(
         ">STEP", "MODE", ">WORKER", ">COUNT", ">NAN", ">INF", ">MIN", ">MAX", ">MEAN", ">STD", ">L2", ">ZERO"
     )
@@ -87,7 +89,48 @@ def show_statistics(
     console().print(shown)
 
 
-def _open(run: str, store: str) -> Run:
+@app.command("compact")
+def compact_run(
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    delete_after: Annotated[
+        float | None, typer.Option(help="Delete what is replaced once it is so many seconds old.")
+    ] = None,
+) -> None:
+    """Write a finished run anew, by tensor and step: a series is then read at once. Safe to repeat."""
+    done = compact(find_run(run, store).location, delete_after=delete_after)
+    console().print(f"generation {done.generation}: {done.written} written, {done.deleted} deleted")
+
+
+@app.command("diff")
+def diff_runs(
+    a: RunArgument,
+    b: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    tolerance: Annotated[float, typer.Option(help="Relative difference that is none.")] = 0.0,
+    most: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 20,
+) -> None:
+    """Show the first step and tensor at which two runs differ, and what differs. Exit code 1 where they do."""
+    found = diff(find_run(a, store), find_run(b, store), tolerance)
+    out = console()
+    for names, of in ((found.only_a, a), (found.only_b, b)):
+        if names:
+            out.print(f"only in {of}: {', '.join(names)}", markup=False)
+    if found.step is None:
+        out.print(f"no difference in {found.compared} rows", markup=False)
+        return
+    out.print(f"first difference: step {found.step}, {found.tensor}", markup=False)
+    shown = table(">STEP", "MODE", ">WORKER", "TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
+    for row in found.table.slice(0, most).to_pylist():
+        numbers = [figure(row[name]) for name in ("a", "b", "relative")]
+        shown.add_row(
+            str(row["step"]), row["mode"], str(row["worker"]), row["tensor"], row["figure"], *numbers
+        )
+    out.print(shown)
+    raise typer.Exit(1)
+
+
+def find_run(run: str, store: str) -> Run:
     """A run by its URL, by project and id, or by its id alone where that is clear."""
     parts = run.split("/")
     if len(parts) > 2:
