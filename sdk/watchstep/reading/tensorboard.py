@@ -99,7 +99,7 @@ def _buckets(held: StatisticsBatch, row: int) -> dict[str, Any]:
     limits: list[float] = []
     numbers: list[float] = []
     for low, high, count in sorted(edges):
-        if count and limits and limits[-1] < low:  # nothing between two bins
+        if count and limits and limits[-1] < low < high:  # nothing between two bins
             limits.append(float(low))
             numbers.append(0.0)
         if count:
