@@ -11,6 +11,7 @@ from benchmarks.capture.kernel import add_kernel_figures
 from benchmarks.capture.models import QUICK_WORKLOADS, WORKLOADS
 from benchmarks.capture.requests import add_request_figures
 from benchmarks.capture.training import add_training_figures
+from benchmarks.capture.variants import VARIANTS
 from benchmarks.report import Report, arguments
 
 _PARTS: dict[str, Callable[..., None]] = {
@@ -24,6 +25,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", choices=list(_PARTS), action="append", help="leave the other parts out")
+    parser.add_argument("--variant", choices=list(VARIANTS), action="append", help="leave the others out")
     options = parser.parse_args()
     logging.getLogger("watchstep").setLevel(logging.WARNING)
     report = Report("Capture", quick=options.quick, packages=("wandb", "tensorboard", "transformers", "moto"))
@@ -33,7 +35,8 @@ def main() -> None:
         report.remark(f"left out of this run: {', '.join(left_out)}")
     for name in chosen:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
-        _PARTS[name](report, quick=options.quick)
+        chosen_variants = {"variants": options.variant} if options.variant and name in WORKLOADS else {}
+        _PARTS[name](report, quick=options.quick, **chosen_variants)
     report.finish(options.json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import traceback
 from dataclasses import dataclass
@@ -19,11 +20,15 @@ from benchmarks.capture.variants import VARIANTS
 
 @dataclass(frozen=True)
 class Sample:
-    """What one round cost, in seconds of a step: CPU of the process and its helpers, of the training thread; wall."""
+    """What one round cost, in seconds.
 
-    cpu: float
-    thread: float
-    wall: float
+    Attributes:
+        thread: CPU of the training thread in each step.
+        rest: CPU of everything else, helper processes too, a step; also what runs on after the round's last step.
+    """
+
+    thread: list[float]
+    rest: float
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,12 @@ class Farewell:
 
     Attributes:
         peak: the most memory held at once by the process and its helpers, MiB.
-        account: share of the program's time that the instrument says it took in the counted rounds; None where it
-            says nothing.
+        account: seconds of a step that the instrument says it took in the counted rounds; 0 where it says nothing.
         fault: why the figures mean nothing; empty where they do.
     """
 
     peak: float
-    account: float | None
+    account: float
     fault: str = ""
 
 
@@ -64,17 +68,17 @@ def run(connection: Connection, workload: str, variant: str, folder: str, drain:
         connection.send(traceback.format_exc(limit=-3))
         return
     connection.send(None)
-    before = None
+    _round(connection, training, instrument, connection.recv(), drain)  # the warm-up
+    before, total = instrument.account(), 0
     while steps := connection.recv():
         _round(connection, training, instrument, steps, drain)
-        before = before or instrument.account()  # the first round is the warm-up
-    connection.send(_farewell(instrument, before or (0.0, 0.0)))
+        total += steps
+    connection.send(_farewell(instrument, before, max(1, total)))
 
 
-def _farewell(instrument: Instrument, before: tuple[float, float]) -> Farewell:
+def _farewell(instrument: Instrument, before: float, steps: int) -> Farewell:
     peak = _peak_memory()
-    spent, program = (now - then for now, then in zip(instrument.account(), before, strict=True))
-    account = spent / program if program else None
+    account = (instrument.account() - before) / steps
     try:
         instrument.close()
     except Exception:  # noqa: BLE001 - told to the parent, which reports it
@@ -85,16 +89,18 @@ def _farewell(instrument: Instrument, before: tuple[float, float]) -> Farewell:
 def _round(
     connection: Connection, training: Training, instrument: Instrument, steps: int, drain: float
 ) -> None:
-    cpu, thread, wall = _cpu(), time.thread_time(), time.perf_counter()
+    cpu = _cpu()
+    marks = [time.thread_time()]
     for _ in range(steps):
         loss = training.backward()
         instrument.after_backward()
         training.update()
         instrument.after_step(loss)
-    thread, wall = time.thread_time() - thread, time.perf_counter() - wall
+        marks.append(time.thread_time())
     connection.send(True)
     time.sleep(drain)
-    connection.send(Sample((_cpu() - cpu) / steps, thread / steps, wall / steps))
+    rest = (_cpu() - cpu - (marks[-1] - marks[0])) / steps
+    connection.send(Sample([after - before for before, after in itertools.pairwise(marks)], max(0.0, rest)))
 
 
 def _cpu() -> float:

@@ -28,8 +28,8 @@ class Instrument(Protocol):
     def after_step(self, loss: Tensor) -> None:
         """The optimizer has updated."""
 
-    def account(self) -> tuple[float, float]:
-        """Seconds that the instrument says it took, and that the program took without it; zeros where it says none."""
+    def account(self) -> float:
+        """Seconds that the instrument says it took so far; 0 where it says nothing."""
 
     def close(self) -> None:
         """End."""
@@ -44,8 +44,8 @@ class Nothing:
 
     def after_step(self, loss: Tensor) -> None: ...
 
-    def account(self) -> tuple[float, float]:
-        return 0.0, 0.0
+    def account(self) -> float:
+        return 0.0
 
     def close(self) -> None: ...
 
@@ -62,9 +62,9 @@ class Watchstep(Nothing):
         """Arguments of the hook."""
         return {}
 
-    def account(self) -> tuple[float, float]:
-        told = self.hook.health.get("overhead", {})
-        return told.get("spent_seconds", 0.0), told.get("program_seconds", 0.0)
+    def account(self) -> float:
+        told: float = self.hook.health.get("overhead", {}).get("spent_seconds", 0.0)
+        return told
 
     def close(self) -> None:
         self.hook.close()

@@ -30,15 +30,25 @@ class Series:
     farewell: Farewell | None = None
     missing: str = ""
 
+    def threads(self, period: int) -> list[float]:
+        """CPU seconds of the training thread a step, of each so many steps one after the other."""
+        steps = [seconds for sample in self.samples for seconds in sample.thread]
+        starts = range(0, len(steps) - period + 1, period)
+        return [statistics.fmean(steps[start : start + period]) for start in starts]
+
+    def least(self, period: int) -> float:
+        """CPU seconds of a step: the training thread's least so many, and the least round of all that is behind it."""
+        return min(self.threads(period)) + min(sample.rest for sample in self.samples)
+
     @property
-    def cpu(self) -> list[float]:
-        """CPU seconds of a step, by round."""
-        return [sample.cpu for sample in self.samples]
+    def mean(self) -> float:
+        """CPU seconds of a step, over all rounds."""
+        return statistics.fmean(self.threads(1)) + statistics.fmean(sample.rest for sample in self.samples)
 
     @property
     def spread(self) -> float:
-        """Median over least of the rounds."""
-        return statistics.median(self.cpu) / min(self.cpu)
+        """Median over least of the training thread's time."""
+        return statistics.median(self.threads(1)) / min(self.threads(1))
 
 
 @dataclass

@@ -3,71 +3,79 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection
 
 from benchmarks.capture.models import WORKLOADS
 from benchmarks.capture.rounds import Series, measure
 from benchmarks.capture.variants import AGAIN, BASE, VARIANTS
 from benchmarks.report import Figure, Report
 
-_ROUNDS = {"transformer": 9, "transformer_small": 15, "mlp": 18, "cnn": 18}
+_ROUNDS = {"transformer": 6, "transformer_small": 9, "mlp": 12, "cnn": 9}
 _ROUNDS_QUICK = 2
 _QUICK_VARIANTS = (BASE, AGAIN, "gate", "statistics", "statistics_tensors", "separate_operations", "wandb")
 _LOST = 1.02
 """At most 2 % of the training thread's time, with full tensors every 10 steps."""
 _A_THIRD = 1 / 3
-_TELLING = 0.005
-"""Below half a hundredth of the step, the difference of two trainings says nothing about an account."""
 
 
-def add_training_figures(workload: str, report: Report, *, quick: bool) -> None:
-    """Measure one workload; the report gets what each variant cost on it."""
-    chosen = _QUICK_VARIANTS if quick else tuple(VARIANTS)
+def add_training_figures(
+    workload: str, report: Report, *, quick: bool, variants: Collection[str] = ()
+) -> None:
+    """Measure one workload; the report gets what each variant cost on it. All of them where none are named."""
+    wanted = variants or (_QUICK_VARIANTS if quick else VARIANTS)
+    chosen = tuple(name for name in VARIANTS if name in wanted or name in {BASE, AGAIN})
+    left_out = [name for name in VARIANTS if name not in chosen]
+    if left_out:
+        report.remark(f"{workload}: left out of this run: {', '.join(left_out)}")
     rounds = _ROUNDS_QUICK if quick else _ROUNDS[workload]
     found = measure(workload, chosen, rounds, quick=quick)
     base = found[BASE]
-    least = min(base.cpu) * 1e3
-    report.remark(f"{workload}: {WORKLOADS[workload].title}, {least:.1f} ms of CPU a step uninstrumented")
+    report.remark(
+        f"{workload}: {WORKLOADS[workload].title}, {base.least(1) * 1e3:.1f} ms of CPU a step uninstrumented"
+    )
+    noise = abs(found[AGAIN].least(1) / base.least(1) - 1)
     for variant, series in found.items():
         if variant != BASE:
-            _add(report, workload, variant, series, base)
+            _add(report, workload, variant, series, base, noise)
 
 
-def _add(report: Report, workload: str, variant: str, series: Series, base: Series) -> None:
+def _add(report: Report, workload: str, variant: str, series: Series, base: Series, noise: float) -> None:
     kind = VARIANTS[variant]
     target = kind.targets.get(workload)
     if series.missing:
         report.add(f"{workload}/{variant}/cpu", Figure(None, "ratio", target, note=series.missing))
         report.remark(f"MISSING: {workload}/{variant}: {series.missing}")
         return
-    ratio = min(series.cpu) / min(base.cpu)
-    mean = statistics.fmean(series.cpu) / statistics.fmean(base.cpu)
-    note = f"{len(series.cpu)} rounds, median/min {series.spread:.2f} (bare {base.spread:.2f})"
+    period = kind.period
+    ratio, mean = series.least(period) / base.least(period), series.mean / base.mean
+    steps = sum(len(sample.thread) for sample in series.samples)
+    note = f"{steps} steps in {len(series.samples)} rounds, median/min {series.spread:.2f} (bare {base.spread:.2f})"
     if kind.mean:
-        note = f"mean over {len(series.cpu)} rounds; least/least {ratio:.3f}; {note.partition(', ')[2]}"
-    report.add(f"{workload}/{variant}/cpu", Figure(mean if kind.mean else ratio, "ratio", target, note=note))
+        note = f"mean; least/least {ratio:.3f}; {note}"
+    measured = mean if kind.mean else ratio
+    report.add(f"{workload}/{variant}/cpu", Figure(measured, "ratio", target, note=note))
     _add_thread(report, workload, variant, series, base)
     if series.farewell and base.farewell:
         extra = series.farewell.peak - base.farewell.peak
         note = f"uninstrumented {base.farewell.peak:.0f} MiB"
         report.add(f"{workload}/{variant}/memory", Figure(extra, "MiB", note=note))
-        if series.farewell.account is not None:
-            _add_account(report, f"{workload}/{variant}/account", series.farewell.account, mean - 1)
+        if series.farewell.account:
+            name = f"{workload}/{variant}/account"
+            _add_account(report, name, series.farewell.account / base.least(period), measured - 1, noise)
 
 
 def _add_thread(report: Report, workload: str, variant: str, series: Series, base: Series) -> None:
     """The training thread's own time: what is left when all that runs behind it is taken away."""
-    thread = [sample.thread for sample in series.samples]
-    bare = [sample.thread for sample in base.samples]
-    pick = statistics.fmean if VARIANTS[variant].mean else min
+    pick, period = statistics.fmean if VARIANTS[variant].mean else min, VARIANTS[variant].period
     target = _LOST if (workload, variant) == ("mlp", "statistics_tensors") else None
-    report.add(f"{workload}/{variant}/thread", Figure(pick(thread) / pick(bare), "ratio", target))
+    ratio = pick(series.threads(period)) / pick(base.threads(period))
+    report.add(f"{workload}/{variant}/thread", Figure(ratio, "ratio", target))
 
 
-def _add_account(report: Report, name: str, told: float, measured: float) -> None:
-    """The recorder's own account beside the difference of two trainings."""
-    if measured < _TELLING:
-        note = f"it says {told:.2%}; the difference, {measured:.2%}, is too small to tell"
-        report.add(name, Figure(None, "relative error", note=note))
+def _add_account(report: Report, name: str, told: float, measured: float, noise: float) -> None:
+    """The recorder's own account beside the difference of two trainings, where that is more than the noise."""
+    note = f"it says {told:.2%}, the difference is {measured:.2%}, the noise {noise:.2%}"
+    if measured < 3 * noise:
+        report.add(name, Figure(None, "relative error", note=f"{note}: too little to tell"))
         return
-    note = f"it says {told:.2%}, the difference is {measured:.2%}"
     report.add(name, Figure(abs(told / measured - 1), "relative error", _A_THIRD, note=note))
