@@ -18,14 +18,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from watchstep import documents, rule_files
-from watchstep.capture.bounded_queue import BoundedQueue
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.control_reader import ControlReader
-from watchstep.capture.health import Health
 from watchstep.capture.identity import Identity, resolve
-from watchstep.capture.recorder import Recorder
-from watchstep.capture.schedule import Schedule
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.session import Session
 from watchstep.capture.writer import Target, Writer
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError
@@ -119,12 +116,9 @@ class Hook:
         self._off = False
         self._ended = False
         self._watches: list[Watch] = []
-        self._snapshot_due = False
-        self._health = Health()
-        self._schedule = Schedule(self.config, self._health)
-        self._queue = BoundedQueue(bounds.queue_bytes)
-        self._recorder = Recorder(self._identity.worker, self._queue, self._health, self._on_stop)
-        self._control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
+        session = self._session = Session.begin(self.config, self._identity.worker, self._on_stop)
+        self._health, self._recorder = session.health, session.recorder
+        control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
         target = Target(
             open_store=self._open_store,
             identity=self._identity,
@@ -132,9 +126,9 @@ class Hook:
             attempt=_attempt_document(self._identity, self._on_stop),
             service=ServiceClient(address, self._identity.project) if address else None,
         )
-        self._writer = Writer(target, self._queue, self._control, self._health, bounds)
-        if self._schedule.budget is not None:
-            self._writer.tell_cost(self._schedule.budget.written)
+        self._writer = Writer(target, session.queue, control, self._health, bounds)
+        if session.schedule.budget is not None:
+            self._writer.tell_cost(session.schedule.budget.written)
         self._writer.start()
         _live.add(self)
         _watch_process_end()
@@ -154,8 +148,9 @@ class Hook:
     def health(self) -> dict[str, Any]:
         """Counters, faults and notes of the recorder: what was written, what was dropped, what is not observed."""
         held = self._health.as_data()
-        if self._schedule.budget is not None:
-            held["overhead"] = self._schedule.budget.as_data()
+        budget = self._session.schedule.budget
+        if budget is not None:
+            held["overhead"] = budget.as_data()
         return held
 
     @property
@@ -183,7 +178,8 @@ class Hook:
             return
         from watchstep.pytorch.watch import Watch
 
-        self._watches.append(Watch(self, model, optimizer))
+        first = not self._watches
+        self._watches.append(Watch(self._session, model, optimizer, counts_steps=first))
 
     @_guarded
     def log(
@@ -220,7 +216,7 @@ class Hook:
 
     def snapshot(self) -> None:
         """Write the full weights and gradients of the next step that is updated."""
-        self._snapshot_due = True
+        self._session.snapshot_asked = True
 
     def close(self) -> None:
         """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
@@ -277,7 +273,7 @@ class Hook:
                 StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
             )
         if document.snapshots:
-            self._snapshot_due = True
+            self._session.snapshot_asked = True
 
     def _forget(self) -> None:
         """Record nothing more: this is a forked child, and the run is its parent's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from watchstep import tensors
 from watchstep.capture.bounded_queue import PendingSnapshot
 from watchstep.capture.record import Group
+from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
 from watchstep.layout import SnapshotKey
 from watchstep.pytorch import backward_losses, optimizer_steps
@@ -25,9 +26,6 @@ from watchstep.pytorch.snapshots import encode_parameters
 from watchstep.stopping import StopTraining
 from watchstep.tensors import Mode
 
-if TYPE_CHECKING:
-    from watchstep.hook import Hook
-
 _OBSERVED_AFTER = 2  # finished steps after which a silent module is reported as not observed
 
 
@@ -39,17 +37,17 @@ class Watch:
             that of the first does.
     """
 
-    def __init__(self, hook: Hook, model: Any, optimizer: Any = None) -> None:
+    def __init__(self, session: Session, model: Any, optimizer: Any, *, counts_steps: bool) -> None:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"watch(…, {type(optimizer).__name__})", "give a torch.optim.Optimizer, or leave it out"
             )
-        self.counts_steps = not hook._watches  # noqa: SLF001 - the two are one
-        self._hook = hook
-        self._recorder = hook._recorder  # noqa: SLF001 - the two are one
-        self._health = hook._health  # noqa: SLF001 - as above
-        self._config = hook.config
-        self._schedule = hook._schedule  # noqa: SLF001 - as above
+        self.counts_steps = counts_steps
+        self._session = session
+        self._recorder = session.recorder
+        self._health = session.health
+        self._config = session.config
+        self._schedule = session.schedule
         self._gate = GradientGate()
         self._loss_names = LossNames()
         self._kernel = TorchKernel()
@@ -205,14 +203,13 @@ class Watch:
 
     def _snapshot_due(self, step: int) -> bool:
         every = self._config.snapshot_every
-        asked = self._hook._snapshot_due  # noqa: SLF001 - the two are one
-        return asked or (every is not None and step % every == 0)
+        return self._session.snapshot_asked or (every is not None and step % every == 0)
 
     def _snapshot(self, step: int, parameters: list[NamedParameter]) -> None:
-        self._hook._snapshot_due = False  # noqa: SLF001 - as above
+        self._session.snapshot_asked = False
         key = SnapshotKey("unclaimed", self._recorder.worker, step, "train")
         snapshot = PendingSnapshot(key, encode_parameters(parameters))
-        if not self._hook._queue.offer(snapshot, urgent=True):  # noqa: SLF001 - as above
+        if not self._session.queue.offer(snapshot, urgent=True):
             self._health.count("dropped_snapshots")
 
     def _report_unseen(self) -> None:

@@ -99,7 +99,7 @@ def wait_until_there(hook: Hook) -> Run:
         try:
             return open_run(hook.run_url)
         except NotFoundError:
-            hook._queue.wake.set()
+            hook._session.queue.wake.set()
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
