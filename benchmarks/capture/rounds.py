@@ -19,7 +19,7 @@ from benchmarks.capture.variants import VARIANTS
 
 DRAIN_SECONDS = 3.0
 """More than the writer's longest flush interval with one worker, 2.05 s."""
-_DRAIN_QUICK = 0.8
+_DRAIN_QUICK = 1.5
 
 
 @dataclass
