@@ -110,4 +110,4 @@ WORKLOADS = {
     "mlp": Workload("MLP 10 M, batch 64", _rows, 5, 120),
     "cnn": Workload("CNN 0.3 M, batch 16", _images, 20, 200),
 }
-QUICK_WORKLOADS = ("transformer_small", "mlp")
+QUICK_WORKLOADS = ("mlp",)

@@ -31,8 +31,9 @@ class Series:
     missing: str = ""
 
     def threads(self, period: int) -> list[float]:
-        """CPU seconds of the training thread a step, of each so many steps one after the other."""
+        """CPU seconds of the training thread a step, of each so many steps one after the other; of all if too few."""
         steps = [seconds for sample in self.samples for seconds in sample.thread]
+        period = min(period, len(steps))
         starts = range(0, len(steps) - period + 1, period)
         return [statistics.fmean(steps[start : start + period]) for start in starts]
 

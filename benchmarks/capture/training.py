@@ -33,6 +33,7 @@ def add_training_figures(
     report.remark(
         f"{workload}: {WORKLOADS[workload].title}, {base.least(1) * 1e3:.1f} ms of CPU a step uninstrumented"
     )
+    report.remark(f"{workload}: {rounds} rounds; fewer of peers and of variants with a period")
     noise = abs(found[AGAIN].least(1) / base.least(1) - 1)
     for variant, series in found.items():
         if variant != BASE:
