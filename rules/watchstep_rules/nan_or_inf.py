@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
@@ -22,7 +23,9 @@ class NanOrInfParams(Params):
 
 
 class NanOrInfState(State):
-    """Nothing is remembered."""
+    """Series of logged losses that have been finite."""
+
+    finite: tuple[str, ...] = ()
 
 
 class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
@@ -30,7 +33,8 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
 
     Non-finite numbers never leave a training by themselves, so one element is enough; that is the test of SageMaker's
     ExplodingTensor rule. Unlike it, -inf in activations is left out: masked attention puts it there on purpose.
-    A step that a gradient scaler skips for overflow records no gradients, so mixed precision raises no alarm.
+    A loss that the program logs itself counts as infinite only after it was finite: ``best_loss = inf`` is how many
+    programs begin. A step that a gradient scaler skips for overflow records no gradients, so mixed precision raises no alarm.
     """
 
     name = "nan_or_inf"
@@ -48,14 +52,16 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[NanOrInfState, list[Finding]]:
-        """Judge each row by itself."""
+        """Judge each row by itself; of a logged loss, whether it was finite before."""
         held = block.statistics
         bad = held.nan.copy()
+        still_at_its_start, state = _not_yet_finite(block, state)
         if not params.only_nan:
             masked = block.mask_of_tensors(
                 [info.role in params.allow_negative_infinity_in for info in block.catalogue]
             )
-            bad += held.pos_inf + np.where(masked, 0, held.neg_inf)
+            infinite = held.pos_inf + np.where(masked, 0, held.neg_inf)
+            bad += np.where(still_at_its_start, 0, infinite)
         return state, [
             self._finding(params, block, int(row), int(bad[row]))
             for row in np.flatnonzero(bad > params.max_elements)
@@ -69,3 +75,16 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         return finding_at(
             self.name, block, row, value=float(bad), threshold=float(params.max_elements), message=message
         )
+
+
+def _not_yet_finite(block: Block, state: NanOrInfState) -> tuple[NDArray[np.bool_], NanOrInfState]:
+    """Which rows are of a logged loss that has never been finite, and the state after them."""
+    logged = block.mask_of_tensors([info.role == "loss" and not info.derived for info in block.catalogue])
+    waiting = np.zeros(len(block), np.bool_)
+    finite = dict.fromkeys(state.finite)
+    for row in np.flatnonzero(logged):
+        name = f"{block.info(int(row)).name}@{block.worker[row]}/{block.mode[row]}"
+        if block.statistics.finite[row]:
+            finite[name] = None
+        waiting[row] = name not in finite
+    return waiting, NanOrInfState(finite=tuple(finite))

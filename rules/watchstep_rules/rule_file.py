@@ -44,6 +44,10 @@ def parse(text: str, source: str) -> tuple[RuleConfig, ...]:
         raise RuleError(
             f"rule file {source}: not valid YAML ({_place(error)})", "correct the line"
         ) from error
+    except RecursionError:
+        raise RuleError(
+            f"rule file {source}: nested too deeply", "write rules as a list of mappings"
+        ) from None
     return check({"rules": []} if data is None else data, source)
 
 

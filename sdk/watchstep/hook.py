@@ -115,6 +115,7 @@ class Hook:
         self._mode: Mode = "train"
         self._off = False
         self._ended = False
+        self._interrupted = False
         self._watches: list[Watch] = []
         session = self._session = Session.begin(self.config, self._identity.worker, self._on_stop)
         self._health, self._recorder = session.health, session.recorder
@@ -179,7 +180,13 @@ class Hook:
         from watchstep.pytorch.watch import Watch
 
         first = not self._watches
-        self._watches.append(Watch(self._session, model, optimizer, counts_steps=first))
+        try:
+            self._watches.append(Watch(self._session, model, optimizer, counts_steps=first))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"watch({type(model).__name__}): {error}",
+                "watch it after one forward pass if it is lazy; script modules cannot be watched",
+            ) from error
 
     @_guarded
     def log(
@@ -192,13 +199,25 @@ class Hook:
             mode: where it is not the hook's own.
             **scalars: name=number; a tensor of one element is read without waiting for its device.
         """
+        held = mode or self._mode
+        if held not in MODES:
+            raise ValueError(f"mode {held!r}: use one of {', '.join(MODES)}")
         for name, value in {**(values or {}), **scalars}.items():
-            if hasattr(value, "detach"):
-                from watchstep.pytorch.scalars import record_tensor
+            try:
+                self._log_one(name, value, held)
+            except Exception as error:  # noqa: BLE001 - one value that is none must not take the others with it
+                self._health.fault(f"log {name!r}"[:80], error)
 
-                record_tensor(self._recorder, name, value, mode or self._mode)
-            else:
-                self._recorder.scalar(name, value, mode or self._mode)
+    def _log_one(self, name: str, value: Any, mode: Mode) -> None:
+        if not isinstance(name, str):
+            raise TypeError("a name must be a string")
+        name.encode()
+        if hasattr(value, "detach"):
+            from watchstep.pytorch.scalars import record_tensor
+
+            record_tensor(self._recorder, name, value, mode)
+        else:
+            self._recorder.scalar(name, value, mode)
 
     @_guarded
     def step(self) -> None:
@@ -220,7 +239,10 @@ class Hook:
 
     def close(self) -> None:
         """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
-        self._end("stopped" if self._recorder.stopped else "completed")
+        if self._interrupted:
+            self._end("failed", "KeyboardInterrupt")
+        else:
+            self._end("stopped" if self._recorder.stopped else "completed")
 
     def __enter__(self) -> Hook:  # noqa: PYI034 - Self comes with Python 3.11
         return self
@@ -346,7 +368,10 @@ def _watch_process_end() -> None:
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         for hook in active_hooks():
-            hook._end("failed", f"{kind.__name__}: {error}")  # noqa: SLF001 - same module
+            if issubclass(kind, KeyboardInterrupt):
+                hook._interrupted = True  # noqa: SLF001 - same module; ended at exit, so that its code stays 130
+            else:
+                hook._end("failed", f"{kind.__name__}: {error}")  # noqa: SLF001 - as above
         previous(kind, error, trace)
 
     sys.excepthook = note

@@ -51,7 +51,7 @@ def check_name(kind: str, value: str) -> str:
     Raises:
         BadNameError: for anything else, so that no name reaches outside its prefix.
     """
-    if not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise BadNameError(
             f"{kind} name {value!r} cannot be used",
             "use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, and no '..'",

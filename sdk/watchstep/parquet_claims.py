@@ -90,6 +90,18 @@ def read_footer(data: bytes | bytearray) -> Footer:
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[:4] != _MAGIC or data[-4:] != _MAGIC or size > len(data) - 12:
         raise ValueError("no whole Parquet file")
+    try:
+        return _footer(data, size)
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+        IndexError,
+    ) as error:  # a header of another shape than Parquet's
+        raise ValueError(f"the footer has another form ({error})") from error
+
+
+def _footer(data: bytes | bytearray, size: int) -> Footer:
     footer = _Thrift(data, len(data) - 8 - size, len(data) - 8).struct()
     chunks = [
         _chunk(len(data), _held(chunk, 3, dict))

@@ -1,21 +1,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from tests.rules.runs import all_at_once, in_steps, norms
 from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block
-from watchstep.tensors import TensorInfo
+from watchstep.block import Block, Places
+from watchstep.statistics import scalars
+from watchstep.tensors import Placement, TensorInfo
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.nan_or_inf import NanOrInf, NanOrInfParams, NanOrInfState
 
 NAN, INF = math.nan, math.inf
 OUTPUT = tensor("attention.output", "activations", shape=(8, 8))
-LOSS = tensor("loss", "losses", shape=())
+LOSS = replace(tensor("loss", "losses", shape=()), derived=True)  # as found at backward()
 
 
 def found(info: TensorInfo, values: list[float], **params: object) -> list[Finding]:
@@ -76,6 +79,25 @@ def test_it_is_judged_as_it_arrives_and_the_likeliest_cause_is_named() -> None:
     assert fired.finding.tensor == OUTPUT.name
 
 
-def test_it_remembers_nothing() -> None:
+def test_it_remembers_nothing_of_gradients() -> None:
     said = all_at_once(RuleConfig(rule="nan_or_inf"), in_steps(norms("a", [1.0, NAN])))
-    assert said.memory.state == {}
+    assert said.memory.state == {"finite": []}
+
+
+def test_a_best_loss_may_begin_at_infinity_but_not_return_to_it() -> None:
+    info = TensorInfo("best_val_loss", ("losses",), "loss", dtype="float64")
+    values = [math.inf, math.inf, 2.0, math.inf, math.nan]
+    rows = len(values)
+    block = Block(
+        step=np.arange(rows),
+        mode=np.zeros(rows, np.int8),
+        worker=np.zeros(rows, np.int32),
+        time_ns=np.arange(rows),
+        tensor=np.zeros(rows, np.int32),
+        catalogue=(info,),
+        places=Places.of([Placement()] * rows),
+        statistics=scalars(values),
+    )
+    rule = NanOrInf()
+    _, findings = rule.evaluate(NanOrInfParams(), NanOrInfState(), Block.empty(), block, 0)
+    assert [finding.step for finding in findings] == [3, 4]

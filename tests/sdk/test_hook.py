@@ -63,14 +63,25 @@ def test_a_value_that_is_no_number_is_a_fault_not_an_exception(tmp_path: Path) -
     hook = Hook(tmp_path)
     hook.log(loss="abc")
     hook.close()
-    assert "ValueError" in hook.health["faults"]["log"]
+    assert "ValueError" in hook.health["faults"]["log 'loss'"]
 
 
-def test_a_tensor_of_many_elements_is_refused(tmp_path: Path) -> None:
+def test_a_bad_value_mode_or_name_takes_no_other_with_it(tmp_path: Path) -> None:
     hook = Hook(tmp_path)
-    with pytest.raises(ConfigError, match="one number"):
-        hook.log(loss=torch.ones(3))
+    hook.log({"epoch": "one", 7: 1.0, "\ud800": 1.0}, myloss=2.0)  # type: ignore[dict-item]
+    hook.log(accuracy=0.5, mode="valid")  # type: ignore[arg-type]
+    hook.step()
     hook.close()
+    assert open_run(hook.run_url).losses()["value"].to_pylist() == [2.0]
+    assert hook.health["counts"]["faults"] == 4
+    assert "mode 'valid'" in hook.health["faults"]["log"]
+
+
+def test_a_tensor_of_many_elements_is_no_number(tmp_path: Path) -> None:
+    hook = Hook(tmp_path)
+    hook.log(loss=torch.ones(3))
+    hook.close()
+    assert "log one number" in hook.health["faults"]["log 'loss'"]
 
 
 def test_modes(tmp_path: Path) -> None:
@@ -162,6 +173,21 @@ def test_a_program_that_raises(tmp_path: Path) -> None:
     assert "RuntimeError: boom" in done.stderr
     (end,) = open_run(tmp_path / "default" / "r").ends()
     assert (end.state, end.reason) == ("failed", "RuntimeError: boom")
+
+
+def test_an_interrupt_keeps_its_exit_code(tmp_path: Path) -> None:
+    body = """
+        import time
+        while not hook.health["counts"].get("objects"):  # as in any program that runs for a second
+            hook.log(loss=1.0)
+            hook.step()
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+        """
+    done = run_program(tmp_path, body)
+    assert done.returncode == -2
+    (end,) = open_run(tmp_path / "default" / "r").ends()
+    assert (end.state, end.reason) == ("failed", "KeyboardInterrupt")
 
 
 def test_a_forked_child_records_nothing(tmp_path: Path) -> None:

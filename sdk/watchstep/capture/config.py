@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from watchstep import tensors
 from watchstep.errors import ConfigError
@@ -91,7 +92,12 @@ class CaptureConfig:
     bounds: Bounds = Bounds()
 
     def __post_init__(self) -> None:
-        if self.overhead_budget is not None and not 0 < self.overhead_budget <= 1:
+        if self.snapshot_every is not None and self.snapshot_every < 1:
+            raise ConfigError(
+                f"snapshot_every={self.snapshot_every}", "use 1 or more, or None for on request only"
+            )
+        budget: Any = self.overhead_budget
+        if budget is not None and not (isinstance(budget, float | int) and 0 < budget <= 1):
             raise ConfigError(
                 f"overhead_budget={self.overhead_budget}",
                 "use a share of the step's time, such as 0.01, or None",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -107,6 +108,7 @@ class Recorder:
         if self._on_stop == "ignore":
             return
         self.hand_over()
+        sys.stderr.write(f"watchstep: asked to stop, after step {self.step}: {request.reason}\n")
         if self._on_stop == "raise":
             raise StopTraining(request, self.step)
         call: Callable[[StopRequest], None] = self._on_stop

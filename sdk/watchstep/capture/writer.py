@@ -109,6 +109,9 @@ class Writer:
         return not self._thread.is_alive() and not left
 
     def _run(self) -> None:
+        # Now, not when the program ends: importing then would undo the exit code of an interrupt.
+        import pyarrow.parquet  # noqa: F401
+
         started = time.monotonic()
         while not self._closing.is_set():
             self._queue.wake.wait(self._pause(time.monotonic() - started))
@@ -191,7 +194,11 @@ class Writer:
             if self._catalogue[0] != block.catalogue:
                 self._catalogue = (block.catalogue, catalogue_bytes(block.catalogue))
             data = encode(block, self._catalogue[1])
-        except Exception as error:  # noqa: BLE001 - counted; the next steps may well encode
+        except Exception as error:  # noqa: BLE001 - counted; other steps may well encode
+            if len(steps) > 1:
+                for step in steps:
+                    self._encode_steps([step])
+                return
             self._health.fault("encoding", error)
             self._health.count("dropped_rows", sum(step.rows for step in steps))
             self._health.count("dropped_steps", len(steps))

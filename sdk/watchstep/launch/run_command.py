@@ -70,7 +70,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     _make_run(launch, rules)
     _register(launch, operator, rules)
     _warn_if_isolated(program)
-    sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}\n")
+    judged = "" if operator else "; no service watches it: recorded, not judged"
+    sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{judged}\n")
     sys.stderr.flush()
     os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - it is what the user asked for
 

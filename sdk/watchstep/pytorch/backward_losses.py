@@ -73,7 +73,12 @@ def install() -> None:
 def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _listeners and isinstance(tensors, Tensor) and tensors.numel() == 1:
+        if (
+            not torch.compiler.is_compiling()
+            and _listeners
+            and isinstance(tensors, Tensor)
+            and tensors.numel() == 1
+        ):
             _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
         return backward(tensors, *args, **kwargs)
 
@@ -84,6 +89,8 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def call(self: Any, outputs: Any) -> Any:
         scaled = scale(self, outputs)
+        if torch.compiler.is_compiling():
+            return scaled
         if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
             setattr(scaled, _UNSCALED, outputs.detach())
         return scaled

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -54,6 +55,8 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled step is not observed: what is traced has no memory to look at
     depth = _depth.get(optimizer, 0)
     _depth[optimizer] = depth + 1
     if depth == 0:
@@ -64,6 +67,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
     depth = _depth.get(optimizer, 1) - 1
     _depth[optimizer] = depth
     if depth == 0:

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from watchstep.capture.record import Group
 from watchstep.capture.recorder import Recorder, scalar_info
-from watchstep.errors import ConfigError
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.tensors import Mode
 
@@ -15,12 +14,10 @@ def record_tensor(recorder: Recorder, name: str, value: Tensor, mode: Mode, *, d
     """Record a tensor of one element.
 
     Raises:
-        ConfigError: it has another number of elements.
+        ValueError: it has another number of elements.
     """
     if value.numel() != 1:
-        raise ConfigError(
-            f"scalar {name!r}: a tensor of shape {tuple(value.shape)}", "log one number, e.g. its mean"
-        )
+        raise ValueError(f"a tensor of shape {tuple(value.shape)}: log one number, e.g. its mean")
     if value.device.type == "cpu":
         recorder.scalar(name, value.detach().item(), mode, derived=derived)
         return

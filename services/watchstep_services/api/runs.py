@@ -56,9 +56,10 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller) 
     if body.attempt:
         check_name("attempt", body.attempt)
     rules = rule_file.check({"rules": body.rules}, "of the request")
+    job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     run_id = register(service, project, body.run, rules, "operator" if operator else "recorder")
-    if body.job is not None:
-        bind_job(service, run_id, body.attempt, _handle(body.job), caller.role)
+    if job is not None:
+        bind_job(service, run_id, body.attempt, job, caller.role)
     service.notifier.run_changed(run_id)
     return _read(service, project, body.run)
 

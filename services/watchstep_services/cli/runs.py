@@ -46,7 +46,7 @@ def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
     reach = f"{steps[0]} to {steps[-1]} ({len(steps)} recorded)" if steps else "none"
     out.print(f"steps     {reach}")
     out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
-    out.print(f"workers   {', '.join(map(str, opened.workers)) or 'none'}")
+    out.print(f"workers   {len(opened.workers)} (ranks {', '.join(map(str, opened.workers)) or 'none'})")
     for name in opened.tensors(LOSSES):
         rows = opened.tensor(name).statistics()
         values = [math.nan if value is None else value for value in rows["mean"].to_pylist()]

@@ -33,6 +33,13 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
         typer.echo(f"watchstep: watching {service.service.settings.store}")
+        for config in service.service.owner_rules:
+            stops = ", stops the job" if config.stops else ""
+            typer.echo(
+                f"watchstep: rule {config.name} ({config.severity}, after {config.hold.steps} steps{stops})"
+            )
+        if not any(config.stops for config in service.service.owner_rules):
+            typer.echo("watchstep: none of your rules stops a job")
         typer.echo(f"watchstep: {service.url} (API at {service.url}/docs; Ctrl-C ends it)")
         service.wait()
 

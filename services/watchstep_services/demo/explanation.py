@@ -86,8 +86,8 @@ def _cause(finding: dict[str, Any]) -> str:
     """What the place of the first bad tensor says: a step reads weights, then computes forward, loss, backward."""
     kind = {
         0: "the weights were bad before this step began: look at the update before it",
-        1: "the first bad numbers are an output, and the weights it was computed from were still finite:"
-        " look at the inputs of this batch, or at this module",
+        1: "of the outputs that were measured or still in memory this is the first bad one, and the weights were"
+        " still finite: look at this batch, this module, and those before it",
         2: "all outputs were still finite: look at the loss function and the labels",
         3: "the loss was still finite: look at the backward pass",
     }

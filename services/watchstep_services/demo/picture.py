@@ -93,6 +93,9 @@ def _draw_gradients(axes: Axes, evidence: Evidence) -> None:
         keep = steps <= evidence.stopped_at
         rows[place, steps[keep]] = np.log10(np.maximum(table["rms"].to_numpy().astype(float)[keep], 1e-12))
         broken[place, steps[keep]] = table["nan"].to_numpy()[keep] > 0
+    for step in range(1, rows.shape[1]):  # what was not measured keeps the last value
+        rows[:, step] = np.where(np.isnan(rows[:, step]), rows[:, step - 1], rows[:, step])
+        broken[:, step] |= broken[:, step - 1]
     image = axes.imshow(rows, aspect="auto", cmap="viridis", interpolation="nearest", origin="upper")
     hidden = np.where(broken, 1.0, np.nan)
     axes.imshow(hidden, aspect="auto", cmap="autumn", interpolation="nearest", origin="upper", vmin=1, vmax=2)

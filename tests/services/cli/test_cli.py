@@ -108,8 +108,10 @@ def serving(store: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     )
     assert process.stdout is not None
     try:
-        assert "watching" in process.stdout.readline()
-        assert "http://127.0.0.1:" in process.stdout.readline()
+        told = [process.stdout.readline() for _ in range(5)]
+        assert "watching" in told[0]
+        assert "rule nan_or_inf (critical, after 1 steps, stops the job)" in told[1]
+        assert "http://127.0.0.1:" in told[4]
         yield process
     finally:
         process.send_signal(signal.SIGTERM)

