@@ -130,7 +130,7 @@ class Writer:
             return min(_HASTY_PAUSE, self._bounds.flush_seconds)
         if age < _DENSE_SECONDS:
             return self._bounds.flush_seconds
-        return min(_LONGEST_FLUSH, 2.0 + 0.05 * self._target.identity.world_size)
+        return min(_LONGEST_FLUSH, 2.0 + 0.5 * self._target.identity.world_size)
 
     def _turn_and_ask_again(self) -> bool:
         """One turn while closing; whether something is left that the time allows to try again."""
