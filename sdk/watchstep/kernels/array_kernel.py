@@ -6,14 +6,12 @@ Sums are accumulated in float64 by numpy's pairwise summation within a chunk, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.histogram import Histograms
-from watchstep.kernels.ready import Ready
 from watchstep.statistics import StatisticsBatch, merge_rows
 
 _CHUNK = 1 << 16
@@ -22,18 +20,6 @@ _LAYOUT = {
     np.dtype(np.float64): (np.uint64, 52, 1023, 11),
 }
 """Unsigned type of the same width, bits of the mantissa, exponent bias, bits of the exponent: IEEE 754."""
-
-
-class ArrayKernel:
-    """Measures numpy arrays of float16, float32, float64, integers and booleans."""
-
-    def measure(self, tensors: Sequence[NDArray[Any]]) -> Ready:
-        """Measure at once.
-
-        Args:
-            tensors: arrays of any shape and strides.
-        """
-        return Ready(StatisticsBatch.concatenate([measure_array(tensor) for tensor in tensors]))
 
 
 def measure_array(array: NDArray[Any]) -> StatisticsBatch:

@@ -14,6 +14,7 @@ from watchstep.capture.bounded_queue import PendingSnapshot
 from watchstep.capture.record import Group
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
+from watchstep.kernels.interface import Kernel
 from watchstep.layout import SnapshotKey
 from watchstep.pytorch import backward_losses, optimizer_steps
 from watchstep.pytorch.activations import ActivationHooks
@@ -50,7 +51,7 @@ class Watch:
         self._schedule = session.schedule
         self._gate = GradientGate()
         self._loss_names = LossNames()
-        self._kernel = TorchKernel()
+        self._kernel: Kernel = TorchKernel()
         self._model = unwrap(model)
         self._own_place, self._gradient_place = placements(model)
         self._parameters = name_parameters(self._model)
@@ -76,13 +77,12 @@ class Watch:
         """A loss at ``backward()``."""
         try:
             self._begin()
-            if not self._schedule.due(tensors.LOSSES, self._recorder.step) and not self._config.gate:
-                return
-            name = self._loss_names.of(loss.place)
-            if name is not None:
-                record_tensor(self._recorder, name, loss.value, "train", derived=True)
-            if self._config.gate and loss.value.device.type == "cpu" and not torch.isfinite(loss.value).all():
+            on_host = loss.value.device.type == "cpu"
+            if self._config.gate and on_host and not torch.isfinite(loss.value).all():
                 self._look_at_outputs()
+            name = self._loss_names.of(loss.place)
+            if name is not None and self._schedule.due(tensors.LOSSES, self._recorder.step):
+                record_tensor(self._recorder, name, loss.value, "train", derived=True)
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("loss", error)
 
