@@ -10,6 +10,7 @@ import typer.main
 from pydantic_core import PydanticUndefined
 
 from watchstep.launch.run_command import parser as run_parser
+from watchstep.launch.sync_command import parser as sync_parser
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.registry import RULES
 from watchstep_services.cli.app import app
@@ -17,6 +18,7 @@ from watchstep_services.settings import PREFIX, Settings
 
 FOLDER = Path(__file__).parent
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- /table -->", re.DOTALL)
+_OWN_PARSERS = {"watchstep run": run_parser, "watchstep sync": sync_parser}
 _VARIABLES = {
     "WATCHSTEP_STORE": "Where runs lie; `./watchstep-runs` where neither it nor an argument is given.",
     "WATCHSTEP_PROJECT": "The project; `default` where it is not given.",
@@ -25,6 +27,7 @@ _VARIABLES = {
     "WATCHSTEP_SERVICE": "URL of the service to announce to.",
     "WATCHSTEP_TOKEN": "A recorder's token for it.",
     "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take; `none` for everything always.",
+    "WATCHSTEP_SPILL": "Folder for what waits while the store cannot be reached; in the user's cache where not given.",
     "WATCHSTEP_ON_STOP": "`ignore` or `raise`: what a stop does where `Hook(on_stop=…)` does not say.",
 }
 
@@ -74,9 +77,10 @@ def commands() -> str:
 
     def rows() -> Iterator[list[str]]:
         for path, command in _commands(typer.main.get_command(app), "watchstep"):
-            if path == "watchstep run":
-                known = [action for action in run_parser()._actions if action.option_strings]  # noqa: SLF001
-                yield [f"`{path}`", command.help or "", ", ".join(f"`{a.option_strings[-1]}`" for a in known)]
+            if path in _OWN_PARSERS:
+                known = _OWN_PARSERS[path]()._actions  # noqa: SLF001
+                taken = [a.option_strings[-1] if a.option_strings else a.dest.upper() for a in known]
+                yield [f"`{path}`", command.help or "", ", ".join(f"`{name}`" for name in taken)]
                 continue
             options = [parameter for parameter in command.params if parameter.name != "help"]
             names = [max(option.opts, key=len) for option in options]

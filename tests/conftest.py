@@ -23,6 +23,14 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+@pytest.fixture(autouse=True)
+def spill_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's recorders put what they cannot upload."""
+    root = tmp_path_factory.mktemp("spill")
+    monkeypatch.setenv("WATCHSTEP_SPILL", str(root))
+    return root
+
+
 @pytest.fixture
 def folder_store(tmp_path: Path) -> Store:
     """A store in an empty local folder."""

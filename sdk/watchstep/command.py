@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run`` is the SDK's own; all others belong to the packages above it."""
+"""The ``watchstep`` command. ``run`` and ``sync`` are the SDK's own; all others belong to the packages above it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ def main() -> None:
             from watchstep.launch.run_command import main as run
 
             run(arguments[1:])
+        if arguments[:1] == ["sync"]:
+            from watchstep.launch.sync_command import main as sync
+
+            sync(arguments[1:])
         _application()(arguments)
     except WatchstepError as error:
         sys.stderr.write(f"watchstep: {error}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import os
@@ -10,7 +9,6 @@ import platform
 import socket
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +16,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from watchstep import documents, rule_files
+from watchstep.capture import process_end
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.control_reader import ControlReader
+from watchstep.capture.ending import Ending
 from watchstep.capture.identity import Identity, resolve
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.session import Session
-from watchstep.capture.writer import Target, Writer
+from watchstep.capture.upload import Target
+from watchstep.capture.writer import Writer
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError
 from watchstep.layout import run_prefix
@@ -39,7 +40,6 @@ ON_STOP = "WATCHSTEP_ON_STOP"
 BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
 
 _log = logging.getLogger("watchstep")
-_live: weakref.WeakSet[Hook] = weakref.WeakSet()
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -48,7 +48,7 @@ def _guarded(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: Hook, *args: Any, **kwargs: Any) -> Any:
-        if self._off:
+        if self._ending.ended:
             return None
         try:
             return method(self, *args, **kwargs)
@@ -113,26 +113,24 @@ class Hook:
         address = ServiceAddress.from_environment()
         bounds = self.config.bounds
         self._mode: Mode = "train"
-        self._off = False
-        self._ended = False
-        self._interrupted = False
         self._watches: list[Watch] = []
         session = self._session = Session.begin(self.config, self._identity.worker, self._on_stop)
         self._health, self._recorder = session.health, session.recorder
         control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
         target = Target(
+            store_url=self.store_url,
             open_store=self._open_store,
             identity=self._identity,
             run=_run_document(self._identity, rule_data, self.config),
             attempt=_attempt_document(self._identity, self._on_stop),
             service=ServiceClient(address, self._identity.project) if address else None,
         )
-        self._writer = Writer(target, session.queue, control, self._health, bounds)
+        writer = Writer(target, session.queue, control, self._health, bounds)
         if session.schedule.budget is not None:
-            self._writer.tell_cost(session.schedule.budget.written)
-        self._writer.start()
-        _live.add(self)
-        _watch_process_end()
+            writer.tell_cost(session.schedule.budget.written)
+        writer.start()
+        self._ending = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health)
+        process_end.watch(self._ending)
         _log.info("watchstep: recording %s", self.run_url)
 
     @property
@@ -175,13 +173,14 @@ class Hook:
         Raises:
             ConfigError: the model cannot be watched; the message says why.
         """
-        if self._off:
+        if self._ending.ended:
             return
         from watchstep.pytorch.watch import Watch
 
         first = not self._watches
         try:
             self._watches.append(Watch(self._session, model, optimizer, counts_steps=first))
+            self._ending.detach_with(self._watches[-1].detach)
         except RuntimeError as error:
             raise ConfigError(
                 f"watch({type(model).__name__}): {error}",
@@ -239,10 +238,8 @@ class Hook:
 
     def close(self) -> None:
         """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
-        if self._interrupted:
-            self._end("failed", "KeyboardInterrupt")
-        else:
-            self._end("stopped" if self._recorder.stopped else "completed")
+        self._ending.end()
+        process_end.ended()
 
     def __enter__(self) -> Hook:  # noqa: PYI034 - Self comes with Python 3.11
         return self
@@ -253,35 +250,8 @@ class Hook:
         if error is None or isinstance(error, StopTraining):
             self.close()
         else:
-            self._end("failed", f"{type(error).__name__}: {error}")
-
-    def _end(self, state: documents.EndState, reason: str = "") -> None:
-        if self._ended:
-            return
-        self._ended = True
-        for watch in self._watches:
-            watch.detach()
-        try:
-            last = self._recorder.last_finished
-            self._recorder.hand_over()
-            stopped = self._recorder.stopped
-            end = documents.EndDocument(
-                worker=self._identity.worker,
-                state=state,
-                last_step=last,
-                ended_ns=time.time_ns(),
-                segments=0,
-                writer="",
-                reason=(reason or (stopped.reason if stopped else ""))[:500],
-                health=self.health,
-            )
-            if not self._writer.close(end):
-                _log.warning(
-                    "watchstep: %s: not everything was written: %s", self.run_url, self._health.as_data()
-                )
-        except Exception as error:  # noqa: BLE001 - ending must not break the program's own
-            self._health.fault("close", error)
-        self._off = True
+            self._ending.end("failed", f"{type(error).__name__}: {error}")
+            process_end.ended()
 
     def _open_store(self) -> Store:
         prefix = run_prefix(self._identity.project, self._identity.run)
@@ -296,18 +266,6 @@ class Hook:
             )
         if document.snapshots:
             self._session.snapshot_asked = True
-
-    def _forget(self) -> None:
-        """Record nothing more: this is a forked child, and the run is its parent's."""
-        self._off = True
-        self._ended = True
-        for watch in self._watches:
-            watch.detach()
-
-
-def active_hooks() -> list[Hook]:
-    """The hooks of this process that still record."""
-    return [hook for hook in _live if not hook._ended]  # noqa: SLF001 - same module
 
 
 def _checked_on_stop(on_stop: Any) -> OnStop:
@@ -359,32 +317,3 @@ def _attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptD
         on_stop="callback" if callable(on_stop) else on_stop,
         host=socket.gethostname(),
     )
-
-
-@functools.cache
-def _watch_process_end() -> None:
-    """Once a process: end the hooks when it exits, note an exception that ends it, and forget them in forks."""
-    previous = sys.excepthook
-
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for hook in active_hooks():
-            if issubclass(kind, KeyboardInterrupt):
-                hook._interrupted = True  # noqa: SLF001 - same module; ended at exit, so that its code stays 130
-            else:
-                hook._end("failed", f"{kind.__name__}: {error}")  # noqa: SLF001 - as above
-        previous(kind, error, trace)
-
-    sys.excepthook = note
-    atexit.register(_close_all)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget_all)
-
-
-def _close_all() -> None:
-    for hook in active_hooks():
-        hook.close()
-
-
-def _forget_all() -> None:
-    for hook in active_hooks():
-        hook._forget()  # noqa: SLF001 - same module

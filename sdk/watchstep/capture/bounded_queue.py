@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from watchstep.capture.record import Record
@@ -47,6 +48,8 @@ Item = FinishedStep | PendingSnapshot
 class BoundedQueue:
     """Items up to a number of bytes. One producer, one consumer.
 
+    Without a lock: a signal that comes while the training thread hands something over must find none held.
+
     Attributes:
         wake: set when the consumer should look at once.
         urgent_at: when something urgent was last handed over, by the monotonic clock.
@@ -54,28 +57,30 @@ class BoundedQueue:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
-        self._items: list[Item] = []
-        self._bytes = 0
+        self._items: deque[tuple[int, Item]] = deque()
+        self._offered = 0  # bytes; written by the producer alone
+        self._taken = 0  # bytes; written by the consumer alone
         self.wake = threading.Event()
         self.urgent_at = float("-inf")
 
     def offer(self, item: Item, *, urgent: bool = False) -> bool:
         """Hand an item over; False, and nothing kept, where it would go over the bound."""
         size = item.bytes
-        with self._lock:
-            fits = self._bytes + size <= self._limit
-            if fits:
-                self._items.append(item)
-                self._bytes += size
+        fits = self._offered - self._taken + size <= self._limit
+        if fits:
+            self._offered += size
+            self._items.append((size, item))
         if urgent:
             self.urgent_at = time.monotonic()
         if urgent or not fits:
             self.wake.set()
         return fits
 
-    def take(self) -> list[Item]:
-        """All items so far."""
-        with self._lock:
-            items, self._items, self._bytes = self._items, [], 0
-        return items
+    def take(self) -> Item | None:
+        """The oldest item; None where there is none."""
+        try:
+            size, item = self._items.popleft()
+        except IndexError:
+            return None
+        self._taken += size
+        return item

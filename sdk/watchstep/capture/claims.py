@@ -15,13 +15,26 @@ _MOST_ATTEMPTS = 1000
 
 
 def claim_attempt(
-    store: Store, run: documents.RunDocument, attempt: documents.AttemptDocument, identity: Identity
+    store: Store,
+    run: documents.RunDocument,
+    attempt: documents.AttemptDocument,
+    identity: Identity,
+    *,
+    late: bool = False,
 ) -> WriterId:
     """Make the run if it is new, and claim or join the attempt.
 
     All ranks of an attempt share its id, and join it; one whose place has been written to, by an earlier process of
     the same rank, takes a writer's name of its own. A lone worker that finds the id taken was started again under the
-    same launcher: it claims the next free one, ``<id>.2`` and so on.
+    same launcher: it claims the next free one, ``<id>.2`` and so on. A claim whose answer was lost is found again: the
+    document says who claimed, and when, to the nanosecond.
+
+    Args:
+        store: seen from the run.
+        run: written if the run is new.
+        attempt: written if the attempt is.
+        identity: who claims.
+        late: for a process that has ended; a rank then never takes the name that a live one may be about to take.
 
     Returns:
         The writer that this worker is.
@@ -33,10 +46,11 @@ def claim_attempt(
     if identity.world_size > 1:
         store.create(attempt_document(identity.attempt), documents.encode(attempt))
         writer = identity.writer()
-        taken = any(store.entries(writer.prefix))
+        taken = late or any(store.entries(writer.prefix))
         return identity.writer(f"-{secrets.token_hex(3)}") if taken else writer
     for number in range(1, _MOST_ATTEMPTS):
         name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
-        if store.create(attempt_document(name), documents.encode(replace(attempt, attempt=name))):
+        key, data = attempt_document(name), documents.encode(replace(attempt, attempt=name))
+        if store.create(key, data) or store.get(key, limit=documents.MAX_BYTES) == data:
             return replace(identity, attempt=name).writer()
     raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")

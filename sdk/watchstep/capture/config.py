@@ -57,17 +57,21 @@ class Bounds:
 
     Attributes:
         queue_bytes: statistics waiting to be encoded; what comes beyond is dropped and counted.
-        backlog_bytes: encoded objects waiting to be written; beyond, the queue is left to fill.
+        backlog_bytes: encoded objects that wait in memory for the store; beyond, the oldest go to disk.
+        spill_bytes: encoded objects that wait on disk; beyond, or with 0, the queue is left to fill.
         flush_seconds: how long statistics wait in the first minute; later 2 s and more with the number of workers.
         control_seconds: how often the control document is looked for on the store when no service answers.
         close_seconds: the longest that closing waits for the store.
+        term_seconds: the longest that a SIGTERM is put off to write what is left.
     """
 
     queue_bytes: int = 64 * 1024 * 1024
     backlog_bytes: int = 64 * 1024 * 1024
+    spill_bytes: int = 1024 * 1024 * 1024
     flush_seconds: float = 1.0
     control_seconds: float = 5.0
     close_seconds: float = 10.0
+    term_seconds: float = 5.0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,11 @@ class Health:
         with self._lock:
             self._counts[name] = self._counts.get(name, 0) + by
 
+    def reached(self, name: str, value: int) -> None:
+        """Keep the largest value of something that has a bound."""
+        with self._lock:
+            self._counts[name] = max(self._counts.get(name, 0), value)
+
     def fault(self, where: str, error: BaseException) -> None:
         """Note a fault of the recorder; each kind is logged once."""
         text = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from watchstep.capture.identity import ATTEMPT
+from watchstep.capture.process_end import live
 from watchstep.errors import WatchstepError
-from watchstep.hook import Hook, active_hooks
+from watchstep.hook import Hook
 from watchstep.pytorch import backward_losses, optimizer_steps
 from watchstep.pytorch.backward_losses import FoundLoss
 
@@ -44,7 +45,7 @@ class Attachment:
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The first step: start to record, unless the program does so itself."""
         self._leave()
-        if active_hooks() or get_worker_info() is not None or not _claim():
+        if live() or get_worker_info() is not None or not _claim():
             return
         try:
             hook = Hook()

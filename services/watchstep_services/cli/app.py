@@ -8,6 +8,7 @@ import typer
 
 import watchstep
 from watchstep.launch.run_command import parser as run_options
+from watchstep.launch.sync_command import parser as sync_options
 from watchstep_services.cli import demo, export, rules, runs, serve, tokens
 
 app = typer.Typer(
@@ -32,6 +33,15 @@ def run(
     """Start a program so that it records itself, with no change to it."""
     # The SDK's own command comes first and never gets here with a program; this is for lists of commands.
     run_options().parse_args(arguments or ["--help"])
+
+
+@app.command("sync", add_help_option=False)
+def sync(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[FOLDER]")] = None,
+) -> None:
+    """Upload what recorders left on this machine when their store could not be reached. Safe to repeat."""
+    # The SDK's own too, so that a training container needs nothing of the service.
+    sync_options().parse_args(arguments or ["--help"])
 
 
 def _version(value: bool) -> None:

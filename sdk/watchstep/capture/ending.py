@@ -1,0 +1,115 @@
+"""The end of one recording: the last step handed over, what is left written, and how it ended said once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from watchstep.capture.health import Health
+from watchstep.capture.recorder import Recorder
+from watchstep.capture.writer import Writer
+from watchstep.documents import EndDocument, EndState
+
+_log = logging.getLogger("watchstep")
+
+
+class Ending:
+    """Ends a recording, however its process ends.
+
+    Attributes:
+        run_url: the run, for messages.
+        close_seconds: how long the store is waited for when the program closes its hook, or exits.
+        term_seconds: the same when it is terminated.
+        reason: why the process is about to end with a failure, if something has said so.
+    """
+
+    def __init__(
+        self, run_url: str, recorder: Recorder, writer: Writer, health: Health, report: Callable[[], Any]
+    ) -> None:
+        """Nothing has ended.
+
+        Args:
+            run_url: the run.
+            recorder: holds the step that is not handed over.
+            writer: writes the rest.
+            health: for faults of ending itself.
+            report: gives what the end document says of the recorder's health.
+        """
+        bounds = writer.bounds
+        self.run_url = run_url
+        self.close_seconds = bounds.close_seconds
+        self.term_seconds = bounds.term_seconds
+        self.reason = ""
+        self._recorder = recorder
+        self._writer = writer
+        self._health = health
+        self._report = report
+        self._watches: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is recorded."""
+        return self._ended
+
+    def detach_with(self, detach: Callable[[], None]) -> None:
+        """Call this when nothing more is recorded."""
+        self._watches.append(detach)
+
+    def wake(self) -> None:
+        """Have what is there written now. Waits for nothing."""
+        self._writer.wake()
+
+    def end(self, state: EndState | None = None, reason: str = "", seconds: float | None = None) -> None:
+        """Write what is left within bounds, and how it ended. A second call only brings the bound forward.
+
+        Args:
+            state: how; None for completed, or stopped where Watchstep asked for it.
+            reason: why, where it was not as planned.
+            seconds: how long to wait for the store; `close_seconds` where it is left out.
+        """
+        bound = self.close_seconds if seconds is None else seconds
+        if not self._first():
+            self._writer.close(None, bound)
+            return
+        try:
+            self._detach()
+            if not self._writer.close(self._last_words(state, reason or self.reason), bound):
+                _log.warning(
+                    "watchstep: %s: not everything was written: %s", self.run_url, self._health.as_data()
+                )
+        except Exception as error:  # noqa: BLE001 - ending must not break the program's own
+            self._health.fault("close", error)
+
+    def forget(self) -> None:
+        """Record nothing more: this is a forked child, and the run is its parent's."""
+        self._ended = True
+        self._writer.forget()
+        self._detach()
+
+    def _first(self) -> bool:
+        first, self._ended = not self._ended, True
+        return first
+
+    def _detach(self) -> None:
+        for detach in self._watches:
+            detach()
+
+    def _last_words(self, state: EndState | None, reason: str) -> EndDocument:
+        last = self._recorder.last_finished
+        self._recorder.hand_over()
+        stopped = self._recorder.stopped
+        return EndDocument(
+            worker=self._recorder.worker,
+            state=state or ("stopped" if stopped else "completed"),
+            last_step=last,
+            ended_ns=time.time_ns(),
+            segments=0,
+            writer="",
+            reason=(reason or (stopped.reason if stopped else ""))[:500],
+            health=self._report(),
+        )

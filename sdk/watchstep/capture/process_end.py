@@ -1,0 +1,91 @@
+"""How a process ends, and what becomes of its recordings: exit, an exception, a signal, ``os._exit``, a fork."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import time
+import weakref
+from types import TracebackType
+
+from watchstep.capture.ending import Ending
+from watchstep.capture.termination import Termination
+
+_recordings: weakref.WeakSet[Ending] = weakref.WeakSet()
+_terminations: list[Termination] = []  # one, or none before the first recording
+
+
+def watch(ending: Ending) -> None:
+    """See to it that a recording ends with its process."""
+    _recordings.add(ending)
+    _watch_exit()
+    if not _terminations:
+        _terminations.append(Termination(_Recordings()))
+    _terminations[0].take_sigterm()
+
+
+def ended() -> None:
+    """A recording has ended; after the last one nothing is left in the way of the process."""
+    if not live():
+        while _terminations:
+            _terminations.pop().withdraw()
+
+
+def live() -> list[Ending]:
+    """The recordings of this process that have not ended."""
+    return [ending for ending in _recordings if not ending.ended]
+
+
+class _Recordings:
+    """The recordings of this process, as its termination sees them."""
+
+    def within(self, seconds: float, reason: str, *, failed: bool) -> None:
+        """End them all, also those that are just being closed."""
+        deadline = time.monotonic() + seconds
+        for ending in list(_recordings):
+            left = max(0.1, deadline - time.monotonic())
+            ending.end("failed" if failed else None, reason if failed else "", left)
+
+    def bound(self) -> float:
+        """The longest that any of them may take."""
+        return max((ending.term_seconds for ending in list(_recordings)), default=0.0)
+
+    def noted(self, reason: str) -> None:
+        """Remember why the program is about to end, and have written what is there."""
+        for ending in live():
+            ending.reason = reason
+            ending.wake()
+
+
+@functools.cache
+def _watch_exit() -> None:
+    """Once a process and its forks: end what records at exit, note an exception that ends it, forget it in forks."""
+    previous = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for ending in live():
+            if issubclass(kind, KeyboardInterrupt):
+                ending.reason = kind.__name__  # ended at exit, so that its code stays 130
+            else:
+                ending.end("failed", f"{kind.__name__}: {error}")
+        previous(kind, error, trace)
+
+    sys.excepthook = note
+    atexit.register(_end_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_all)
+
+
+def _end_all() -> None:
+    for ending in live():
+        ending.end("failed" if ending.reason else None, ending.reason)
+    ended()
+
+
+def _forget_all() -> None:
+    for ending in live():
+        ending.forget()
+    while _terminations:
+        _terminations.pop().forget()

@@ -1,0 +1,166 @@
+"""A recorder's own spill folder: made when first needed, bounded, and never a reason to fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+from watchstep.capture.health import Health
+from watchstep.capture.outgoing import Outgoing
+from watchstep.capture.spill_folder import About, Spilled, SpillFolder
+from watchstep.documents import EndDocument
+from watchstep.layout import WriterId
+
+SPILL = "WATCHSTEP_SPILL"
+_PAUSE_SECONDS = 5.0
+_log = logging.getLogger("watchstep")
+
+
+def spill_root() -> Path:
+    """Where spill folders lie: ``WATCHSTEP_SPILL``, or the user's cache, or a folder for the user in the temporary one."""
+    if named := os.environ.get(SPILL):
+        return Path(named).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    home = Path(cache) if cache else Path("~/.cache").expanduser()
+    if home.is_absolute() and os.access(home if home.is_dir() else home.parent, os.W_OK):
+        return home / "watchstep" / "spill"
+    return Path(tempfile.gettempdir()) / f"watchstep-spill-{os.getuid()}"
+
+
+class Spill:
+    """Objects on disk, oldest first. Not thread-safe: its owner locks.
+
+    Attributes:
+        bytes: of the objects that wait.
+    """
+
+    def __init__(self, about: About, limit: int, health: Health) -> None:
+        self._about = about
+        self._limit = limit
+        self._health = health
+        self._folder: SpillFolder | None = None
+        self._waiting: deque[Spilled] = deque()
+        self._not_before = float("-inf")
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def rows(self) -> int:
+        """Rows of statistics that wait."""
+        return sum(held.place.rows for held in self._waiting)
+
+    def add(self, item: Outgoing) -> bool:
+        """Take an object; False where it does not fit, or the disk refuses."""
+        if self.bytes + len(item.data) > self._limit or time.monotonic() < self._not_before:
+            return False
+        try:
+            held = self._opened().add(item)
+        except OSError as error:
+            self._failed(error)
+            return False
+        self._waiting.append(held)
+        self.bytes += held.size
+        self._health.count("spilled_objects")
+        self._tell()
+        return True
+
+    def head(self) -> Outgoing | None:
+        """The oldest object. One that can no longer be read is counted as dropped."""
+        while self._waiting:
+            assert self._folder is not None
+            try:
+                return self._folder.read(self._waiting[0])
+            except OSError as error:
+                self._health.fault("spill", error)
+                self._health.count("dropped_objects")
+                self._health.count("dropped_rows", self._waiting[0].place.rows)
+                self.remove(self._waiting[0].order)
+        return None
+
+    def remove(self, order: int) -> bool:
+        """Remove the oldest object, if it is of this order: it lies on the store now."""
+        if not self._waiting or self._waiting[0].order != order:
+            return False
+        assert self._folder is not None
+        held = self._waiting.popleft()
+        self.bytes -= held.size
+        try:
+            self._folder.drop(held.name)
+        except OSError as error:
+            self._health.fault("spill", error)
+        self._tell()
+        if not self._waiting:
+            self.close()
+        return True
+
+    def claimed(self, writer: WriterId) -> None:
+        """The store could be reached, and this is the writer: what is left here belongs to it."""
+        self._about = replace(self._about, writer=writer)
+        if self._folder is not None:
+            try:
+                self._folder.describe(self._about)
+            except OSError as error:
+                self._failed(error)
+
+    def add_end(self, end: EndDocument) -> bool:
+        """Keep how the worker ended, for whoever uploads what lies here."""
+        if self._limit <= 0:
+            return False
+        try:
+            self._opened().add_end(end)
+        except OSError as error:
+            self._failed(error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave the folder to others, and remove it where nothing waits in it."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        if self._waiting:
+            folder.let_go()
+        else:
+            folder.remove()
+
+    def leave(self) -> str:
+        """Let go of the folder with all that lies in it; its path, empty where there is none."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return ""
+        folder.let_go()
+        return str(folder.path)
+
+    def forget(self) -> None:
+        """This is a forked child: the folder is its parent's, and so must the lock be."""
+        self.leave()
+
+    def _opened(self) -> SpillFolder:
+        if self._folder is None:
+            who = self._about.identity
+            name = f"{who.run[:60]}-{who.attempt[:40]}-w{who.worker}"
+            self._folder = SpillFolder.make(spill_root(), name, self._about)
+            _log.warning(
+                "watchstep: %s cannot be reached: what is recorded waits in %s. "
+                "Should the process end before it is uploaded, 'watchstep sync' does it.",
+                self._about.store_url,
+                self._folder.path,
+            )
+        return self._folder
+
+    def _failed(self, error: OSError) -> None:
+        self._health.fault("spill", error)
+        self._not_before = time.monotonic() + _PAUSE_SECONDS
+        if not self._waiting:
+            self.close()
+
+    def _tell(self) -> None:
+        where = f" in {self._folder.path}" if self._waiting and self._folder is not None else ""
+        self._health.note("spill", f"{len(self._waiting)} objects, {self.bytes} bytes wait{where}")

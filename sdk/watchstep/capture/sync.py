@@ -1,0 +1,103 @@
+"""Uploading what processes that are gone left in their spill folders."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from watchstep.capture.claims import claim_attempt
+from watchstep.capture.spill_folder import ABOUT, About, SpillFolder
+from watchstep.capture.upload import put_end, write_whole
+from watchstep.errors import StoreError, WatchstepError
+from watchstep.layout import WriterId, run_prefix
+from watchstep.store import Store
+
+
+@dataclass(frozen=True)
+class Synced:
+    """What became of one folder.
+
+    Attributes:
+        folder: the folder; removed where nothing is left in it.
+        run: ``<project>/<run>``, empty where that cannot be told.
+        objects: how many were uploaded.
+        bytes: how large they were.
+        left: how many still lie there.
+        why: why some do; empty where none does.
+    """
+
+    folder: Path
+    run: str = ""
+    objects: int = 0
+    bytes: int = 0
+    left: int = 0
+    why: str = ""
+
+
+def spill_folders(root: Path) -> list[Path]:
+    """A spill folder itself, or those that lie directly in a folder; sorted by name."""
+    if (root / ABOUT).is_file():
+        return [root]
+    if not root.is_dir():
+        return []
+    return sorted(
+        Path(entry.path) for entry in os.scandir(root) if entry.is_dir() and (Path(entry) / ABOUT).is_file()
+    )
+
+
+def sync(path: Path) -> Synced:
+    """Upload what lies in one spill folder, in order, and remove it. Safe to repeat, and to interrupt at any point.
+
+    A folder that another process holds, for it still records or uploads as well, is left to it.
+    """
+    try:
+        folder = SpillFolder.take(path)
+    except OSError as error:
+        return Synced(path, why=f"cannot be opened ({error.strerror})")
+    if folder is None:
+        return Synced(
+            path, why="in use: its process still records, or another sync is at work" * path.is_dir()
+        )
+    try:
+        return _sync_held(folder)
+    finally:
+        folder.let_go()
+
+
+def _sync_held(folder: SpillFolder) -> Synced:
+    entries = folder.entries()
+    run, done, size = "", 0, 0
+    try:
+        about = folder.about()
+        run = f"{about.identity.project}/{about.identity.run}"
+        root = Store.open(about.store_url, create=True)
+        store = root.child(run_prefix(about.identity.project, about.identity.run))
+        writer = about.writer or _claim(folder, about, store)
+        for held in entries:
+            item = folder.read(held)
+            key = item.place.key(writer).path
+            if not write_whole(store, key, item.data):
+                raise StoreError(
+                    f"object {key}: another lies there", f"move {held.name} away, and sync again"
+                )
+            folder.drop(held.name)
+            done, size = done + 1, size + held.size
+        _sync_end(folder, store, writer)
+    except (WatchstepError, OSError) as error:
+        return Synced(folder.path, run, done, size, len(entries) - done, str(error))
+    folder.remove()
+    return Synced(folder.path, run, done, size)
+
+
+def _claim(folder: SpillFolder, about: About, store: Store) -> WriterId:
+    """Claim what the process itself could not, and keep it before anything is uploaded."""
+    writer = claim_attempt(store, about.run, about.attempt, about.identity, late=True)
+    folder.describe(replace(about, writer=writer))
+    return writer
+
+
+def _sync_end(folder: SpillFolder, store: Store, writer: WriterId) -> None:
+    end = folder.end()
+    if end is not None:
+        put_end(store, writer.attempt, replace(end, writer=writer.writer))

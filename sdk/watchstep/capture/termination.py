@@ -1,0 +1,154 @@
+"""What is done before SIGTERM or ``os._exit`` ends a process that records.
+
+A signal may come while the main thread is inside a call that does not return, a collective for instance, and must end
+the process then as it would have without Watchstep. So a thread of its own is told of the signal by the interpreter
+itself, through a socket; it has what is left written, for as long as that may take, and then takes the signal's default
+action. It needs nothing of the main thread, which stands still meanwhile: whatever locks that holds, the time is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+_EXIT_SECONDS = 2.0
+_LEAVING = 0  # no signal has this number
+_SENDER = struct.Struct("3i")  # process, user, group
+
+
+class Ends(Protocol):
+    """What a process does about its recordings."""
+
+    def within(self, seconds: float, reason: str, *, failed: bool) -> None:
+        """End them all within some seconds."""
+
+    def bound(self) -> float:
+        """How many seconds SIGTERM may be put off."""
+
+    def noted(self, reason: str) -> None:
+        """The program was told to end, and will see to it itself: write what is there, wait for nothing."""
+
+
+class Termination:
+    """Stands between one process and its end. Made on the thread that starts to record."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self._pid = os.getpid()
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sender.setblocking(False)
+        self._tells_sender = hasattr(socket, "SO_PASSCRED")
+        if self._tells_sender:
+            self._receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._previous: Callable[[int, FrameType | None], Any] | None = None
+        self._handler = self._signalled  # one object: it is compared with what is installed
+        self._leaving = threading.Event()
+        self._exit_code = 0
+        self._exit = os._exit
+        self._leave = self._leave_process
+        os._exit = self._leave
+        threading.Thread(target=self._listen, name="watchstep-end", daemon=True).start()
+
+    def take_sigterm(self) -> None:
+        """Be told of SIGTERM, where the program has left it alone, or has a handler, which is called as before."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        held = signal.getsignal(signal.SIGTERM)
+        if held is self._handler or held in {signal.SIG_IGN, None}:
+            return
+        self._previous = held if callable(held) else None
+        signal.signal(signal.SIGTERM, self._handler)
+        if self._previous is None and self._tells_sender:
+            taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            if taken not in {-1, self._sender.fileno()}:
+                signal.set_wakeup_fd(taken)  # an event loop's: only the main thread will hear of the signal
+
+    def withdraw(self) -> None:
+        """Nothing is recorded any more: leave everything as it was found, where it is still ours."""
+        if os._exit is self._leave:
+            os._exit = self._exit
+        if threading.current_thread() is not threading.main_thread():
+            return
+        taken = signal.set_wakeup_fd(-1)
+        if taken not in {-1, self._sender.fileno()}:
+            signal.set_wakeup_fd(taken)
+        if signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+
+    def forget(self) -> None:
+        """This is a forked child: it ends as if nothing had been recorded."""
+        self.withdraw()
+        self._sender.close()
+        self._receiver.close()
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        """On the main thread, as soon as that runs Python again."""
+        if self._previous is not None:
+            self._ends.noted("SIGTERM")
+            self._previous(number, frame)
+            return
+        if os.getpid() == self._pid:
+            self._send(number)
+            time.sleep(self._ends.bound() + 1.0)  # the other thread ends the process before
+        take_default_action(number)
+
+    def _leave_process(self, status: int) -> NoReturn:
+        if os.getpid() == self._pid:
+            self._exit_code = status
+            self._send(_LEAVING)
+            self._leaving.wait(_EXIT_SECONDS + 0.5)
+        self._exit(status)
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # full: it is told already
+            self._sender.send(bytes([number]))
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number = self._receive()
+            except OSError:
+                return
+            if number == signal.SIGTERM:
+                self._write_rest(self._ends.bound(), "SIGTERM", failed=True)
+                take_default_action(number)
+            elif number == _LEAVING:
+                code = self._exit_code
+                self._write_rest(_EXIT_SECONDS, f"os._exit({code})", failed=code != 0)
+                self._leaving.set()
+
+    def _receive(self) -> int:
+        """The next number that this process sent itself: a child between fork and exec shares the socket."""
+        while True:
+            data, ancillary, _, _ = self._receiver.recvmsg(16, socket.CMSG_SPACE(_SENDER.size))
+            senders = [_SENDER.unpack(held)[0] for _, kind, held in ancillary if len(held) == _SENDER.size]
+            if data and (not self._tells_sender or senders == [self._pid]):
+                return data[0]
+
+    def _write_rest(self, seconds: float, reason: str, *, failed: bool) -> None:
+        def work() -> None:
+            self._ends.within(0.8 * seconds, reason, failed=failed)
+
+        worker = threading.Thread(target=work, name="watchstep-last", daemon=True)
+        try:
+            worker.start()
+        except RuntimeError:
+            return  # the interpreter is being torn down: what is open has been closed by now
+        worker.join(seconds)
+
+
+def take_default_action(number: int) -> None:
+    """End this process by a signal, from any thread, as if nobody had handled it."""
+    ctypes.pythonapi.PyOS_setsig.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
+    ctypes.pythonapi.PyOS_setsig(number, None)  # signal.signal works on the main thread alone
+    os.kill(os.getpid(), number)
