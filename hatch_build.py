@@ -13,7 +13,15 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path("sdk/watchstep/kernels/native")
 LIBRARY = FOLDER / "_statistics.so"
-SOURCES = ("statistics.c", "pass_plain.c", "pass_x86.c")
+SOURCES = (
+    "statistics.c",
+    "histogram.c",
+    "count_x86.c",
+    "elements.c",
+    "nonfinite.c",
+    "pass_plain.c",
+    "pass_x86.c",
+)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wall", "-Wextra")
 
 

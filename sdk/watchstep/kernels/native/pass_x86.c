@@ -9,7 +9,7 @@
 static void add_end(const float *x, size_t n, float shift, Chunk *out)
 {
     Chunk end;
-    pass_plain(x, n, shift, &end);
+    pass_plain(x, n, shift, &end, NULL);
     out->shift_sum += end.shift_sum;
     out->shift_square += end.shift_square;
     out->abs_sum += end.abs_sum;
@@ -29,8 +29,11 @@ static double added(const float *lanes, int n)
     return sum;
 }
 
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt"))) void
-pass_avx512(const float *x, size_t n, float shift, Chunk *out)
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,popcnt")))
+#define AVX2 __attribute__((target("avx2,fma,popcnt")))
+
+AVX512 static inline __attribute__((always_inline)) void
+pass_avx512_with(const float *x, size_t n, float shift, Chunk *out, Codes *codes)
 {
     const __m512 by = _mm512_set1_ps(shift), none = _mm512_setzero_ps();
     const __m512i unsigned_bits = _mm512_set1_epi32(0x7fffffff), one = _mm512_set1_epi32(1);
@@ -38,6 +41,12 @@ pass_avx512(const float *x, size_t n, float shift, Chunk *out)
     __m512 low = _mm512_set1_ps(INFINITY), high = _mm512_set1_ps(-INFINITY);
     __m512i least0 = _mm512_set1_epi32(-1), least1 = least0;
     int64_t zero = 0, negative = 0;
+    uint8_t places[64];
+    for (int k = 0; k < 32; k++) {
+        places[k] = (uint8_t)(4 * k + 3);
+        places[k + 32] = (uint8_t)(4 * k + 2);
+    }
+    const __m512i upper_then_lower = _mm512_loadu_si512(places);
     size_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         __m512 v = _mm512_loadu_ps(x + i), w = _mm512_loadu_ps(x + i + 16);
@@ -58,6 +67,15 @@ pass_avx512(const float *x, size_t n, float shift, Chunk *out)
                                    (uint32_t)_mm512_testn_epi32_mask(mw, mw) << 16);
         negative += __builtin_popcount((uint32_t)_mm512_cmp_ps_mask(v, none, _CMP_LT_OQ) |
                                        (uint32_t)_mm512_cmp_ps_mask(w, none, _CMP_LT_OQ) << 16);
+        if (codes) {
+            __m512i bytes = _mm512_permutex2var_epi8(_mm512_castps_si512(v), upper_then_lower, _mm512_castps_si512(w));
+            _mm256_store_si256((__m256i *)(codes->upper + i), _mm512_castsi512_si256(bytes));
+            _mm256_store_si256((__m256i *)(codes->lower + i), _mm512_extracti64x4_epi64(bytes, 1));
+        }
+    }
+    if (codes) {
+        codes->size = i;
+        codes->nonzero = i - (size_t)zero;
     }
     float lanes[16];
     _mm512_storeu_ps(lanes, sum0);
@@ -80,8 +98,16 @@ pass_avx512(const float *x, size_t n, float shift, Chunk *out)
     add_end(x + i, n - i, shift, out);
 }
 
-__attribute__((target("avx2,fma,popcnt"))) void
-pass_avx2(const float *x, size_t n, float shift, Chunk *out)
+AVX512 void pass_avx512(const float *x, size_t n, float shift, Chunk *out, Codes *codes)
+{
+    if (codes)
+        pass_avx512_with(x, n, shift, out, codes);
+    else
+        pass_avx512_with(x, n, shift, out, NULL);
+}
+
+AVX2 static inline __attribute__((always_inline)) void
+pass_avx2_with(const float *x, size_t n, float shift, Chunk *out, Codes *codes)
 {
     const __m256 by = _mm256_set1_ps(shift), none = _mm256_setzero_ps();
     const __m256i unsigned_bits = _mm256_set1_epi32(0x7fffffff), one = _mm256_set1_epi32(1);
@@ -92,6 +118,7 @@ pass_avx2(const float *x, size_t n, float shift, Chunk *out)
     for (int k = 0; k < 4; k++)
         sum[k] = square[k] = size[k] = none;
     for (; i + LANES <= n; i += LANES) {
+        __m256i bits[4];
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
             __m256 v = _mm256_loadu_ps(x + i + 8 * k), d = _mm256_sub_ps(v, by);
@@ -105,7 +132,27 @@ pass_avx2(const float *x, size_t n, float shift, Chunk *out)
             __m256i is_zero = _mm256_cmpeq_epi32(m, _mm256_setzero_si256());
             zero += __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(is_zero)));
             negative += __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(v, none, _CMP_LT_OQ)));
+            bits[k] = _mm256_castps_si256(v);
         }
+        if (codes) {
+            __m256i signs[4], exponents[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                signs[k] = _mm256_srai_epi32(bits[k], 31);
+                exponents[k] = _mm256_srli_epi32(_mm256_add_epi32(bits[k], bits[k]), 24);
+            }
+            __m256i negative = _mm256_packs_epi16(_mm256_packs_epi32(signs[0], signs[1]),
+                                                  _mm256_packs_epi32(signs[2], signs[3]));
+            negative = _mm256_and_si256(negative, _mm256_set1_epi8(16));
+            _mm256_storeu_si256((__m256i *)(codes->weights + i), _mm256_or_si256(negative, _mm256_set1_epi8(1)));
+            _mm256_storeu_si256((__m256i *)(codes->exponents + i),
+                                _mm256_packus_epi16(_mm256_packus_epi32(exponents[0], exponents[1]),
+                                                    _mm256_packus_epi32(exponents[2], exponents[3])));
+        }
+    }
+    if (codes) {
+        codes->size = i;
+        codes->nonzero = i - (size_t)zero;
     }
     float lanes[8], lows[8], highs[8];
     uint32_t leasts[8];
@@ -132,6 +179,14 @@ pass_avx2(const float *x, size_t n, float shift, Chunk *out)
     out->zero = zero;
     out->negative = negative;
     add_end(x + i, n - i, shift, out);
+}
+
+AVX2 void pass_avx2(const float *x, size_t n, float shift, Chunk *out, Codes *codes)
+{
+    if (codes)
+        pass_avx2_with(x, n, shift, out, codes);
+    else
+        pass_avx2_with(x, n, shift, out, NULL);
 }
 
 __attribute__((target("avx,f16c"))) void widen_half_f16c(const uint16_t *halves, size_t n, float *out)

@@ -4,7 +4,8 @@
    distances from a shift, the mean of the chunk before, which keeps the second moment from cancelling (Chan, Golub,
    LeVeque 1979). Where a chunk holds NaN or infinity, or squares that float32 cannot hold, it is taken again, slower.
    Chunks are merged in float64. Narrower types are widened into a chunk of float32, which holds them exactly. */
-#include "chunk.h"
+#include "elements.h"
+#include "histogram.h"
 
 #include <math.h>
 #include <string.h>
@@ -13,32 +14,24 @@
 #include <immintrin.h>
 #endif
 
-enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, KINDS };
+static Pass pass = pass_plain;
 
-#define BINS32 512
-#define BINS64 4096
-#define SMALL32 24 /* exponents of float32's subnormals: -149 ... -127 */
-#define SMALL64 53 /* of float64's: -1074 ... -1023 */
-
-typedef struct {
-    int64_t count, nan, pos_inf, neg_inf, zero, negative;
-    double min, max, abs_min;
-    double finite, mean, m2, abs_sum, square_sum;
-    uint64_t bins[BINS64];   /* by sign and exponent bits; float32 uses the first 512 */
-    uint64_t small[2][SMALL64]; /* subnormals by sign and exponent, from the lowest up */
-} Row;
-
-static Pass best_pass(void)
+__attribute__((constructor)) static void choose_pass(void)
 {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return pass_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return pass_avx2;
+    __builtin_cpu_init();
+    if (has_avx512())
+        pass = pass_avx512;
+    else if (has_avx2())
+        pass = pass_avx2;
 #endif
-    return pass_plain;
 }
+
+typedef struct {
+    int64_t nan, pos_inf, neg_inf, zero, negative;
+    double min, max, abs_min;
+    double finite, mean, m2, abs_sum, square_sum;
+} Row;
 
 /* Add a part of n finite elements to a row: counts, extremes and sums of magnitudes are the caller's. */
 static void add_moments(Row *row, double n, double mean, double m2)
@@ -118,19 +111,34 @@ static int is_exact_enough(const Chunk *chunk, size_t n)
     return isfinite(chunk->shift_square) && chunk->shift_square > 1e-28 * (double)n && chunk->shift_square < 1e34;
 }
 
-static void add_fast(Row *row, Pass by_chunk, const float *x, size_t n, float *shift)
+/* All elements are the same, which float32 sums of their distances from anything near would not show. */
+static void add_constant(Row *row, double value, size_t n, const Chunk *chunk)
+{
+    row->zero += chunk->zero;
+    row->negative += chunk->negative;
+    row->abs_sum += (double)n * fabs(value);
+    row->square_sum += (double)n * value * value;
+    add_extremes(row, value, value, value != 0 ? fabs(value) : INFINITY);
+    add_moments(row, (double)n, value, 0);
+}
+
+/* Add a chunk. Without a histogram (NULL), none is counted. */
+static void add_fast(Row *row, Histogram32 *histogram, const float *x, size_t n, float *shift)
 {
     Chunk chunk;
-    by_chunk(x, n, *shift, &chunk);
-    if (chunk.zero == (int64_t)n) {
-        row->zero += chunk.zero; /* all zero, as unused rows and dead units are */
-        add_extremes(row, 0, 0, INFINITY);
-        add_moments(row, (double)n, 0, 0);
+    Codes codes;
+    Codes *wanted = histogram && wants_codes(histogram, n) ? &codes : NULL;
+    pass(x, n, *shift, &chunk, wanted);
+    if (histogram)
+        count_chunk32(histogram, x, n, &chunk, wanted);
+    if (chunk.min == chunk.max && isfinite(chunk.shift_sum)) {
+        add_constant(row, chunk.min, n, &chunk); /* unused rows, dead units, weights of a norm at the start */
+        *shift = chunk.min;
         return;
     }
     if (is_exact_enough(&chunk, n) && chunk.shift_sum * chunk.shift_sum > 0.5 * (double)n * chunk.shift_square) {
         *shift += (float)(chunk.shift_sum / (double)n); /* far from this chunk's mean: once more, from there */
-        by_chunk(x, n, *shift, &chunk);
+        pass(x, n, *shift, &chunk, NULL);
     }
     if (!is_exact_enough(&chunk, n)) {
         add_slowly(row, x, n);
@@ -152,127 +160,9 @@ static void add_fast(Row *row, Pass by_chunk, const float *x, size_t n, float *s
     *shift += (float)away;
 }
 
-/* Four private copies, so that equal bins in a row do not wait for each other. */
-static void count_bits(const float *x, size_t n, uint32_t (*copies)[BINS32])
+static void measure32(Row *row, Histogram32 *histogram, const void *data, size_t n, int kind)
 {
-    size_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-        uint64_t two[2];
-        memcpy(two, x + i, sizeof two);
-        copies[0][(uint32_t)two[0] >> 23]++;
-        copies[1][two[0] >> 55]++;
-        copies[2][(uint32_t)two[1] >> 23]++;
-        copies[3][two[1] >> 55]++;
-    }
-    for (; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        copies[0][bits >> 23]++;
-    }
-}
-
-static void count_small32(Row *row, const float *x, size_t n)
-{
-    for (size_t i = 0; i < n; i++) {
-        uint32_t bits, fraction;
-        memcpy(&bits, x + i, sizeof bits);
-        fraction = bits & 0x7fffffffu;
-        if (fraction != 0 && fraction < 0x00800000u)
-            row->small[bits >> 31][31 - __builtin_clz(fraction)]++;
-    }
-}
-
-static void add_chunk32(Row *row, Pass by_chunk, const float *x, size_t n, float *shift, uint32_t (*copies)[BINS32])
-{
-    int64_t zero = row->zero;
-    uint64_t flat = 0;
-    for (int k = 0; k < 4; k++)
-        flat -= (uint64_t)copies[k][0] + copies[k][BINS32 / 2];
-    count_bits(x, n, copies);
-    for (int k = 0; k < 4; k++)
-        flat += (uint64_t)copies[k][0] + copies[k][BINS32 / 2];
-    add_fast(row, by_chunk, x, n, shift);
-    if (flat != (uint64_t)(row->zero - zero))
-        count_small32(row, x, n);
-}
-
-static void gather(Row *row, uint32_t (*copies)[BINS32])
-{
-    for (int k = 0; k < 4; k++)
-        for (int bin = 0; bin < BINS32; bin++)
-            row->bins[bin] += copies[k][bin];
-    memset(copies, 0, 4 * sizeof *copies);
-}
-
-static float float_of_bits(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* A small float with this many exponent and fraction bits; e4m3fn has no infinity, and NaN in its last code only. */
-static float widened(uint32_t code, int exponent_bits, int fraction_bits, int has_infinity)
-{
-    uint32_t sign = code >> (exponent_bits + fraction_bits), top = (1u << exponent_bits) - 1;
-    uint32_t exponent = code >> fraction_bits & top, fraction = code & ((1u << fraction_bits) - 1);
-    int bias = (1 << (exponent_bits - 1)) - 1;
-    float value;
-    if (has_infinity && exponent == top)
-        value = fraction ? NAN : INFINITY;
-    else if (!has_infinity && exponent == top && fraction == (1u << fraction_bits) - 1)
-        value = NAN;
-    else if (exponent == 0)
-        value = ldexpf((float)fraction, 1 - bias - fraction_bits);
-    else
-        value = float_of_bits((exponent + 127 - bias) << 23 | fraction << (23 - fraction_bits));
-    return sign ? -value : value;
-}
-
-static float tables[2][256];
-static Pass pass;
-
-__attribute__((constructor)) static void prepare(void)
-{
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-#endif
-    pass = best_pass();
-    for (uint32_t code = 0; code < 256; code++) {
-        tables[0][code] = widened(code, 4, 3, 0);
-        tables[1][code] = widened(code, 5, 2, 1);
-    }
-}
-
-static void widen(const void *data, int kind, size_t from, size_t n, float *out)
-{
-    const uint16_t *halves = (const uint16_t *)data + from;
-    const uint8_t *bytes = (const uint8_t *)data + from;
-    if (kind == BFLOAT16)
-        for (size_t i = 0; i < n; i++)
-            out[i] = float_of_bits((uint32_t)halves[i] << 16);
-#if defined(__x86_64__)
-    else if (kind == FLOAT16 && __builtin_cpu_supports("f16c"))
-        widen_half_f16c(halves, n, out);
-#endif
-    else if (kind == FLOAT16)
-        for (size_t i = 0; i < n; i++) {
-            uint32_t code = halves[i], size = (code & 0x7fffu) << 13;
-            /* As float32's exponent bits, times 2^112; infinity and NaN need the highest exponent. */
-            float value = float_of_bits(size) * 0x1p112f;
-            value = (code & 0x7c00u) == 0x7c00u ? float_of_bits(size | 0x7f800000u) : value;
-            out[i] = code & 0x8000u ? -value : value;
-        }
-    else
-        for (size_t i = 0; i < n; i++)
-            out[i] = tables[kind == FLOAT8_E5M2][bytes[i]];
-}
-
-static void measure32(Row *row, const void *data, size_t n, int kind, int with_histogram)
-{
-    uint32_t copies[4][BINS32];
     float held[CHUNK], shift = 0;
-    memset(copies, 0, sizeof copies);
     for (size_t from = 0; from < n; from += CHUNK) {
         size_t size = n - from < CHUNK ? n - from : CHUNK;
         const float *x = (const float *)data + from;
@@ -280,54 +170,18 @@ static void measure32(Row *row, const void *data, size_t n, int kind, int with_h
             widen(data, kind, from, size, held);
             x = held;
         }
-        if (with_histogram)
-            add_chunk32(row, pass, x, size, &shift, copies);
-        else
-            add_fast(row, pass, x, size, &shift);
-        if ((from / CHUNK & 0xffff) == 0xffff)
-            gather(row, copies); /* before 32 bits could overflow */
+        add_fast(row, histogram, x, size, &shift);
     }
-    gather(row, copies);
 }
 
-static void measure64(Row *row, const double *data, size_t n)
+static void measure64(Row *row, Histogram64 *histogram, const double *data, size_t n)
 {
     double kept[CHUNK];
     for (size_t from = 0; from < n; from += CHUNK) {
         size_t size = n - from < CHUNK ? n - from : CHUNK;
-        for (size_t i = from; i < from + size; i++) {
-            uint64_t bits, fraction;
-            memcpy(&bits, data + i, sizeof bits);
-            fraction = bits & 0x7fffffffffffffffu;
-            row->bins[bits >> 52]++;
-            if (fraction != 0 && fraction < 0x0010000000000000u)
-                row->small[bits >> 63][63 - __builtin_clzll(fraction)]++;
-        }
+        count_chunk64(histogram, data + from, size);
         add_wide(row, kept, keep_finite(row, data + from, size, kept));
     }
-}
-
-/* Write a row's histogram, ascending; how many bins it has. */
-static int64_t write_bins(const Row *row, int wide, int16_t *bins, int64_t *counts)
-{
-    int top = wide ? 2047 : 255, bias = wide ? 1023 : 127, lowest = wide ? -1074 : -149;
-    int small = wide ? 52 : 23;
-    int64_t held = 0;
-    for (int place = 0; place < small; place++)
-        for (int sign = 0; sign < 2; sign++)
-            if (row->small[sign][place]) {
-                bins[held] = (int16_t)(2 * (lowest + place) + sign);
-                counts[held++] = (int64_t)row->small[sign][place];
-            }
-    for (int exponent = 1; exponent < top; exponent++)
-        for (int sign = 0; sign < 2; sign++) {
-            uint64_t found = row->bins[sign * (top + 1) + exponent];
-            if (found) {
-                bins[held] = (int16_t)(2 * (exponent - bias) + sign);
-                counts[held++] = (int64_t)found;
-            }
-        }
-    return held;
 }
 
 /* float32's infinities and NaN were counted with the bits; where a chunk held some they were counted one by one. */
@@ -362,97 +216,39 @@ int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *siz
                           int64_t with_histogram, int64_t *counts, double *values, int64_t *offsets, int16_t *bins,
                           int64_t *histogram_counts)
 {
-    Row row;
+    Histogram32 histogram32;
+    Histogram64 histogram64;
+    int64_t bad = 0;
+    int is_ready64 = 0;
 #if defined(__x86_64__)
     unsigned int mode = _mm_getcsr();
     _mm_setcsr(0x1f80); /* subnormals count here, whatever the program set for itself */
 #endif
-    int64_t bad = 0;
+    memset(&histogram32, 0, sizeof histogram32);
     offsets[0] = 0;
-    for (int64_t i = 0; i < n && !bad; i++) {
+    for (int64_t i = 0; i < n; i++) {
+        Row row = {.min = INFINITY, .max = -INFINITY, .abs_min = INFINITY};
+        int16_t *own_bins = bins + offsets[i];
+        int64_t *own_counts = histogram_counts + offsets[i], written = 0;
         if (kinds[i] < 0 || kinds[i] >= KINDS) {
             bad = 1 + i;
             break;
         }
-        memset(&row, 0, sizeof row);
-        row.min = row.abs_min = INFINITY;
-        row.max = -INFINITY;
-        if (kinds[i] == FLOAT64)
-            measure64(&row, data[i], (size_t)sizes[i]);
-        else
-            measure32(&row, data[i], (size_t)sizes[i], kinds[i], with_histogram != 0);
+        if (kinds[i] == FLOAT64) {
+            if (!is_ready64++)
+                memset(&histogram64, 0, sizeof histogram64);
+            measure64(&row, &histogram64, data[i], (size_t)sizes[i]);
+            written = write_bins64(&histogram64, row.abs_min, fmax(-row.min, row.max), own_bins, own_counts);
+        } else {
+            measure32(&row, with_histogram ? &histogram32 : NULL, data[i], (size_t)sizes[i], kinds[i]);
+            if (with_histogram)
+                written = write_bins32(&histogram32, row.abs_min, fmax(-row.min, row.max), own_bins, own_counts);
+        }
         write_row(&row, sizes[i], counts + 6 * i, values + 7 * i);
-        offsets[i + 1] = offsets[i] + write_bins(&row, kinds[i] == FLOAT64, bins + offsets[i],
-                                                 histogram_counts + offsets[i]);
+        offsets[i + 1] = offsets[i] + written;
     }
 #if defined(__x86_64__)
     _mm_setcsr(mode);
 #endif
     return bad;
-}
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default"), optimize("O3")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-
-FOR_EACH_PROCESSOR static int any_nonfinite32(const uint32_t *bits, size_t n)
-{
-    uint32_t top = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t exponent = bits[i] & 0x7f800000u;
-        top = exponent > top ? exponent : top;
-    }
-    return top == 0x7f800000u;
-}
-
-FOR_EACH_PROCESSOR static int any_nonfinite16(const uint16_t *bits, size_t n, uint16_t mask)
-{
-    uint16_t top = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint16_t exponent = bits[i] & mask;
-        top = exponent > top ? exponent : top;
-    }
-    return top == mask;
-}
-
-static int any_nonfinite(const void *data, size_t from, size_t n, int kind)
-{
-    if (kind == FLOAT32)
-        return any_nonfinite32((const uint32_t *)data + from, n);
-    if (kind == FLOAT16 || kind == BFLOAT16)
-        return any_nonfinite16((const uint16_t *)data + from, n, kind == FLOAT16 ? 0x7c00u : 0x7f80u);
-    if (kind == FLOAT64) {
-        for (size_t i = from; i < from + n; i++)
-            if (!isfinite(((const double *)data)[i]))
-                return 1;
-        return 0;
-    }
-    for (size_t i = from; i < from + n; i++)
-        if (!isfinite(tables[kind == FLOAT8_E5M2][((const uint8_t *)data)[i]]))
-            return 1;
-    return 0;
-}
-
-#define WHOLE 16384 /* elements up to which a tensor is looked at whole */
-
-/* Whether some tensor holds NaN or infinity: small ones whole, of large ones the slice of this turn.
-   Returns 1 + the place of the first that does, 0 for none, -1 for an unknown kind. */
-int64_t watchstep_nonfinite(int64_t n, const void *const *data, const int64_t *sizes, const int32_t *kinds,
-                            int64_t turn, int64_t slices)
-{
-    for (int64_t i = 0; i < n; i++) {
-        size_t size = (size_t)sizes[i], from = 0, part = size;
-        if (kinds[i] < 0 || kinds[i] >= KINDS)
-            return -1;
-        if (sizes[i] > WHOLE) {
-            part = size / (size_t)slices + 1;
-            from = part * (size_t)turn < size ? part * (size_t)turn : size;
-            part = size - from < part ? size - from : part;
-        }
-        if (any_nonfinite(data[i], from, part, kinds[i]))
-            return 1 + i;
-    }
-    return 0;
 }

@@ -1,0 +1,128 @@
+"""The compiled kernel counts the same whichever instructions the processor has, and whichever way a chunk is counted."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hatch_build import FLAGS, FOLDER, SOURCES
+from watchstep.kernels.array_kernel import measure_array
+from watchstep.kernels.native_kernel import KINDS, Memory, NativeKernel
+from watchstep.statistics import COUNT_COLUMNS
+
+ROOT = Path(__file__).parents[3]
+FLOAT32 = KINDS["float32"]
+Numbers = NDArray[np.float32]
+Sort = Callable[[np.random.Generator, int], Numbers]
+
+
+@pytest.fixture(scope="module", params=[512, 256, 0], ids=["widest", "AVX2", "plain"])
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeKernel:
+    """The kernel, built to use registers of so many bits at most."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path_factory.mktemp("kernel") / f"_statistics_{request.param}.so"
+    sources = [str(ROOT / FOLDER / name) for name in SOURCES]
+    widest = f"-DWATCHSTEP_WIDEST={request.param}"
+    subprocess.run([compiler, *FLAGS, widest, *sources, "-lm", "-o", str(library)], check=True)
+    return NativeKernel(ctypes.CDLL(str(library)))
+
+
+def normal(rng: np.random.Generator, n: int) -> Numbers:
+    return rng.standard_normal(n, np.float32)
+
+
+def half_zeros(rng: np.random.Generator, n: int) -> Numbers:
+    x = normal(rng, n)
+    x[x < 0] = -0.0
+    return x
+
+
+def of_binades(low: int, high: int) -> Sort:
+    """Magnitudes spread evenly over powers of two."""
+
+    def draw(rng: np.random.Generator, n: int) -> Numbers:
+        x: Numbers = np.ldexp(rng.choice([-1.0, 1.0], n), rng.integers(low, high, n)).astype(np.float32)
+        return x
+
+    return draw
+
+
+def two_heaps(rng: np.random.Generator, n: int) -> Numbers:
+    x: Numbers = normal(rng, n) * rng.choice(np.array([1.0, 1e-30], np.float32), n)
+    return x
+
+
+def any_bits(rng: np.random.Generator, n: int) -> Numbers:
+    """NaN of every payload, infinities, subnormals."""
+    return rng.integers(0, 2**32, n, np.uint32).view(np.float32)
+
+
+def first_narrow_then_wide(rng: np.random.Generator, n: int) -> Numbers:
+    x = normal(rng, n)
+    x[n // 3 : n // 2] = of_binades(-149, 127)(rng, n // 2 - n // 3)
+    return x
+
+
+SORTS: list[Sort] = [
+    normal,
+    half_zeros,
+    of_binades(-20, 10),
+    of_binades(-60, 40),
+    of_binades(-149, -120),
+    of_binades(126, 128),
+    two_heaps,
+    any_bits,
+    first_narrow_then_wide,
+    lambda _, n: np.full(n, 0.375, np.float32),
+    lambda _, n: np.full(n, -np.inf, np.float32),
+    lambda _, n: np.full(n, 1e-45, np.float32),
+    lambda _, n: np.full(n, -0.0, np.float32),
+]
+
+sizes = st.one_of(st.integers(0, 200), st.integers(2000, 2100), st.integers(4000, 9000))
+
+
+@given(sort=st.sampled_from(SORTS), size=sizes, bad=st.integers(0, 40), seed=st.integers(0, 2**32 - 1))
+def test_counts_are_those_of_numpy(kernel: NativeKernel, sort: Sort, size: int, bad: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = sort(rng, size)
+    if size:
+        x[rng.integers(0, size, bad)] = rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40], bad)
+    row, due = kernel.measure([Memory(x.ctypes.data, x.size, FLOAT32)]), measure_array(x)
+    for name in COUNT_COLUMNS:
+        assert getattr(row, name)[0] == getattr(due, name)[0], name
+    for name in ("min", "max", "abs_min"):
+        assert np.array_equal(getattr(row, name), getattr(due, name), equal_nan=True), name
+    assert np.array_equal(row.histogram.bins, due.histogram.bins)
+    assert np.array_equal(row.histogram.counts, due.histogram.counts)
+
+
+def test_tensors_of_one_call_share_nothing(kernel: NativeKernel) -> None:
+    """Of every sort one, in one call and one by one."""
+    rng = np.random.default_rng(0)
+    arrays = [sort(rng, size) for size in (3, 700, 5000) for sort in SORTS]
+    memories = [Memory(x.ctypes.data, x.size, FLOAT32) for x in arrays]
+    together = kernel.measure(memories)
+    for place, memory in enumerate(memories):
+        bins, counts = kernel.measure([memory]).histogram.row(0)
+        assert np.array_equal(together.histogram.row(place)[0], bins)
+        assert np.array_equal(together.histogram.row(place)[1], counts)
+
+
+def test_equal_elements_have_no_spread(kernel: NativeKernel) -> None:
+    x = np.full(10_000, 1.1, np.float32)
+    row = kernel.measure([Memory(x.ctypes.data, x.size, FLOAT32)])
+    assert float(row.m2[0]) == 0
+    assert float(row.mean[0]) == float(np.float32(1.1))
+    assert float(row.abs_sum[0]) == pytest.approx(10_000 * float(np.float32(1.1)), rel=1e-12)
