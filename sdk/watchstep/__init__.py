@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from watchstep.capture.config import Bounds, Cadence, CaptureConfig
+    from watchstep.capture.cadence import Cadence
+    from watchstep.capture.collections import Collection
+    from watchstep.capture.config import Bounds, CaptureConfig
     from watchstep.errors import WatchstepError
     from watchstep.hook import Hook
     from watchstep.reading.run import Run, open_run
@@ -17,6 +19,7 @@ __all__ = [
     "Bounds",
     "Cadence",
     "CaptureConfig",
+    "Collection",
     "Hook",
     "Run",
     "StopTraining",
@@ -26,7 +29,8 @@ __all__ = [
 
 _HOMES = {
     "Bounds": "watchstep.capture.config",
-    "Cadence": "watchstep.capture.config",
+    "Cadence": "watchstep.capture.cadence",
+    "Collection": "watchstep.capture.collections",
     "CaptureConfig": "watchstep.capture.config",
     "Hook": "watchstep.hook",
     "Run": "watchstep.reading.run",

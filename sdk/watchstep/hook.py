@@ -112,7 +112,6 @@ class Hook:
         rule_data = tuple(rule_files.load(rules)) if rules is not None else ()
         address = ServiceAddress.from_environment()
         bounds = self.config.bounds
-        self._mode: Mode = "train"
         self._watches: list[Watch] = []
         session = self._session = Session.begin(self.config, self._identity.worker, self._on_stop)
         self._health, self._recorder = session.health, session.recorder
@@ -155,20 +154,22 @@ class Hook:
     @property
     def mode(self) -> Mode:
         """The mode of what is logged from now on: train, eval, predict or global."""
-        return self._mode
+        return self._session.mode
 
     @mode.setter
     def mode(self, mode: Mode) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode {mode!r}", f"use one of {', '.join(MODES)}")
-        self._mode = mode
+        self._session.mode = mode
 
-    def watch(self, model: Any, optimizer: Any = None) -> None:
+    def watch(self, model: Any, optimizer: Any = None, *, name: str | None = None) -> None:
         """Record a PyTorch model's weights, gradients and activations.
 
         Args:
             model: a `torch.nn.Module`, also compiled or wrapped for distributed training.
             optimizer: whose steps count; the first one that updates the model where it is left out.
+            name: goes before the names of the model's tensors; of several models, those after the first are
+                ``model_2``, ``model_3``, … where it is left out.
 
         Raises:
             ConfigError: the model cannot be watched; the message says why.
@@ -177,10 +178,12 @@ class Hook:
             return
         from watchstep.pytorch.watch import Watch
 
-        first = not self._watches
+        number = len(self._watches) + 1
+        prefix = (f"model_{number}" if number > 1 else "") if name is None else name
         try:
-            self._watches.append(Watch(self._session, model, optimizer, counts_steps=first))
-            self._ending.detach_with(self._watches[-1].detach)
+            watch = Watch(self._session, model, optimizer, counts_steps=number == 1, name=prefix)
+            self._watches.append(watch)
+            self._ending.detach_with(watch.detach)
         except RuntimeError as error:
             raise ConfigError(
                 f"watch({type(model).__name__}): {error}",
@@ -198,7 +201,7 @@ class Hook:
             mode: where it is not the hook's own.
             **scalars: name=number; a tensor of one element is read without waiting for its device.
         """
-        held = mode or self._mode
+        held = mode or self.mode
         if held not in MODES:
             raise ValueError(f"mode {held!r}: use one of {', '.join(MODES)}")
         for name, value in {**(values or {}), **scalars}.items():
@@ -206,6 +209,35 @@ class Hook:
                 self._log_one(name, value, held)
             except Exception as error:  # noqa: BLE001 - one value that is none must not take the others with it
                 self._health.fault(f"log {name!r}"[:80], error)
+
+    @_guarded
+    def record(
+        self,
+        values: Mapping[str, Any] | None = None,
+        /,
+        *,
+        collection: str | None = None,
+        mode: Mode | None = None,
+        **given: Any,
+    ) -> None:
+        """Record tensors of your own at the current step, when their collection is due.
+
+        Call it between the forward pass and the update. Several calls within a step are merged, as micro-batches are.
+
+        Args:
+            values: name → tensor, for names that are no Python names.
+            collection: a configured one; where it is left out, ``inputs``, ``outputs`` and ``labels`` are those
+                collections, and other names are ``custom``.
+            mode: where it is not the hook's own.
+            **given: name=tensor; a `torch.Tensor`, or what numpy makes an array of.
+        """
+        from watchstep.pytorch.given_tensors import record_given
+
+        for name, value in {**(values or {}), **given}.items():
+            try:
+                record_given(self._session, name, value, collection, mode or self.mode)
+            except Exception as error:  # noqa: BLE001 - one value that is none must not take the others with it
+                self._health.fault(f"record {name!r}"[:80], error)
 
     def _log_one(self, name: str, value: Any, mode: Mode) -> None:
         if not isinstance(name, str):
@@ -264,6 +296,7 @@ class Hook:
             self._recorder.ask_to_stop(
                 StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
             )
+        self._session.schedule.override(dict(document.cadence))
         if document.snapshots:
             self._session.snapshot_asked = True
 
@@ -297,7 +330,7 @@ def _run_document(
         created_ns=time.time_ns(),
         rules=rules,
         config={
-            "collections": {name: vars(cadence) for name, cadence in config.collections.items()},
+            "collections": {name: chosen.as_data() for name, chosen in config.chosen.items()},
             "snapshot_every": config.snapshot_every,
             "overhead_budget": config.overhead_budget,
         },

@@ -13,8 +13,14 @@ WEIGHTS = "weights"
 BIASES = "biases"
 GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
+OPTIMIZER_STATE = "optimizer_state"
+UPDATES = "updates"
 LOSSES = "losses"
 METRICS = "metrics"
+INPUTS = "inputs"
+OUTPUTS = "outputs"
+LABELS = "labels"
+CUSTOM = "custom"
 
 _MAX_SIZE = 2**63
 
@@ -45,7 +51,8 @@ class TensorInfo:
         collections: the collections that it belongs to, sorted.
         module: path of the module that owns it; empty for losses and metrics.
         module_type: the class's name, e.g. ``Conv2d``.
-        role: ``weight``, ``bias``, ``gradient``, ``output``, ``loss`` or ``metric``.
+        role: ``weight``, ``bias``, ``gradient``, ``output``, ``input``, ``update``, ``momentum``, ``second_moment``,
+            ``state``, ``label``, ``custom``, ``loss`` or ``metric``.
         order: rank of the module in the order of its registration; rules take it for depth.
         shape: of the whole logical tensor at its first record.
         dtype: e.g. ``float32``.

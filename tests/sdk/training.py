@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from watchstep import CaptureConfig
+from watchstep import CaptureConfig, Hook, Run, open_run
 
 EVERY_STEP = CaptureConfig(overhead_budget=None)
 """Everything at every step, whatever it costs: what tests count must not depend on the clock."""
+
+
+def recorded(hook: Hook) -> Run:
+    """Close a hook that had no faults, and open what it recorded."""
+    hook.close()
+    assert not hook.health["faults"]
+    return open_run(hook.run_url)
 
 
 def small_model(seed: int = 0) -> nn.Sequential:

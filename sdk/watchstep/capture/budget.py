@@ -92,6 +92,11 @@ class Budget:
         unit.in_step += seconds
         self._take(seconds)
 
+    def asked(self, seconds: float) -> None:
+        """What the program asked for besides took so long: it is told, and takes nothing off the allowance."""
+        self._spent += seconds
+        self._spent_in_step += seconds
+
     def floor(self, seconds: float) -> None:
         """What every step costs whatever is measured: the gate and the empty hooks."""
         self._floor += _MEMORY * (min(seconds, _SPIKE * self._floor or seconds) - self._floor)
@@ -115,6 +120,11 @@ class Budget:
                 u.name: round(steps / u.measured, 1) if u.measured else None for u in self._units.values()
             },
         }
+
+    @property
+    def affords_more(self) -> bool:
+        """Whether the account is not overdrawn: something that comes seldom may then be measured on credit."""
+        return self._saved >= 0
 
     @property
     def floor_exceeds(self) -> bool:

@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast
 
 from watchstep import tensors
+from watchstep.capture.cadence import ADAPTIVE, Cadence
+from watchstep.capture.collections import BUILT_IN, STATE_ROLES, Collection, checked
 from watchstep.errors import ConfigError
 
+PROBES = ("channels", "update_ratio", "gradient_cosine")
+"""Figures that cannot be had from the row, in columns of their own.
 
-@dataclass(frozen=True)
-class Cadence:
-    """At which steps a collection is measured.
-
-    Attributes:
-        every: each so many steps; None for as often as the overhead budget allows.
-        start: the first step.
-        stop: the first step no more; None for no end.
-        steps: these steps besides, whether within start and stop or not.
-    """
-
-    every: int | None = 1
-    start: int = 0
-    stop: int | None = None
-    steps: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ConfigError(
-                f"cadence: every={self.every}", "use 1 or more; leave the collection out for never"
-            )
-
-    def due(self, step: int) -> bool:
-        """Whether the collection is measured at this step, where that does not depend on the budget."""
-        every = self.every or 1
-        return step in self.steps or (self.within(step) and (step - self.start) % every == 0)
-
-    def within(self, step: int) -> bool:
-        """Whether the step lies between start and stop."""
-        return step >= self.start and (self.stop is None or step < self.stop)
+``channels``: of an activation module's output, ``channels``, ``dead_channels`` (zero for every example) and
+``saturated_channels`` (at a bound for every example). ``update_ratio``: root mean square of an update over that of the
+weight. ``gradient_cosine``: cosine of the angle to the gradient that was measured before.
+"""
 
 
-ADAPTIVE = Cadence(every=None)
-"""As often as the overhead budget allows."""
-
-
-def _default_collections() -> dict[str, Cadence]:
-    costly = (tensors.GRADIENTS, tensors.WEIGHTS, tensors.BIASES, tensors.ACTIVATIONS)
-    return {tensors.LOSSES: Cadence(), tensors.METRICS: Cadence(), **dict.fromkeys(costly, ADAPTIVE)}
+def _default_collections() -> dict[str, Cadence | Collection]:
+    every_step = (tensors.LOSSES, tensors.METRICS)
+    left = [name for name in BUILT_IN if name not in {*every_step, tensors.OPTIMIZER_STATE}]
+    return {**dict.fromkeys(every_step, Cadence()), **dict.fromkeys(left, ADAPTIVE)}
 
 
 @dataclass(frozen=True)
@@ -79,23 +55,34 @@ class CaptureConfig:
     """What to record.
 
     Attributes:
-        collections: collection → cadence; a collection that is not named is not recorded.
+        collections: name → cadence, or collection with selectors; what no collection holds is not recorded.
         overhead_budget: share of the program's own time that recording may take; it decides how often collections
             with an adaptive cadence are measured. None for no budget: these are then measured at every step.
         allowance_seconds: that may be spent on each step besides, for steps so short that a share is nothing.
         gate: look for NaN and infinity at every step, and measure everything of a step that has some.
+        gradients: where a program clips gradients by `torch.nn.utils`: as they were before it, or are after it.
+        probes: figures besides the row, see `PROBES`.
         snapshot_every: full tensors of weights and gradients each so many steps; None for on request only.
         bounds: limits.
+        clock: seconds by which the budget times itself; another one makes its decisions reproducible.
     """
 
-    collections: Mapping[str, Cadence] = field(default_factory=_default_collections)
+    collections: Mapping[str, Cadence | Collection] = field(default_factory=_default_collections)
     overhead_budget: float | None = 0.01
     allowance_seconds: float = 0.0
     gate: bool = True
+    gradients: Literal["after_clipping", "before_clipping"] = "after_clipping"
+    probes: tuple[str, ...] = PROBES
     snapshot_every: int | None = None
     bounds: Bounds = Bounds()
+    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "collections", checked(self.collections))
+        if self.gradients not in {"after_clipping", "before_clipping"}:
+            raise ConfigError(f"gradients={self.gradients!r}", 'use "after_clipping" or "before_clipping"')
+        if unknown := set(self.probes) - set(PROBES):
+            raise ConfigError(f"probes: {sorted(unknown)} unknown", f"use some of {', '.join(PROBES)}")
         if self.snapshot_every is not None and self.snapshot_every < 1:
             raise ConfigError(
                 f"snapshot_every={self.snapshot_every}", "use 1 or more, or None for on request only"
@@ -106,3 +93,16 @@ class CaptureConfig:
                 f"overhead_budget={self.overhead_budget}",
                 "use a share of the step's time, such as 0.01, or None",
             )
+
+    @property
+    def chosen(self) -> Mapping[str, Collection]:
+        """The collections by name."""
+        return cast("Mapping[str, Collection]", self.collections)  # made so when it was checked
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some collection may hold what optimizers keep for a parameter."""
+        return any(
+            name == tensors.OPTIMIZER_STATE or not STATE_ROLES.isdisjoint(collection.roles)
+            for name, collection in self.chosen.items()
+        )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from watchstep.block import Block, Places, concatenate
 from watchstep.kernels.interface import Measurement
-from watchstep.statistics import merge_rows
+from watchstep.statistics import Floats, merge_rows
 from watchstep.tensors import MODES, Mode, Placement, TensorInfo
 
 _ROW_BYTES = 700
@@ -33,9 +35,27 @@ class Group:
         return cls(tensors, (place or Placement(),) * len(tensors))
 
 
+class Probe(Protocol):
+    """Figures besides the row, that may still be on their way from a device."""
+
+    def collect(self) -> dict[str, Floats]:
+        """Columns by name, float64, one value for each tensor of the group; NaN where a tensor has none."""
+        ...
+
+
 @dataclass(frozen=True)
 class Record:
-    """Statistics of a group at one step in one mode."""
+    """Statistics of a group at one step in one mode.
+
+    Attributes:
+        step: the step.
+        mode: the mode.
+        worker: the rank.
+        time_ns: nanoseconds since the epoch.
+        group: the tensors.
+        measurement: their statistics.
+        probes: figures besides.
+    """
 
     step: int
     mode: Mode
@@ -43,6 +63,7 @@ class Record:
     time_ns: int
     group: Group
     measurement: Measurement
+    probes: tuple[Probe, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -65,16 +86,21 @@ def to_block(record: Record) -> Block:
         catalogue=record.group.tensors,
         places=Places.of(list(record.group.places)),
         statistics=statistics,
+        probes={name: column for probe in record.probes for name, column in probe.collect().items()},
     )
 
 
 def merge_repeats(block: Block) -> Block:
-    """Merge rows of one tensor, step, mode and worker: micro-batches, and modules that are called several times."""
+    """Merge rows of one tensor, step, mode and worker: micro-batches, and modules that are called several times.
+
+    Of a probe the smallest value stays: channels are counted over all passes of a step so far, and only get fewer.
+    """
     key = np.stack([block.step, block.mode, block.worker, block.tensor, block.places.shard_index])
     _, first, group = np.unique(key, axis=1, return_index=True, return_inverse=True)
     if len(first) == len(block):
         return block.ordered()
     merged = block.take(first)
+    group = group.ravel()
     return Block(
         step=merged.step,
         mode=merged.mode,
@@ -83,8 +109,15 @@ def merge_repeats(block: Block) -> Block:
         tensor=merged.tensor,
         catalogue=block.catalogue,
         places=merged.places,
-        statistics=merge_rows(block.statistics, group.ravel(), len(first)),
+        statistics=merge_rows(block.statistics, group, len(first)),
+        probes={name: _least(column, group, len(first)) for name, column in block.probes.items()},
     ).ordered()
+
+
+def _least(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
+    least = np.full(groups, np.nan)
+    np.fmin.at(least, group, column)
+    return least
 
 
 def join(records: list[Record]) -> Block:

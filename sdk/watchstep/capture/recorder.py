@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
 from watchstep.capture.health import Health
-from watchstep.capture.record import Group, Record
+from watchstep.capture.record import Group, Probe, Record
 from watchstep.control import StopRequest
 from watchstep.kernels.interface import Measurement
 from watchstep.kernels.ready import Ready
@@ -51,11 +51,13 @@ class Recorder:
             self.step += 1
             self._finished = False
 
-    def add(self, group: Group, measurement: Measurement, mode: Mode = "train") -> None:
+    def add(
+        self, group: Group, measurement: Measurement, mode: Mode = "train", probes: tuple[Probe, ...] = ()
+    ) -> None:
         """Record statistics at the current step."""
         if not group.tensors:
             return
-        self._pending.append(Record(self.step, mode, self.worker, time.time_ns(), group, measurement))
+        self._pending.append(Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes))
         self._nonfinite |= bool(measurement.nonfinite)
 
     def scalar(self, name: str, value: float, mode: Mode = "train", *, derived: bool = False) -> None:

@@ -2,45 +2,79 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from watchstep.capture.budget import Budget, Clock
+from watchstep.capture.budget import Budget
+from watchstep.capture.cadence import Cadence
+from watchstep.capture.collections import Collection
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import Health
+from watchstep.tensors import Mode
 
 _MOST_BAD_STEPS = 3
 
 
 class Schedule:
-    """Asked before anything is touched, told what measuring cost. On the training thread.
+    """Asked before anything is touched, told what measuring cost. On the training thread, but for `override`.
 
     Attributes:
         budget: None where there is none.
     """
 
-    def __init__(self, config: CaptureConfig, health: Health, clock: Clock = time.perf_counter) -> None:
-        self._cadences = config.collections
+    def __init__(self, config: CaptureConfig, health: Health) -> None:
+        self._collections: Mapping[str, Collection] = config.chosen
         self._health = health
-        self._clock = clock
+        self._clock = config.clock
         self._demanded = -1
         self._bad_step = -2
         self._bad_steps = 0
         self._told = False
-        adaptive = [name for name, cadence in config.collections.items() if cadence.every is None]
+        self._passes: dict[Mode, _Passes] = {}
+        adaptive = [name for name, chosen in self._collections.items() if chosen.cadence.every is None]
         self.budget: Budget | None = None
         if config.overhead_budget is not None:
-            self.budget = Budget(adaptive, config.overhead_budget, config.allowance_seconds, clock)
+            self.budget = Budget(adaptive, config.overhead_budget, config.allowance_seconds, config.clock)
 
-    def due(self, collection: str, step: int) -> bool:
-        """Whether a collection is measured at a step."""
-        cadence = self._cadences.get(collection)
+    def due(self, collections: Iterable[str], step: int, mode: Mode = "train") -> str | None:
+        """Whether a tensor of some collections is measured at a step: the collection that is due, or None."""
+        for name in collections:
+            collection = self._collections.get(name)
+            if collection is not None and self._is_due(name, collection, step, mode):
+                return name
+        return None
+
+    def _is_due(self, name: str, collection: Collection, step: int, mode: Mode) -> bool:
+        cadence = collection.in_mode(mode)
         if cadence is None:
             return False
+        if mode != "train":
+            return self._is_due_in_pass(cadence, mode)
         if step == self._demanded or step in cadence.steps:
             return True
         if self.budget is None or cadence.every is not None:
             return cadence.due(step)
-        return cadence.within(step) and self.budget.due(collection, step)
+        return cadence.within(step) and self.budget.due(name, step)
+
+    def _is_due_in_pass(self, cadence: Cadence, mode: Mode) -> bool:
+        passes = self._passes.get(mode) or _Passes()
+        if cadence.every is not None or self.budget is None:
+            return cadence.due(max(0, passes.number))
+        return cadence.within(max(0, passes.number)) and passes.first and self.budget.affords_more
+
+    def forward(self, mode: Mode, step: int) -> None:
+        """A forward pass begins in another mode than train. Of those between two steps, only the first is adaptive."""
+        held = self._passes.setdefault(mode, _Passes())
+        held.number += 1
+        held.first = held.step != step
+        held.step = step
+
+    def override(self, every: Mapping[str, int]) -> None:
+        """Measure collections each so many steps from now on, as the service asks. Called from another thread."""
+        self._collections = {
+            name: replace(chosen, cadence=Cadence(every=every[name])) if name in every else chosen
+            for name, chosen in self._collections.items()
+        }
 
     def demand(self, step: int) -> None:
         """Something is wrong at this step: measure everything that is recorded at all.
@@ -62,6 +96,11 @@ class Schedule:
         if self.budget is not None:
             self.budget.spent(collection, self._clock() - since)
 
+    def asked(self, since: float) -> None:
+        """What the program asked for besides, a snapshot, took from ``since`` until now."""
+        if self.budget is not None:
+            self.budget.asked(self._clock() - since)
+
     def floor(self, seconds: float) -> None:
         """What a step costs whatever is measured."""
         if self.budget is None:
@@ -72,3 +111,12 @@ class Schedule:
             self._health.note(
                 "budget", "the gate and the empty hooks alone cost more than the budget: steps are tiny"
             )
+
+
+class _Passes:
+    """Forward passes of one mode: how many there were, less one, and whether this is the first since an update."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.step = -1
+        self.first = True

@@ -10,6 +10,7 @@ from watchstep.capture.health import Health
 from watchstep.capture.recorder import Recorder
 from watchstep.capture.schedule import Schedule
 from watchstep.stopping import OnStop
+from watchstep.tensors import Mode
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Session:
         queue: to the writer.
         health: counts what went wrong.
         snapshot_asked: write the full tensors of the next step that is updated.
+        mode: as the program last said; train where it said nothing.
     """
 
     config: CaptureConfig
@@ -31,6 +33,7 @@ class Session:
     queue: BoundedQueue
     health: Health
     snapshot_asked: bool = False
+    mode: Mode = "train"
 
     @classmethod
     def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop) -> Session:

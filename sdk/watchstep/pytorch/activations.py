@@ -1,4 +1,4 @@
-"""Outputs of modules, measured as they are computed.
+"""Outputs and inputs of modules, measured as they are computed.
 
 Inside regions that `torch.compile` traces, the hook traces to nothing, so that compiled code and losses stay as they
 were; such modules are reported as not observed.
@@ -7,39 +7,70 @@ were; such modules are reported as not observed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from watchstep.capture.record import Group
+from watchstep import tensors
+from watchstep.capture.record import Group, Probe
+from watchstep.capture.session import Session
+from watchstep.kernels.interface import Kernel
 from watchstep.pytorch.gate import LiveOutputs
-from watchstep.pytorch.names import activation_info
-from watchstep.tensors import Mode, Placement, TensorInfo
+from watchstep.pytorch.names import Names, dtype_name
+from watchstep.pytorch.placement import standing
+from watchstep.pytorch.probes.channels import ChannelProbe
+from watchstep.tensors import Mode, TensorInfo
 
-Observe = Callable[[Group, list[Tensor], Mode], None]
+_HOOK_SECONDS = 3e-6  # one call of a hook with nothing due; measured at 2.7 microseconds on an EPYC (Zen 4)
+
+
+@dataclass
+class _Observed:
+    """A module: its tensors as they are described, and the groups that they were recorded in."""
+
+    path: str
+    output: TensorInfo
+    input: TensorInfo
+    channels: ChannelProbe | None
+    groups: dict[tuple[str, int], Group] = field(default_factory=dict)
 
 
 class ActivationHooks:
-    """Forward hooks on the modules of a model that have no children.
+    """Forward hooks on the modules of a model whose outputs or inputs are recorded.
 
     Attributes:
         live: outputs of the pass under way, for the case that its loss is bad.
         idle_seconds: about what the hooks cost a pass in which nothing is due.
     """
 
-    def __init__(self, model: nn.Module, place: Placement, due: Callable[[], bool], observe: Observe) -> None:
+    def __init__(self, session: Session, names: Names, kernel: Kernel, mode: Callable[[], Mode]) -> None:
         self.live = LiveOutputs()
-        self._place = place
-        self._due = due
-        self._observe = observe
-        self._groups: dict[tuple[str, int], Group] = {}
+        self._session = session
+        self._schedule = session.schedule
+        self._recorder = session.recorder
+        self._whole = names.whole
+        self._kernel = kernel
+        self._mode = mode
         self._unseen: set[str] = set()
         self._handles = []
-        for order, (path, module) in enumerate(model.named_modules()):
-            if next(module.children(), None) is None:
-                self._unseen.add(path or "model")
-                self._handles.append(module.register_forward_hook(self._hook(path, order)))
+        self._decided_for: tuple[int, Mode] = (-1, "global")
+        self._decided: dict[tuple[str, ...], str | None] = {}
+        probes = session.config.probes
+        for order, (path, module) in enumerate(names.model.named_modules()):
+            is_leaf, is_model = next(module.children(), None) is None, not path
+            outputs = [tensors.ACTIVATIONS] * is_leaf + [tensors.OUTPUTS] * is_model
+            observed = _Observed(
+                names.path(path) or "model",
+                names.of_module(path, module, order, "output", tuple(outputs)),
+                names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model),
+                probe if "channels" in probes and (probe := ChannelProbe(module)).applies else None,
+            )
+            if observed.output.collections or observed.input.collections:
+                self._handles.append(module.register_forward_hook(self._hook(observed), with_kwargs=True))
+                if is_leaf:
+                    self._unseen.add(observed.path)
         self.idle_seconds = _HOOK_SECONDS * len(self._handles)
 
     @property
@@ -52,39 +83,86 @@ class ActivationHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, path: str, order: int) -> Callable[[nn.Module, Any, Any], None]:
-        name = path or "model"
+    def new_pass(self) -> None:
+        """A forward pass of the whole model begins: decide anew what is due."""
+        self._decided.clear()
 
-        def observed(module: nn.Module, _: Any, output: Any) -> None:
+    def record_live(self) -> None:
+        """Measure the outputs that are still there, unless this pass was measured anyway."""
+        for group, outputs in self.live.alive():
+            self._recorder.add(group, self._kernel.measure(outputs))
+
+    def _hook(self, observed: _Observed) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            self._unseen.discard(name)
-            found = [output] if isinstance(output, Tensor) else list(_flat(output))
-            outputs = [o for o in found if o.is_floating_point() or o.is_complex()]
-            if not outputs:
-                return
-            group = self._groups.get((path, len(outputs)))
-            if group is None:
-                group = self._describe(path, order, module, outputs)
-            if self._due():
-                if not _recomputes():
-                    self._observe(group, outputs, "train" if module.training else "eval")
-            elif module.training:
-                self.live.note(group, outputs)
+            self._unseen.discard(observed.path)
+            try:
+                self._observe(observed, module, args, kwargs, output)
+            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+                self._session.health.fault("activations", error)
 
-        return observed
+        return hook
 
-    def _describe(self, path: str, order: int, module: nn.Module, outputs: list[Tensor]) -> Group:
-        several = len(outputs) > 1
-        infos: tuple[TensorInfo, ...] = tuple(
-            activation_info(path, module, order, place if several else None, tensor)
-            for place, tensor in enumerate(outputs)
-        )
-        group = self._groups[path, len(outputs)] = Group.of(infos, self._place)
+    def _observe(self, observed: _Observed, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        mode = self._mode()
+        if observed.output.collections:
+            charged = self._due(observed.output.collections, mode)
+            if charged is not None:
+                self._measure(observed, observed.output, output, mode, charged)
+            elif module.training and mode == "train":
+                self._note(observed, output)
+        if observed.input.collections:
+            charged = self._due(observed.input.collections, mode)
+            if charged is not None:
+                self._measure(observed, observed.input, (args, kwargs), mode, charged)
+
+    def _due(self, collections: tuple[str, ...], mode: Mode) -> str | None:
+        """As the schedule says, asked once a pass for each set of collections."""
+        step = self._recorder.step
+        if self._decided_for != (step, mode):
+            self._decided_for = (step, mode)
+            self._decided.clear()
+        if collections not in self._decided:
+            self._decided[collections] = self._schedule.due(collections, step, mode)
+        return self._decided[collections]
+
+    def _measure(self, observed: _Observed, info: TensorInfo, held: Any, mode: Mode, charged: str) -> None:
+        found = _numeric(held) if info.role == "input" or _is_model(info) else _real(held)
+        if not found or _recomputes():
+            return
+        since = self._schedule.now()
+        probes: tuple[Probe, ...] = ()
+        if observed.channels is not None and info.role == "output" and len(found) == 1:
+            counted = observed.channels.look(found[0], self._recorder.step, mode)
+            probes = () if counted is None else (counted,)
+        self._recorder.add(self._group(observed, info, found), self._kernel.measure(found), mode, probes)
+        self._schedule.spent(charged, since)
+
+    def _note(self, observed: _Observed, output: Any) -> None:
+        if tensors.ACTIVATIONS in observed.output.collections and (found := _real(output)):
+            self.live.note(self._group(observed, observed.output, found), found)
+
+    def _group(self, observed: _Observed, info: TensorInfo, found: list[Tensor]) -> Group:
+        group = observed.groups.get((info.role, len(found)))
+        if group is None:
+            several = len(found) > 1
+            infos = tuple(
+                replace(
+                    info,
+                    name=f"{info.name}_{place}" if several else info.name,
+                    shape=tuple(tensor.shape),
+                    dtype=dtype_name(tensor.dtype),
+                )
+                for place, tensor in enumerate(found)
+            )
+            places = tuple(standing(tensor, self._whole).weight for tensor in found)
+            group = observed.groups[info.role, len(found)] = Group(infos, places)
         return group
 
 
-_HOOK_SECONDS = 3e-6  # one call of a hook with nothing due; measured at 2.7 microseconds on an EPYC (Zen 4)
+def _is_model(info: TensorInfo) -> bool:
+    return tensors.OUTPUTS in info.collections
 
 
 def _recomputes() -> bool:
@@ -92,12 +170,23 @@ def _recomputes() -> bool:
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - PyTorch's own test for it
 
 
-def _flat(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
+def _real(held: Any) -> list[Tensor]:
+    """The floating-point and complex tensors in what a module gives."""
+    found = [held] if isinstance(held, Tensor) else list(_flat(held))
+    return [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def _numeric(held: Any) -> list[Tensor]:
+    """All tensors but truth values, which are masks."""
+    return [tensor for tensor in _flat(held) if tensor.dtype is not torch.bool]
+
+
+def _flat(held: Any) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, dict):
+        for value in held.values():
             yield from _flat(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
+    elif isinstance(held, list | tuple):
+        for value in held:
             yield from _flat(value)

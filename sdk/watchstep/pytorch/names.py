@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from watchstep import tensors
+from watchstep.capture.collections import Collection, placed
 from watchstep.errors import ConfigError
-from watchstep.tensors import Placement, TensorInfo
+from watchstep.pytorch.placement import Standing, replicated, standing
+from watchstep.tensors import TensorInfo
+
+_MOMENTA = {"exp_avg", "momentum_buffer", "momentum"}
+_SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -34,80 +40,120 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter, and how it and its gradient are recorded."""
+    """A parameter, and how it, its gradient and its update are recorded."""
 
     parameter: nn.Parameter
     weight: TensorInfo
     gradient: TensorInfo
+    update: TensorInfo
+    standing: Standing
+    bases: tuple[str, ...]
 
 
-def name_parameters(model: nn.Module) -> dict[int, NamedParameter]:
-    """The model's parameters by id. A shared parameter has the name of its first owner."""
-    named: dict[int, NamedParameter] = {}
-    for order, (path, module) in enumerate(model.named_modules()):
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in named:
-                continue
-            name = f"{path}.{leaf}" if path else leaf
-            bias = leaf == "bias" or leaf.endswith("_bias") or leaf.startswith("bias_")
-            weight = TensorInfo(
-                name=name,
-                collections=(tensors.BIASES if bias else tensors.WEIGHTS,),
-                role="bias" if bias else "weight",
-                module=path,
-                module_type=type(module).__name__,
-                order=order,
-                shape=tuple(parameter.shape),
-                dtype=dtype_name(parameter.dtype),
-            )
-            gradient = TensorInfo(
-                name=f"{name}:gradient",
-                collections=(tensors.GRADIENTS,),
-                role="gradient",
-                module=path,
-                module_type=weight.module_type,
-                order=order,
-                shape=weight.shape,
-                dtype=weight.dtype,
-            )
-            named[id(parameter)] = NamedParameter(parameter, weight, gradient)
-    return named
+class Names:
+    """Describes tensors of one watched model.
 
-
-def activation_info(
-    path: str, module: nn.Module, order: int, place: int | None, output: torch.Tensor
-) -> TensorInfo:
-    """How an output of a module is recorded.
-
-    Args:
-        path: the module's path.
-        module: the module.
-        order: its rank in the order of registration.
-        place: which of several outputs; None where there is one.
-        output: the output.
+    Attributes:
+        model: inside its wrappers.
+        whole: how the model stands among the workers.
     """
-    name = f"{path or 'model'}:output" + ("" if place is None else f"_{place}")
-    return TensorInfo(
-        name=name,
-        collections=(tensors.ACTIVATIONS,),
-        role="output",
-        module=path,
-        module_type=type(module).__name__,
-        order=order,
-        shape=tuple(output.shape),
-        dtype=dtype_name(output.dtype),
-    )
+
+    def __init__(self, model: Any, prefix: str, collections: Mapping[str, Collection]) -> None:
+        self.model = unwrap(model)
+        self.whole = _outermost(model)
+        self._prefix = prefix
+        self._collections = collections
+
+    def path(self, path: str) -> str:
+        """A module's path, below the name of its model where it was given one."""
+        return f"{self._prefix}.{path}" if self._prefix and path else self._prefix or path
+
+    def parameters(self) -> dict[int, NamedParameter]:
+        """The model's parameters by id. A shared parameter has the name of its first owner."""
+        named: dict[int, NamedParameter] = {}
+        for order, (path, module) in enumerate(self.model.named_modules()):
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in named:
+                    named[id(parameter)] = self._parameter(path, leaf, module, order, parameter)
+        return named
+
+    def _parameter(
+        self, path: str, leaf: str, module: nn.Module, order: int, parameter: nn.Parameter
+    ) -> NamedParameter:
+        module_path = self.path(path)
+        name = f"{module_path}.{leaf}" if module_path else leaf
+        is_bias = leaf == "bias" or leaf.endswith("_bias") or leaf.startswith("bias_")
+        bases = bases_of(module)
+        plain = TensorInfo(
+            name=name,
+            collections=(),
+            role="bias" if is_bias else "weight",
+            module=module_path,
+            module_type=type(module).__name__,
+            order=order,
+            shape=tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+        )
+        gradient = replace(plain, name=f"{name}:gradient", role="gradient")
+        update = replace(plain, name=f"{name}:update", role="update")
+        return NamedParameter(
+            parameter,
+            weight=self._placed(plain, bases, tensors.BIASES if is_bias else tensors.WEIGHTS),
+            gradient=self._placed(gradient, bases, tensors.GRADIENTS),
+            update=self._placed(update, bases, tensors.UPDATES, tensors.OPTIMIZER_STATE),
+            standing=standing(parameter, self.whole),
+            bases=bases,
+        )
+
+    def state(self, named: NamedParameter, key: str, held: torch.Tensor) -> TensorInfo:
+        """How a tensor that an optimizer keeps for a parameter is recorded.
+
+        Args:
+            named: the parameter.
+            key: the optimizer's word for it, e.g. ``exp_avg``.
+            held: the tensor.
+        """
+        role = "momentum" if key in _MOMENTA else "second_moment" if key in _SECOND_MOMENTS else "state"
+        info = replace(
+            named.weight, name=f"{named.weight.name}:{key}", role=role, dtype=dtype_name(held.dtype)
+        )
+        return self._placed(info, named.bases, tensors.OPTIMIZER_STATE)
+
+    def of_module(
+        self, path: str, module: nn.Module, order: int, role: str, built_in: tuple[str, ...]
+    ) -> TensorInfo:
+        """How the output or input of a module is recorded; its shape and dtype are not known yet.
+
+        Args:
+            path: the module's path.
+            module: the module.
+            order: its rank in the order of registration.
+            role: ``output`` or ``input``.
+            built_in: the built-in collections whose tensor it is.
+        """
+        info = TensorInfo(
+            name=f"{self.path(path) or 'model'}:{role}",
+            collections=(),
+            role=role,
+            module=self.path(path),
+            module_type=type(module).__name__,
+            order=order,
+        )
+        return self._placed(info, bases_of(module), *built_in)
+
+    def _placed(self, info: TensorInfo, bases: tuple[str, ...], *built_in: str) -> TensorInfo:
+        return placed(info, built_in, self._collections, bases)
 
 
-def placements(model: Any) -> tuple[Placement, Placement]:
-    """Where this worker's copy of a model stands: for what it computes itself, and for its gradients.
+def _outermost(model: Any) -> Standing:
+    """How the model stands, also where it was compiled around its wrapper."""
+    inner = getattr(model, "_orig_mod", None)
+    return _outermost(inner) if isinstance(inner, nn.Module) else replicated(model)
 
-    Under DistributedDataParallel each rank holds a replica, and gradients are reduced when the optimizer sees them.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        rank = torch.distributed.get_rank(model.process_group)
-        return Placement(replica=rank), Placement(replica=rank, stage="reduced")
-    return Placement(), Placement()
+
+def bases_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the classes that a module's class derives from, its own first."""
+    return tuple(kind.__name__ for kind in type(module).__mro__)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

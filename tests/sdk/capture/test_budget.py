@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.capture.budget import DENSE_STEPS, Budget
-from watchstep.capture.config import ADAPTIVE, Cadence, CaptureConfig
+from watchstep.capture.cadence import ADAPTIVE, Cadence
+from watchstep.capture.collections import Collection
+from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import Health
 from watchstep.capture.schedule import Schedule
+from watchstep.tensors import Mode
 
 
 class Clock:
@@ -92,9 +95,9 @@ def test_writing_is_paid_for_too() -> None:
 def test_a_floor_over_the_budget_is_told() -> None:
     clock = Clock()
     health = Health()
-    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}), health, clock)
+    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=clock), health)
     for step in range(DENSE_STEPS + 20):
-        schedule.due("a", step)
+        schedule.due(("a",), step)
         clock.now += 0.001
         schedule.floor(0.0005)
         clock.now += 0.0005
@@ -102,15 +105,44 @@ def test_a_floor_over_the_budget_is_told() -> None:
 
 
 def test_a_demand_is_for_three_bad_steps_in_a_row() -> None:
-    config = CaptureConfig(collections={"a": Cadence(start=10**6)})
-    schedule = Schedule(config, Health(), Clock())
+    config = CaptureConfig(collections={"a": Cadence(start=10**6)}, clock=Clock())
+    schedule = Schedule(config, Health())
     seen = []
     for step in range(10):
         if step >= 2:
             schedule.demand(step)
-        seen.append(schedule.due("a", step))
+        seen.append(schedule.due(("a",), step))
     assert [step for step, due in enumerate(seen) if due] == [2, 3, 4]
-    assert not schedule.due("unknown", 2)
+    assert schedule.due(("unknown",), 2) is None
+
+
+def test_other_modes_count_their_own_passes() -> None:
+    by_mode: dict[Mode, Cadence | None] = {"eval": Cadence(every=2, start=1), "predict": None}
+    config = CaptureConfig(collections={"a": Collection(Cadence(every=5), modes=by_mode)})
+    schedule = Schedule(config, Health())
+    seen = []
+    for _ in range(6):
+        schedule.forward("eval", 3)
+        seen.append(schedule.due(("a",), 3, "eval") is not None)
+    assert seen == [False, True] * 3
+    schedule.forward("predict", 3)
+    assert schedule.due(("a",), 5, "predict") is None
+    assert schedule.due(("a",), 5) == "a"
+
+
+def test_of_the_passes_between_two_steps_the_first_is_adaptive() -> None:
+    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=Clock()), Health())
+    seen = []
+    for step in (4, 4, 4, 9, 9):
+        schedule.forward("eval", step)
+        seen.append(schedule.due(("a",), step, "eval") is not None)
+    assert seen == [True, False, False, True, False]
+
+
+def test_the_service_can_set_a_cadence() -> None:
+    schedule = Schedule(CaptureConfig(collections={"a": Cadence(every=100)}), Health())
+    schedule.override({"a": 2, "unknown": 3})
+    assert [step for step in range(6) if schedule.due(("a",), step)] == [0, 2, 4]
 
 
 def test_steps_by_hand_like_save_config() -> None:

@@ -10,16 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import watchstep
-from tests.sdk.training import EVERY_STEP, Training, batches, small_model
-from watchstep import Cadence, CaptureConfig, Hook, Run
+from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
+from watchstep import Cadence, CaptureConfig, Hook
 from watchstep.errors import ConfigError
-
-
-def recorded(hook: Hook) -> Run:
-    hook.close()
-    assert hook.health["faults"] == {}
-    return watchstep.open_run(hook.run_url)
 
 
 def test_names_collections_and_steps(tmp_path: Path) -> None:
@@ -36,6 +29,11 @@ def test_names_collections_and_steps(tmp_path: Path) -> None:
             f"{name}:gradient" for name in ("0.bias", "0.weight", "2.bias", "2.weight", "3.bias", "3.weight")
         ],
         "activations": ["0:output", "1:output", "2:output", "3:output"],
+        "inputs": ["model:input"],
+        "outputs": ["model:output"],
+        "updates": [
+            f"{name}:update" for name in ("0.bias", "0.weight", "2.bias", "2.weight", "3.bias", "3.weight")
+        ],
     }
     info = run.tensor("3.weight:gradient").info
     assert (info.module, info.module_type, info.role, info.shape) == ("3", "Linear", "gradient", (2, 16))
@@ -262,7 +260,7 @@ def test_two_optimizers_record_under_the_steps_of_the_first(tmp_path: Path) -> N
         second.step()
     run = recorded(hook)
     assert run.tensor("0.weight:gradient").steps() == [0, 1, 2]
-    assert run.tensor("critic.0.weight:gradient").steps()[-1] <= 3
+    assert run.tensor("model_2.critic.0.weight:gradient").steps()[-1] <= 3
 
 
 def test_checkpointed_activations_count_once(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Tensors that the program gives by hand: labels, inputs, outputs, or whatever it wants to see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from watchstep import tensors
+from watchstep.capture.record import Group
+from watchstep.capture.session import Session
+from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.names import dtype_name
+from watchstep.tensors import MODES, Mode, TensorInfo
+
+_ROLES = {tensors.INPUTS: "input", tensors.OUTPUTS: "output", tensors.LABELS: "label"}
+
+
+def record_given(session: Session, name: str, value: Any, collection: str | None, mode: Mode) -> None:
+    """Record one tensor, if its collection is due.
+
+    Args:
+        session: the recording.
+        name: of the tensor.
+        value: a tensor, or what numpy makes an array of.
+        collection: where it is not told by the name.
+        mode: of the row.
+
+    Raises:
+        ValueError: the mode or collection is not one.
+        TypeError: the name or the value is not one.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r}: use one of {', '.join(MODES)}")
+    if not isinstance(name, str) or not name:
+        raise TypeError("a name must be a string")
+    held = collection or (name if name in _ROLES else tensors.CUSTOM)
+    if collection is not None and collection not in session.config.collections:
+        raise ValueError(f"collection {collection!r}: name it in CaptureConfig.collections")
+    charged = session.schedule.due((held,), session.recorder.step, mode)
+    if charged is None:
+        return
+    since = session.schedule.now()
+    tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    info = TensorInfo(
+        name=name,
+        collections=(held,),
+        role=_ROLES.get(name, "custom"),
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+    )
+    session.recorder.add(Group.of((info,)), TorchKernel().measure([tensor]), mode)
+    session.schedule.spent(charged, since)

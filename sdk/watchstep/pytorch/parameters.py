@@ -1,0 +1,239 @@
+"""What an optimizer updates: weights, gradients, updates and its own state, measured when they are due."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from watchstep.capture.record import Group, Probe
+from watchstep.capture.session import Session
+from watchstep.kernels.interface import Kernel
+from watchstep.kernels.once import Once
+from watchstep.pytorch.names import NamedParameter, Names
+from watchstep.pytorch.probes.gradient_cosine import GradientCosine
+from watchstep.pytorch.probes.samples import elements_of_each, views
+from watchstep.pytorch.probes.update_ratio import UpdateRatio
+from watchstep.tensors import Placement, TensorInfo
+
+Collections = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors of the same collections: they are due together."""
+
+    collections: Collections
+    members: list[NamedParameter]
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The watched parameters that one optimizer updates.
+
+    Attributes:
+        ids: of all its parameters, in its order: when they change, this is made anew.
+        parameters: those that are watched.
+        weights, gradients, updates: those of them that this worker records, by collections.
+    """
+
+    ids: list[int]
+    parameters: list[NamedParameter]
+    weights: list[_Part]
+    gradients: list[_Part]
+    updates: list[_Part]
+
+
+@dataclass
+class _Before:
+    """Samples of weights before an update."""
+
+    charged: str
+    part: _Part
+    samples: list[Tensor] = field(default_factory=list)
+
+
+class Parameters:
+    """Measures what the optimizers of one model see and do. On the training thread."""
+
+    def __init__(self, session: Session, names: Names, kernel: Kernel) -> None:
+        self._config = session.config
+        self._recorder = session.recorder
+        self._schedule = session.schedule
+        self._names = names
+        self._kernel = kernel
+        self._named = names.parameters()
+        self._updated: weakref.WeakKeyDictionary[Optimizer, Updated] = weakref.WeakKeyDictionary()
+        self._before: weakref.WeakKeyDictionary[Optimizer, list[_Before]] = weakref.WeakKeyDictionary()
+        self._groups: dict[tuple[str, Collections], Group] = {}
+        self._states: dict[tuple[int, str], TensorInfo] = {}
+        self._cosine = GradientCosine() if "gradient_cosine" in session.config.probes else None
+
+    def of(self, optimizer: Optimizer) -> Updated:
+        """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids = list(map(id, held))
+        known = self._updated.get(optimizer)
+        if known is not None and known.ids == ids:
+            return known
+        if known is not None or any(i not in self._named for i in ids):
+            self._look_again()  # some were added or taken away since
+        updated = self._updated[optimizer] = _arranged(ids, [self._named[i] for i in ids if i in self._named])
+        return updated
+
+    def _look_again(self) -> None:
+        self._named = self._names.parameters()
+        self._states.clear()
+        if self._cosine is not None:
+            self._cosine.forget()
+
+    def measure_weights(self, updated: Updated, step: int) -> None:
+        """Weights and biases that are due."""
+        for charged, part in self._due(updated.weights, step):
+            since = self._schedule.now()
+            found: list[Tensor] = [named.parameter for named in part.members]
+            self._record("weight", part.collections, _described(part, _weight), found)
+            self._schedule.spent(charged, since)
+
+    def measure_gradients(self, updated: Updated, step: int) -> None:
+        """Gradients that are due, as they are now."""
+        for charged, part in self._due(updated.gradients, step):
+            since = self._schedule.now()
+            held = _Part(part.collections, [n for n in part.members if n.parameter.grad is not None])
+            found = [n.parameter.grad for n in held.members if n.parameter.grad is not None]
+            probes: tuple[Probe, ...] = ()
+            if self._cosine is not None:
+                owners = [named.parameter for named in held.members]
+                cosines = self._cosine.look(owners, found, len(self._named))
+                probes = () if cosines is None else (cosines,)
+            self._record("gradient", part.collections, _described(held, _gradient), found, probes)
+            self._schedule.spent(charged, since)
+
+    def before_update(self, optimizer: Optimizer, step: int) -> None:
+        """Keep samples of the weights whose update is due."""
+        kept = []
+        most = elements_of_each(len(self._named))
+        for charged, part in self._due(self.of(optimizer).updates, step):
+            since = self._schedule.now()
+            samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
+            kept.append(_Before(charged, part, samples))
+            self._schedule.spent(charged, since)
+        self._before[optimizer] = kept
+
+    def after_update(self, optimizer: Optimizer, step: int) -> None:
+        """What the update changed, and what the optimizer keeps."""
+        most = elements_of_each(len(self._named))
+        for before in self._before.pop(optimizer, []):
+            since = self._schedule.now()
+            part = before.part
+            after = views([named.parameter for named in part.members], most)
+            with torch.no_grad():
+                changes = [
+                    new.to(torch.float32) - old.to(torch.float32)
+                    for new, old in zip(after, before.samples, strict=True)
+                ]
+            update = Once(self._kernel.measure(changes))
+            probes: tuple[Probe, ...] = ()
+            if "update_ratio" in self._config.probes:
+                probes = (UpdateRatio(update, self._kernel.measure(before.samples)),)
+            self._recorder.add(
+                self._group("update", part.collections, _described(part, _update)), update, probes=probes
+            )
+            self._schedule.spent(before.charged, since)
+        self._measure_state(optimizer, step)
+
+    def _measure_state(self, optimizer: Optimizer, step: int) -> None:
+        if not self._config.keeps_state:
+            return
+        by_collections: dict[Collections, list[tuple[TensorInfo, Placement, Tensor]]] = {}
+        for named in self.of(optimizer).parameters:
+            if named.standing.records:
+                for key, held in optimizer.state.get(named.parameter, {}).items():
+                    if isinstance(held, Tensor) and held.dim() > 0:
+                        info = self._state(named, str(key), held)
+                        by_collections.setdefault(info.collections, []).append(
+                            (info, named.standing.weight, held)
+                        )
+        for collections, entries in by_collections.items():
+            charged = self._schedule.due(collections, step)
+            if charged is not None:
+                since = self._schedule.now()
+                described = [(info, place) for info, place, _ in entries]
+                self._record("state", collections, described, [held for _, _, held in entries])
+                self._schedule.spent(charged, since)
+
+    def _state(self, named: NamedParameter, key: str, held: Tensor) -> TensorInfo:
+        place = (id(named.parameter), key)
+        if place not in self._states:
+            self._states[place] = self._names.state(named, key, held)
+        return self._states[place]
+
+    def _due(self, parts: list[_Part], step: int) -> Iterator[tuple[str, _Part]]:
+        for part in parts:
+            charged = self._schedule.due(part.collections, step)
+            if charged is not None:
+                yield charged, part
+
+    def _record(
+        self,
+        kind: str,
+        collections: Collections,
+        described: list[tuple[TensorInfo, Placement]],
+        found: list[Tensor],
+        probes: tuple[Probe, ...] = (),
+    ) -> None:
+        if described:
+            group = self._group(kind, collections, described)
+            self._recorder.add(group, self._kernel.measure(found), probes=probes)
+
+    def _group(
+        self, kind: str, collections: Collections, described: list[tuple[TensorInfo, Placement]]
+    ) -> Group:
+        infos, places = tuple(info for info, _ in described), tuple(place for _, place in described)
+        group = self._groups.get((kind, collections))
+        if group is None or group.tensors != infos or group.places != places:
+            group = self._groups[kind, collections] = Group(infos, places)
+        return group
+
+
+def _weight(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.weight, named.standing.weight
+
+
+def _gradient(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.gradient, named.standing.gradient
+
+
+def _update(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.update, named.standing.weight
+
+
+Describe = Callable[[NamedParameter], tuple[TensorInfo, Placement]]
+
+
+def _described(part: _Part, describe: Describe) -> list[tuple[TensorInfo, Placement]]:
+    return [describe(named) for named in part.members]
+
+
+def _arranged(ids: list[int], parameters: list[NamedParameter]) -> Updated:
+    recorded = [named for named in parameters if named.standing.records]
+    return Updated(
+        ids,
+        parameters,
+        weights=_parts(recorded, _weight),
+        gradients=_parts(recorded, _gradient),
+        updates=_parts(recorded, _update),
+    )
+
+
+def _parts(parameters: list[NamedParameter], describe: Describe) -> list[_Part]:
+    found: dict[Collections, list[NamedParameter]] = {}
+    for named in parameters:
+        collections = describe(named)[0].collections
+        if collections:
+            found.setdefault(collections, []).append(named)
+    return [_Part(collections, members) for collections, members in found.items()]

@@ -1,0 +1,1 @@
+"""Probes: figures that statistics alone do not give, computed where the tensors are."""

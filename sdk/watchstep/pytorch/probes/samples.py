@@ -1,0 +1,53 @@
+"""Samples of tensors, taken at the same places each time: what comparing two moments needs without a second model.
+
+Small tensors are taken whole, of large ones evenly spaced elements. A mean square over n of them estimates the whole
+tensor's with a relative standard error of about sqrt(2 / n) for normal elements: 1.1 percent at 16,384.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MOST = 16_384
+LEAST = 256
+ALTOGETHER = 4 * 1024 * 1024
+
+
+def elements_of_each(tensors: int) -> int:
+    """How many elements to take of each of so many tensors: at most 16,384, and 4 Mi of all together."""
+    return max(LEAST, min(MOST, ALTOGETHER // max(1, tensors)))
+
+
+@torch.no_grad()
+def views(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
+    """Evenly spaced elements of each tensor, as views of it where its elements lie densely.
+
+    Args:
+        tensors: strided; of a `DTensor` the local part is taken.
+        most: elements of each, at most.
+    """
+    return [_spaced(_flat(tensor), tensor, most) for tensor in tensors]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in the order of memory where they lie densely, else in the tensor's own."""
+    held = tensor.detach()
+    if hasattr(held, "to_local"):
+        held = held.to_local()
+    strides = held.stride()
+    by_stride = sorted(range(held.dim()), key=lambda place: -strides[place])
+    return held.permute(by_stride).reshape(-1)
+
+
+def _spaced(flat: Tensor, tensor: Tensor, most: int) -> Tensor:
+    if flat.numel() <= most:
+        return flat
+    stride = -(-flat.numel() // most)
+    width = tensor.shape[-1] if tensor.dim() else 1
+    while math.gcd(stride, max(1, width)) > 1:  # else only some columns would ever be seen
+        stride += 1
+    return flat[::stride]

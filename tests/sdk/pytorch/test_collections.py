@@ -1,0 +1,160 @@
+"""Collections: built-in ones, and those that a user makes by name, module or type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import watchstep
+from tests.sdk.training import EVERY_STEP, Training, recorded, small_model
+from watchstep import Cadence, CaptureConfig, Collection, Hook
+from watchstep.errors import ConfigError
+
+
+def names_in(
+    tmp_path: Path, collections: dict[str, Cadence | Collection], steps: int = 2
+) -> dict[str, list[str]]:
+    """What each collection holds after some steps."""
+    config = CaptureConfig(collections=collections, overhead_budget=None)
+    hook, training = Hook(tmp_path, config=config), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(steps)
+    return recorded(hook).collections
+
+
+def test_a_collection_by_regular_expression(tmp_path: Path) -> None:
+    found = names_in(tmp_path, {"head": Collection(include=r"3\.", exclude=r".*bias")})
+    assert found == {"head": ["3.weight", "3.weight:gradient", "3.weight:update"]}
+
+
+def test_a_collection_by_module_type_or_its_base(tmp_path: Path) -> None:
+    found = names_in(
+        tmp_path,
+        {
+            "norms": Collection(module_types=("LayerNorm",), roles=("weight", "bias")),
+            "all": Collection(module_types=("Module",), roles=("output",)),
+        },
+    )
+    assert found["norms"] == ["2.bias", "2.weight"]
+    assert found["all"] == ["model:output", "0:output", "1:output", "2:output", "3:output"]
+
+
+def test_a_collection_by_module_takes_what_lies_below_it(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"encoder": small_model(), "encoder_2": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = CaptureConfig(collections={"mine": Collection(modules=("encoder",))}, overhead_budget=None)
+    with Hook(tmp_path, config=config) as hook:
+        hook.watch(model, optimizer)
+        model["encoder_2"](model["encoder"](torch.ones(4, 8))).sum().backward()
+        optimizer.step()
+    held = recorded(hook).collections["mine"]
+    assert "encoder:output" in held
+    assert "encoder.0.weight:gradient" in held
+    assert not any(name.startswith("encoder_2") for name in held)
+
+
+def test_inputs_of_modules_where_asked_for(tmp_path: Path) -> None:
+    found = names_in(tmp_path, {"relu_inputs": Collection(module_types=("ReLU",), roles=("input",))})
+    assert found == {"relu_inputs": ["1:input"]}
+
+
+def test_selectors_make_a_built_in_collection_smaller(tmp_path: Path) -> None:
+    found = names_in(
+        tmp_path,
+        {"activations": Collection(module_types=("ReLU",)), "gradients": Collection(exclude="0")},
+    )
+    assert found == {
+        "activations": ["1:output"],
+        "gradients": ["2.bias:gradient", "2.weight:gradient", "3.bias:gradient", "3.weight:gradient"],
+    }
+
+
+def test_a_tensor_is_measured_when_one_of_its_collections_is_due(tmp_path: Path) -> None:
+    config = CaptureConfig(
+        collections={
+            "gradients": Cadence(every=4),
+            "head": Collection(Cadence(every=3), include="3.weight", roles=("gradient",)),
+        }
+    )
+    hook, training = Hook(tmp_path, config=config), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(10)
+    run = recorded(hook)
+    assert run.tensor("3.weight:gradient").steps() == [0, 3, 4, 6, 8, 9]
+    assert run.tensor("0.weight:gradient").steps() == [0, 4, 8]
+
+
+def test_the_optimizers_state(tmp_path: Path) -> None:
+    found = names_in(tmp_path, {"optimizer_state": Cadence()})
+    held = found["optimizer_state"]
+    assert {"0.weight:exp_avg", "0.weight:exp_avg_sq", "0.weight:update"} <= set(held)
+    only = names_in(tmp_path / "2", {"momenta": Collection(roles=("momentum",))})
+    assert only == {"momenta": [f"{n}.{p}:exp_avg" for n in ("0", "2", "3") for p in ("bias", "weight")]}
+
+
+def test_an_update_is_what_changed(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(model, optimizer)
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    changed = (model.weight.detach() - before).double()
+    rows = recorded(hook).tensor("weight:update").statistics().to_pydict()
+    assert rows["square_sum"] == pytest.approx([changed.square().sum().item()], rel=1e-5)
+    ratio = changed.square().mean().sqrt() / before.double().square().mean().sqrt()
+    assert rows["probe.update_ratio"] == pytest.approx([ratio.item()], rel=1e-5)
+
+
+def test_tensors_given_by_hand(tmp_path: Path) -> None:
+    config = CaptureConfig(
+        collections={"labels": Cadence(), "custom": Cadence(every=2), "attention": Cadence(every=3)}
+    )
+    hook, training = Hook(tmp_path, config=config), Training()
+    hook.watch(training.model, training.optimizer)
+
+    def give(step: int, _: torch.Tensor) -> None:
+        hook.record(labels=torch.full((4,), step), mask=np.ones(3))
+        hook.record({"head 0": torch.rand(5)}, collection="attention")
+        hook.record(bad=object(), collection="unknown")
+
+    training.run(7, give)
+    hook.close()
+    run = watchstep.open_run(hook.run_url)
+    assert run.tensor("labels").steps() == list(range(7))
+    assert run.tensor("labels").info.role == "label"
+    assert run.tensor("mask").steps() == [0, 2, 4, 6]
+    assert run.tensor("head 0").steps() == [0, 3, 6]
+    assert hook.health["counts"]["faults"] == 7
+
+
+def test_evaluation_in_its_own_mode_and_cadence(tmp_path: Path) -> None:
+    config = CaptureConfig(
+        collections={"activations": Collection(Cadence(every=2), modes={"eval": Cadence(every=3)})}
+    )
+    hook, training = Hook(tmp_path, config=config), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(3)
+    training.model.eval()
+    for _ in range(5):
+        training.model(torch.ones(7, 8))
+    run = recorded(hook)
+    assert run.tensor("0:output").steps("train") == [0, 2]
+    evaluated = run.tensor("0:output").statistics("eval").to_pydict()
+    assert evaluated["count"] == [2 * 7 * 16]  # passes 0 and 3 of 5, merged
+
+
+def test_what_is_nearly_a_built_in_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gradients"):
+        CaptureConfig(collections={"gradient": Cadence()})
+    with pytest.raises(ConfigError, match="regular expression"):
+        Collection(include="(")
+    with pytest.raises(ConfigError, match="tuple"):
+        Collection(modules="encoder")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="mode"):
+        Collection(modes={"test": None})  # type: ignore[dict-item]
