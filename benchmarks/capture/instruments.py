@@ -10,7 +10,7 @@ from torch import Tensor
 
 import watchstep
 from benchmarks.capture.models import Training
-from watchstep import Cadence, CaptureConfig
+from watchstep import Cadence, CaptureConfig, Snapshots
 
 _TENSORS = ("weights", "biases", "gradients")
 
@@ -112,7 +112,10 @@ class StatisticsAndTensors(Watchstep):
     @staticmethod
     def options() -> dict[str, Any]:
         collections = {name: Cadence() for name in _TENSORS}
-        return {"config": CaptureConfig(collections=collections, overhead_budget=None, snapshot_every=10)}
+        snapshots = Snapshots(every=10)
+        return {
+            "config": CaptureConfig(collections=collections, overhead_budget=None, snapshots=snapshots)
+        }
 
 
 class SeparateOperations(Nothing):

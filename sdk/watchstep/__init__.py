@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from watchstep.capture.cadence import Cadence
     from watchstep.capture.collections import Collection
-    from watchstep.capture.config import Bounds, CaptureConfig
+    from watchstep.capture.config import Bounds, CaptureConfig, Snapshots
     from watchstep.errors import WatchstepError
     from watchstep.hook import Hook
     from watchstep.reading.run import Run, open_run
@@ -22,6 +22,7 @@ __all__ = [
     "Collection",
     "Hook",
     "Run",
+    "Snapshots",
     "StopTraining",
     "WatchstepError",
     "open_run",
@@ -34,6 +35,7 @@ _HOMES = {
     "CaptureConfig": "watchstep.capture.config",
     "Hook": "watchstep.hook",
     "Run": "watchstep.reading.run",
+    "Snapshots": "watchstep.capture.config",
     "StopTraining": "watchstep.stopping",
     "WatchstepError": "watchstep.errors",
     "open_run": "watchstep.reading.run",

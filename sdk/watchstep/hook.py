@@ -124,7 +124,7 @@ class Hook:
             attempt=_attempt_document(self._identity, self._on_stop),
             service=ServiceClient(address, self._identity.project) if address else None,
         )
-        writer = Writer(target, session.queue, control, self._health, bounds)
+        writer = Writer(target, session.queue, session.snapshot_writer, control, self._health, bounds)
         if session.schedule.budget is not None:
             writer.tell_cost(session.schedule.budget.written)
         writer.start()
@@ -266,7 +266,7 @@ class Hook:
 
     def snapshot(self) -> None:
         """Write the full weights and gradients of the next step that is updated."""
-        self._session.snapshot_asked = True
+        self._session.snapshots.ask()
 
     def close(self) -> None:
         """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
@@ -297,8 +297,9 @@ class Hook:
                 StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
             )
         self._session.schedule.override(dict(document.cadence))
-        if document.snapshots:
-            self._session.snapshot_asked = True
+        asked = [self._session.snapshots.request(asked.id, asked.step) for asked in document.snapshots]
+        if document.stop is not None or document.tombstone or any(asked):
+            self._session.snapshot_writer.protect()
 
 
 def _checked_on_stop(on_stop: Any) -> OnStop:
@@ -331,7 +332,7 @@ def _run_document(
         rules=rules,
         config={
             "collections": {name: chosen.as_data() for name, chosen in config.chosen.items()},
-            "snapshot_every": config.snapshot_every,
+            "snapshots": vars(config.snapshots),
             "overhead_budget": config.overhead_budget,
         },
         environment={

@@ -1,8 +1,8 @@
 """A snapshot: full tensors of one step in one safetensors object, written whole and read by ranges.
 
 The object is 8 bytes of header length, a JSON header, and the tensors' bytes, little-endian and row-major:
-https://huggingface.co/docs/safetensors#format. Elements stay as they are, bfloat16 and fp8 too. The reader is
-Watchstep's own: it believes nothing in the header that the object's size does not bear out, and it reads one tensor
+https://huggingface.co/docs/safetensors#format. Elements stay as they are, bfloat16 and fp8 too, but for
+tensors that were compressed (`watchstep.snapshot_compression`). The reader is Watchstep's own: it believes nothing in the header that the object's size does not bear out, and it reads one tensor
 without reading the others.
 """
 
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.errors import ConfigError, FormatError, NotFoundError
+from watchstep.errors import FormatError, NotFoundError
 from watchstep.narrow_floats import NARROW_FLOATS, widened
+from watchstep.snapshot_compression import DamagedBlockError, Packed, decompress, from_metadata
 from watchstep.store import Store
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -43,7 +42,16 @@ DTYPES: dict[str, np.dtype[Any]] = {
 MAX_HEADER = 16 * 1024 * 1024
 """Largest JSON header that a reader takes, room for 100,000 tensors; safetensors itself stops at 100 MB."""
 
-_METADATA = "__metadata__"
+HEADER_METADATA = "__metadata__"
+"""The entry of the header that is no tensor: text by name."""
+
+MISSING = "watchstep.missing"
+"""Where the metadata say how many tensors the snapshot should have held and does not, in decimal."""
+
+MISSING_NAMES = "watchstep.missing_names"
+"""Where they say which: a JSON list of names, maybe not of all."""
+
+_ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _FIRST_READ = 64 * 1024
 _MAX_DIMENSIONS = 64  # numpy's own limit
 _MAX_SIZE = 2**63 - 1
@@ -51,77 +59,14 @@ _MEND = "the writer or the transfer damaged it; take another snapshot"
 
 
 @dataclass(frozen=True)
-class NamedArray:
-    """One tensor to be written.
-
-    Attributes:
-        name: as the user knows it.
-        dtype: a name of `DTYPES`, e.g. ``F32``, ``BF16``, ``F8_E4M3``.
-        shape: of the tensor.
-        data: its bytes, little-endian and row-major.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes | memoryview
-
-
-def encode(tensors: Sequence[NamedArray], metadata: Mapping[str, str]) -> bytes:
-    """One snapshot's bytes.
-
-    Args:
-        tensors: in any order; they are laid out by falling element size, so that each is aligned.
-        metadata: free text for readers.
-
-    Raises:
-        ConfigError: two tensors of one name, an unknown dtype, or bytes that do not fit the shape.
-    """
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
-    parts: list[bytes | memoryview] = []
-    place = 0
-    for tensor in sorted(tensors, key=lambda tensor: (-_checked(tensor).itemsize, tensor.name)):
-        if tensor.name in header:
-            raise ConfigError(
-                f"snapshot: tensor name {tensor.name!r} is taken", "give each tensor its own name"
-            )
-        size = memoryview(tensor.data).nbytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [place, place + size],
-        }
-        parts.append(tensor.data)
-        place += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([struct.pack("<Q", len(text)), text, *parts])
-
-
-def _checked(tensor: NamedArray) -> np.dtype[Any]:
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise ConfigError(
-            f"snapshot: tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}",
-            f"use one of {', '.join(DTYPES)}",
-        )
-    held, due = memoryview(tensor.data).nbytes, math.prod(tensor.shape) * dtype.itemsize
-    if held != due:
-        raise ConfigError(
-            f"snapshot: tensor {tensor.name!r} has {held} bytes, its shape and dtype need {due}",
-            "pass the tensor's own bytes, contiguous",
-        )
-    return dtype
-
-
-@dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies: ``length`` bytes from ``start`` of the object."""
+    """Where one tensor lies: ``length`` bytes from ``start`` of the object, and how they were packed, if they were."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     length: int
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -130,37 +75,42 @@ class Snapshot:
 
     Attributes:
         key: of the object, relative to its store.
-        metadata: what the writer said of it.
+        metadata: what the writer said of it: the ``reason`` (cadence, gate, request or program), and whether
+            ``parameters`` are as they were before or after the update.
         tensors: by name, in the order in which they lie.
+        missing: tensors that did not fit into the writer's memory.
+        missing_names: names of those, or of the first thousand.
     """
 
     key: str
     metadata: dict[str, str]
     tensors: dict[str, Stored]
+    missing: int
+    missing_names: tuple[str, ...]
     _store: Store = field(repr=False, compare=False)
 
     def read(self, name: str) -> NDArray[Any]:
-        """One tensor as it was written, by one ranged read; the array is read-only.
+        """One tensor as it was, by one ranged read; the array is read-only.
 
         bfloat16 and fp8 come as their bits in uint16 and uint8; ``tensors[name].dtype`` says what they are, and
         `values` gives their numbers.
 
         Raises:
-            NotFoundError: the snapshot has no such tensor.
-            FormatError: the object is shorter than when it was opened.
+            NotFoundError: the snapshot has no such tensor, or is not there any more.
+            FormatError: the object is shorter than when it was opened, or the tensor does not decompress.
             StoreError: it could not be read.
         """
         stored = self.tensors.get(name)
         if stored is None:
-            raise NotFoundError(
-                f"tensor {name!r}: not in snapshot {self.key}", "see its tensors for the names"
-            )
-        data = self._store.get_range(self.key, stored.start, stored.length) if stored.length else b""
+            raise self._not_held(name)
+        data = self._ranged(stored) if stored.length else b""
         if len(data) != stored.length:
             raise FormatError(
                 f"snapshot {self.key}: tensor {name!r} ends after {len(data)} of {stored.length} bytes", _MEND
             )
-        return np.frombuffer(data, DTYPES[stored.dtype]).reshape(stored.shape)
+        held = np.frombuffer(self._unpacked(name, stored, data), DTYPES[stored.dtype]).reshape(stored.shape)
+        held.flags.writeable = False
+        return held
 
     def values(self, name: str) -> NDArray[Any]:
         """One tensor's numbers: as `read`, but bfloat16 and fp8 as float32, which holds each of them exactly.
@@ -171,6 +121,37 @@ class Snapshot:
         held = self.read(name)
         return widened(held, self.tensors[name].dtype)
 
+    def _ranged(self, stored: Stored) -> bytes:
+        try:
+            return self._store.get_range(self.key, stored.start, stored.length)
+        except NotFoundError as error:
+            raise _gone(self.key) from error
+
+    def _unpacked(self, name: str, stored: Stored, data: bytes) -> bytes | NDArray[np.uint8]:
+        if stored.packed is None:
+            return data
+        try:
+            return decompress(memoryview(data), stored.packed, DTYPES[stored.dtype].itemsize)
+        except DamagedBlockError as error:
+            raise FormatError(
+                f"snapshot {self.key}: tensor {name!r} does not decompress ({error})", _MEND
+            ) from error
+
+    def _not_held(self, name: str) -> NotFoundError:
+        if name in self.missing_names or self.missing > len(self.missing_names):
+            return NotFoundError(
+                f"tensor {name!r}: not in snapshot {self.key}, whose writer had no memory for {self.missing} tensors",
+                "raise Snapshots.memory_bytes, or take snapshots at steps further apart",
+            )
+        return NotFoundError(f"tensor {name!r}: not in snapshot {self.key}", "see its tensors for the names")
+
+
+def _gone(key: str) -> NotFoundError:
+    return NotFoundError(
+        f"snapshot {key}: not there, or not any more",
+        "list the snapshots again: those of a cadence make room for newer ones (Snapshots.ring_bytes)",
+    )
+
 
 def open_snapshot(store: Store, key: str) -> Snapshot:
     """Open a snapshot: its size, one ranged read for most headers, two for long ones.
@@ -180,10 +161,17 @@ def open_snapshot(store: Store, key: str) -> Snapshot:
         key: relative to the store.
 
     Raises:
-        NotFoundError: there is no such object.
+        NotFoundError: there is no such object, or not any more.
         FormatError: its header is not what the object's size bears out.
         StoreError: it could not be read.
     """
+    try:
+        return _opened(store, key)
+    except NotFoundError as error:
+        raise _gone(key) from error
+
+
+def _opened(store: Store, key: str) -> Snapshot:
     size = store.size(key)
     if size < 8:
         raise FormatError(f"snapshot {key}: {size} bytes, too short for a header", _MEND)
@@ -199,14 +187,17 @@ def open_snapshot(store: Store, key: str) -> Snapshot:
         text += store.get_range(key, 8 + len(text), length - len(text))
     try:
         header = json.loads(text, object_pairs_hook=_unique)
-        metadata = _metadata(header.pop(_METADATA, {}))
+        metadata = _metadata(header.pop(HEADER_METADATA, {}))
         tensors = {name: _stored(name, entry, 8 + length) for name, entry in header.items()}
         _check_layout(tensors, 8 + length, size)
+        missing, missing_names = _missing(metadata)
+        for name, packed in from_metadata(metadata, _ITEMSIZES).items():
+            tensors[name] = _packed(name, tensors[name], packed)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         reason = str(error).split("\n", 1)[0][:200]
         raise FormatError(f"snapshot {key}: its header is not valid ({reason})", _MEND) from error
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].length)))
-    return Snapshot(key, metadata, ordered, store)
+    return Snapshot(key, metadata, ordered, missing, missing_names, store)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -234,6 +225,19 @@ def _stored(name: str, entry: Any, base: int) -> Stored:
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"tensor {name!r} has offsets that do not fit its shape")
     return Stored(entry["dtype"], shape, base + offsets[0], offsets[1] - offsets[0])
+
+
+def _packed(name: str, stored: Stored, packed: Packed) -> Stored:
+    if (stored.dtype, stored.shape) != ("U8", (stored.length,)) or sum(packed.blocks) != stored.length:
+        raise ValueError(f"tensor {name!r} is not as long as its compressed blocks")
+    return Stored(packed.dtype, packed.shape, stored.start, stored.length, packed)
+
+
+def _missing(metadata: dict[str, str]) -> tuple[int, tuple[str, ...]]:
+    names = json.loads(metadata.get(MISSING_NAMES, "[]"))
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("its missing tensors are not a list of names")
+    return max(int(metadata.get(MISSING, "0")), len(names)), tuple(names)
 
 
 def _integers(data: Any) -> tuple[int, ...]:

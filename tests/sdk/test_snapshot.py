@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from watchstep import snapshot
 from watchstep.errors import ConfigError, FormatError, NotFoundError, StoreError
-from watchstep.snapshot import DTYPES, NamedArray, Snapshot, encode, open_snapshot
+from watchstep.snapshot import DTYPES, Snapshot, open_snapshot
+from watchstep.snapshot_writing import MOST_NAMES, Described, NamedArray, encode, missing_metadata
 from watchstep.store import Store
 
 Header = dict[str, Any]
@@ -43,6 +44,10 @@ class MemoryStore(Store):
         return self.data[start : start + length]
 
 
+def named(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> NamedArray:
+    return NamedArray(Described(name, dtype, shape), data)
+
+
 def opened(data: bytes) -> Snapshot:
     return open_snapshot(MemoryStore(data), "snap")
 
@@ -68,7 +73,7 @@ def tensor_lists(draw: st.DrawFn) -> list[NamedArray]:
         dtype = draw(st.sampled_from(sorted(DTYPES)))
         shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
         length = int(np.prod(shape, dtype=int)) * DTYPES[dtype].itemsize
-        made.append(NamedArray(name, dtype, shape, draw(st.binary(min_size=length, max_size=length))))
+        made.append(named(name, dtype, shape, draw(st.binary(min_size=length, max_size=length))))
     return made
 
 
@@ -77,13 +82,14 @@ def test_what_was_encoded_is_read(tensors: list[NamedArray], metadata: dict[str,
     data = encode(tensors, metadata)
     held = opened(data)
     assert held.metadata == metadata
-    assert set(held.tensors) == {tensor.name for tensor in tensors}
+    assert set(held.tensors) == {tensor.described.name for tensor in tensors}
     for tensor in tensors:
-        read = held.read(tensor.name)
-        assert read.shape == tensor.shape
-        assert read.dtype == DTYPES[tensor.dtype]
+        described = tensor.described
+        read = held.read(described.name)
+        assert read.shape == described.shape
+        assert read.dtype == DTYPES[described.dtype]
         assert read.tobytes() == bytes(tensor.data)
-        assert held.tensors[tensor.name].dtype == tensor.dtype
+        assert held.tensors[described.name].dtype == described.dtype
 
 
 @given(tensor_lists())
@@ -91,7 +97,10 @@ def test_safetensors_reads_the_same(tensors: list[NamedArray]) -> None:
     read = dict(safetensors.deserialize(encode(tensors, {"step": "7"})))  # type: ignore[no-untyped-call]
     assert {
         name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in read.items()
-    } == {tensor.name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for tensor in tensors}
+    } == {
+        tensor.described.name: (tensor.described.dtype, tensor.described.shape, bytes(tensor.data))
+        for tensor in tensors
+    }
 
 
 def test_what_safetensors_wrote_is_read() -> None:
@@ -108,16 +117,16 @@ def test_what_safetensors_wrote_is_read() -> None:
 
 def test_every_tensor_is_aligned_to_its_elements() -> None:
     tensors = [
-        NamedArray("a", "U8", (3,), b"abc"),
-        NamedArray("b", "F64", (1,), bytes(8)),
-        NamedArray("c", "BF16", (1,), bytes(2)),
+        named("a", "U8", (3,), b"abc"),
+        named("b", "F64", (1,), bytes(8)),
+        named("c", "BF16", (1,), bytes(2)),
     ]
     for stored in opened(encode(tensors, {})).tensors.values():
         assert stored.start % DTYPES[stored.dtype].itemsize == 0
 
 
 def test_one_tensor_costs_a_size_and_two_ranged_reads() -> None:
-    tensors = [NamedArray(f"layer{index}", "F32", (100_000,), bytes(400_000)) for index in range(3)]
+    tensors = [named(f"layer{index}", "F32", (100_000,), bytes(400_000)) for index in range(3)]
     store = MemoryStore(encode(tensors, {}))
     open_snapshot(store, "snap").read("layer1")
     assert [kind for kind, _ in store.requests] == ["size", "range", "range"]
@@ -125,14 +134,14 @@ def test_one_tensor_costs_a_size_and_two_ranged_reads() -> None:
 
 
 def test_a_long_header_is_read_in_two_parts() -> None:
-    tensors = [NamedArray(f"layer{index}" * 20, "U8", (1,), b"x") for index in range(2000)]
+    tensors = [named(f"layer{index}" * 20, "U8", (1,), b"x") for index in range(2000)]
     held = opened(encode(tensors, {}))
     assert len(held.tensors) == 2000
     assert held.read("layer7" * 20).tobytes() == b"x"
 
 
 def test_it_works_on_every_store(store: Store) -> None:
-    store.put("snap", encode([NamedArray("w", "F16", (2,), np.array([1, -2], np.float16).tobytes())], {}))
+    store.put("snap", encode([named("w", "F16", (2,), np.array([1, -2], np.float16).tobytes())], {}))
     held = open_snapshot(store, "snap")
     assert held.read("w").tolist() == [1.0, -2.0]
     with pytest.raises(NotFoundError):
@@ -152,7 +161,7 @@ def test_it_works_on_every_store(store: Store) -> None:
 def test_narrow_floats_keep_their_bits_and_have_exact_values(
     dtype: str, bits: list[int], values: list[float]
 ) -> None:
-    held = opened(encode([NamedArray("x", dtype, (2, 2), np.array(bits, DTYPES[dtype]).tobytes())], {}))
+    held = opened(encode([named("x", dtype, (2, 2), np.array(bits, DTYPES[dtype]).tobytes())], {}))
     assert held.read("x").ravel().tolist() == bits
     np.testing.assert_array_equal(held.values("x"), np.array(values).reshape(2, 2))
 
@@ -169,16 +178,14 @@ def test_narrow_floats_keep_their_bits_and_have_exact_values(
 def test_every_bit_pattern_has_the_value_that_torch_gives_it(dtype: str, name: str) -> None:
     torch = pytest.importorskip("torch")
     bits = np.arange(65536 if dtype == "BF16" else 256).astype(DTYPES[dtype])
-    held = opened(encode([NamedArray("x", dtype, bits.shape, bits.tobytes())], {}))
+    held = opened(encode([named("x", dtype, bits.shape, bits.tobytes())], {}))
     wanted = torch.from_numpy(bits.copy()).view(getattr(torch, name)).float().numpy()
     np.testing.assert_array_equal(held.values("x"), wanted)
     assert held.values("x").dtype == np.float32
 
 
 def test_a_single_narrow_float_is_an_array_too() -> None:
-    held = opened(
-        encode([NamedArray("x", "BF16", (), b"\x80\x3f"), NamedArray("y", "F8_E4M3", (), b"\x38")], {})
-    )
+    held = opened(encode([named("x", "BF16", (), b"\x80\x3f"), named("y", "F8_E4M3", (), b"\x38")], {}))
     assert held.values("x").shape == held.values("y").shape == ()
     assert held.values("x") == held.values("y") == 1
 
@@ -186,10 +193,10 @@ def test_a_single_narrow_float_is_an_array_too() -> None:
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ([NamedArray("x", "F32", (2,), bytes(7))], "has 7 bytes, its shape and dtype need 8"),
-        ([NamedArray("x", "F4", (2,), bytes(1))], "unknown dtype 'F4'"),
-        ([NamedArray("x", "U8", (1,), b"a"), NamedArray("x", "F32", (0,), b"")], "'x' is taken"),
-        ([NamedArray("__metadata__", "U8", (1,), b"a")], "'__metadata__' is taken"),
+        ([named("x", "F32", (2,), bytes(7))], "has 7 bytes, its shape and dtype need 8"),
+        ([named("x", "F4", (2,), bytes(1))], "unknown dtype 'F4'"),
+        ([named("x", "U8", (1,), b"a"), named("x", "F32", (0,), b"")], "'x' is taken"),
+        ([named("__metadata__", "U8", (1,), b"a")], "'__metadata__' is taken"),
     ],
 )
 def test_what_cannot_be_written_is_told(tensors: list[NamedArray], reason: str) -> None:
@@ -202,6 +209,35 @@ def test_a_missing_tensor_is_told() -> None:
     assert list(held.tensors) == ["a", "b"]
     with pytest.raises(NotFoundError, match="tensor 'c': not in snapshot snap"):
         held.read("c")
+
+
+def test_a_tensor_that_the_writer_left_out_is_told_with_the_reason() -> None:
+    metadata = missing_metadata(["c", "d"])
+    held = opened(raw({**GOOD, "__metadata__": metadata}))
+    assert (held.missing, held.missing_names) == (2, ("c", "d"))
+    with pytest.raises(NotFoundError, match=r"no memory for 2 tensors\n  mend: raise Snapshots.memory_bytes"):
+        held.read("c")
+    with pytest.raises(NotFoundError, match="see its tensors for the names"):
+        held.read("e")
+
+
+def test_of_very_many_missing_tensors_the_number_is_told() -> None:
+    held = opened(raw({**GOOD, "__metadata__": missing_metadata([f"layer{n}" for n in range(5000)])}))
+    assert held.missing == 5000
+    assert len(held.missing_names) == MOST_NAMES
+    with pytest.raises(NotFoundError, match="no memory for 5000 tensors"):
+        held.read("layer4999")
+
+
+def test_a_snapshot_that_is_deleted_after_it_was_opened_is_told(folder_store: Store) -> None:
+    folder_store.put("snap", raw(GOOD))
+    held = open_snapshot(folder_store, "snap")
+    folder_store.delete("snap")
+    for read in (lambda: held.read("a"), lambda: open_snapshot(folder_store, "snap")):
+        with pytest.raises(
+            NotFoundError, match=r"snap: not there, or not any more\n  mend: list the snapshots"
+        ):
+            read()
 
 
 def test_an_object_that_shrinks_after_it_was_opened_is_told() -> None:
@@ -226,6 +262,9 @@ LIES: list[tuple[Any, str]] = [
     (b'{"a": {}, "a": {}}', "stands twice"),
     ({**GOOD, "__metadata__": {"step": 3}}, "metadata"),
     ({**GOOD, "__metadata__": []}, "metadata"),
+    ({**GOOD, "__metadata__": {"watchstep.missing": "many"}}, "header is not valid"),
+    ({**GOOD, "__metadata__": {"watchstep.missing_names": "[3]"}}, "not a list of names"),
+    ({**GOOD, "__metadata__": {"watchstep.missing_names": "{"}}, "header is not valid"),
     ({"a": []}, "is not described"),
     ({"a": {"dtype": "F32", "shape": [7]}}, "is not described"),
     (changed("a", more=1), "is not described"),

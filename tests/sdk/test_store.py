@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,34 @@ def test_a_folder_that_cannot_be_written_is_told(folder_store: Store) -> None:
         folder_store.child("file").check_writable()
     with pytest.raises(StoreError, match="cannot write"):
         folder_store.child("file").create("object", b"")
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [3, 0, 2**20, 7], [6 * 2**20, 1, 7 * 2**20]])
+def test_an_object_in_parts_is_read_back(store: Store, sizes: list[int]) -> None:
+    parts = [bytes([place]) * size for place, size in enumerate(sizes)]
+    assert store.create_in_parts("a", sum(sizes), map(memoryview, parts))
+    assert store.get("a") == b"".join(parts)
+    assert not store.create_in_parts("a", 5, iter([memoryview(b"other")]))
+    assert store.get("a") == b"".join(parts)
+
+
+@pytest.mark.parametrize("complete_parts", [0, 1, 3])
+def test_an_upload_that_is_interrupted_leaves_nothing(store: Store, complete_parts: int) -> None:
+    def interrupted() -> Iterator[memoryview]:
+        for _ in range(complete_parts):
+            yield memoryview(bytes(5 * 2**20))
+        yield memoryview(b"a bit")
+        raise ConnectionError("the line is cut")
+
+    with pytest.raises(StoreError, match=r"cannot write 'run/a' \(the line is cut\)"):
+        store.create_in_parts("run/a", 20 * 2**20, interrupted())
+    assert list(store.entries()) == []
+    if store.is_local:
+        assert [path for path in Path(store.location).rglob("*") if path.is_file()] == []
+    else:
+        with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/runs?uploads") as answer:
+            assert b"<UploadId>" not in answer.read()
+    assert store.create_in_parts("run/a", 1, iter([memoryview(b"1")]))
 
 
 def test_a_denied_folder_is_told_as_denied(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

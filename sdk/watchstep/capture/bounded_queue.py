@@ -8,7 +8,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from watchstep.capture.record import Record
-from watchstep.layout import SnapshotKey
 
 
 @dataclass(frozen=True)
@@ -29,24 +28,8 @@ class FinishedStep:
         return sum(len(record.group.tensors) for record in self.records)
 
 
-@dataclass(frozen=True)
-class PendingSnapshot:
-    """An encoded snapshot; the writer fills in the attempt."""
-
-    key: SnapshotKey
-    data: bytes
-
-    @property
-    def bytes(self) -> int:
-        """Memory that it holds."""
-        return len(self.data)
-
-
-Item = FinishedStep | PendingSnapshot
-
-
 class BoundedQueue:
-    """Items up to a number of bytes. One producer, one consumer.
+    """Finished steps up to a number of bytes. One producer, one consumer.
 
     Without a lock: a signal that comes while the training thread hands something over must find none held.
 
@@ -57,13 +40,13 @@ class BoundedQueue:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._items: deque[tuple[int, Item]] = deque()
+        self._items: deque[tuple[int, FinishedStep]] = deque()
         self._offered = 0  # bytes; written by the producer alone
         self._taken = 0  # bytes; written by the consumer alone
         self.wake = threading.Event()
         self.urgent_at = float("-inf")
 
-    def offer(self, item: Item, *, urgent: bool = False) -> bool:
+    def offer(self, item: FinishedStep, *, urgent: bool = False) -> bool:
         """Hand an item over; False, and nothing kept, where it would go over the bound."""
         size = item.bytes
         fits = self._offered - self._taken + size <= self._limit
@@ -76,7 +59,7 @@ class BoundedQueue:
             self.wake.set()
         return fits
 
-    def take(self) -> Item | None:
+    def take(self) -> FinishedStep | None:
         """The oldest item; None where there is none."""
         try:
             size, item = self._items.popleft()

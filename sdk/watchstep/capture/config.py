@@ -51,6 +51,39 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class Snapshots:
+    """When full tensors of weights and gradients are kept, and within which bounds.
+
+    Attributes:
+        every: each so many steps; None for at the gate and on request only.
+        at_gate: at the first bad step of a run of bad steps, twice at most: the weights as they were before that
+            step's update, and its gradients.
+        memory_bytes: all buffers of snapshots together. Of a larger model a snapshot holds the tensors that fit.
+        ring_bytes: on the store, for snapshots of the cadence: over it the oldest is deleted, unless something went
+            wrong since. None keeps all.
+        compress: without loss, where it saves a tenth; takes processor time beside training.
+    """
+
+    every: int | None = None
+    at_gate: bool = True
+    memory_bytes: int = 256 * 1024 * 1024
+    ring_bytes: int | None = None
+    compress: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ConfigError(
+                f"Snapshots(every={self.every})", "use 1 or more, or None for at the gate and on request only"
+            )
+        if self.memory_bytes < 0:
+            raise ConfigError(
+                f"Snapshots(memory_bytes={self.memory_bytes})", "use a number of bytes, 0 for no snapshots"
+            )
+        if self.ring_bytes is not None and self.ring_bytes < 1:
+            raise ConfigError(f"Snapshots(ring_bytes={self.ring_bytes})", "use 1 or more, or None to keep all")
+
+
+@dataclass(frozen=True)
 class CaptureConfig:
     """What to record.
 
@@ -62,7 +95,7 @@ class CaptureConfig:
         gate: look for NaN and infinity at every step, and measure everything of a step that has some.
         gradients: where a program clips gradients by `torch.nn.utils`: as they were before it, or are after it.
         probes: figures besides the row, see `PROBES`.
-        snapshot_every: full tensors of weights and gradients each so many steps; None for on request only.
+        snapshots: full tensors of weights and gradients.
         bounds: limits.
         clock: seconds by which the budget times itself; another one makes its decisions reproducible.
     """
@@ -73,7 +106,7 @@ class CaptureConfig:
     gate: bool = True
     gradients: Literal["after_clipping", "before_clipping"] = "after_clipping"
     probes: tuple[str, ...] = PROBES
-    snapshot_every: int | None = None
+    snapshots: Snapshots = Snapshots()
     bounds: Bounds = Bounds()
     clock: Callable[[], float] = time.perf_counter
 
@@ -83,10 +116,6 @@ class CaptureConfig:
             raise ConfigError(f"gradients={self.gradients!r}", 'use "after_clipping" or "before_clipping"')
         if unknown := set(self.probes) - set(PROBES):
             raise ConfigError(f"probes: {sorted(unknown)} unknown", f"use some of {', '.join(PROBES)}")
-        if self.snapshot_every is not None and self.snapshot_every < 1:
-            raise ConfigError(
-                f"snapshot_every={self.snapshot_every}", "use 1 or more, or None for on request only"
-            )
         budget: Any = self.overhead_budget
         if budget is not None and not (isinstance(budget, float | int) and 0 < budget <= 1):
             raise ConfigError(

@@ -9,6 +9,8 @@ from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import Health
 from watchstep.capture.recorder import Recorder
 from watchstep.capture.schedule import Schedule
+from watchstep.capture.snapshot_plan import SnapshotPlan
+from watchstep.capture.snapshots import SnapshotWriter
 from watchstep.stopping import OnStop
 from watchstep.tensors import Mode
 
@@ -23,7 +25,8 @@ class Session:
         schedule: says what is due.
         queue: to the writer.
         health: counts what went wrong.
-        snapshot_asked: write the full tensors of the next step that is updated.
+        snapshots: says at which steps full tensors are taken.
+        snapshot_writer: has the memory for them, and sees them onto the store.
         mode: as the program last said; train where it said nothing.
     """
 
@@ -32,11 +35,20 @@ class Session:
     schedule: Schedule
     queue: BoundedQueue
     health: Health
-    snapshot_asked: bool = False
+    snapshots: SnapshotPlan
+    snapshot_writer: SnapshotWriter
     mode: Mode = "train"
 
     @classmethod
     def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop) -> Session:
         """A session in which nothing has been recorded."""
         health, queue = Health(), BoundedQueue(config.bounds.queue_bytes)
-        return cls(config, Recorder(worker, queue, health, on_stop), Schedule(config, health), queue, health)
+        return cls(
+            config,
+            Recorder(worker, queue, health, on_stop),
+            Schedule(config, health),
+            queue,
+            health,
+            SnapshotPlan(config.snapshots),
+            SnapshotWriter(config.snapshots, worker, health),
+        )

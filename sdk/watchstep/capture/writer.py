@@ -15,8 +15,8 @@ from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
 from watchstep.capture.config import Bounds
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
-from watchstep.capture.outgoing import SnapshotPlace
 from watchstep.capture.segment_encoder import SegmentEncoder
+from watchstep.capture.snapshots import SnapshotWriter
 from watchstep.capture.spill import Spill
 from watchstep.capture.spill_folder import About
 from watchstep.capture.upload import Target, Uploader
@@ -26,6 +26,7 @@ _LONGEST_FLUSH = 30.0
 _HASTY_SECONDS = 5.0
 _HASTY_PAUSE = 0.1
 _SETTLING_SECONDS = 1.0
+_SHARE_OF_SNAPSHOTS = 0.7  # of the time for closing; how the worker ended is written after them
 _MAX_ROWS = 50_000
 _log = logging.getLogger("watchstep")
 
@@ -44,6 +45,7 @@ class Writer:
         self,
         target: Target,
         queue: BoundedQueue,
+        snapshots: SnapshotWriter,
         control: ControlReader,
         health: Health,
         bounds: Bounds,
@@ -51,6 +53,7 @@ class Writer:
         about = About(target.store_url, target.identity, target.run, target.attempt)
         self._target = target
         self._queue = queue
+        self._snapshots = snapshots
         self._health = health
         self.bounds = bounds
         self._backlog = Backlog(bounds.backlog_bytes, Spill(about, bounds.spill_bytes, health), health)
@@ -94,6 +97,7 @@ class Writer:
         """
         self._deadline = min(self._deadline, time.monotonic() + seconds)
         self._end = self._end or end
+        self._snapshots.close(_SHARE_OF_SNAPSHOTS * seconds)
         self._uploader.hurry()
         self._closing.set()
         self._queue.wake.set()
@@ -136,6 +140,8 @@ class Writer:
                 with self._filling:
                     more = self._fill()
                 self._uploader.turn()
+                if (claimed := self._uploader.claimed) is not None:
+                    self._snapshots.open(*claimed)
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("writer", error)
         if self._cost is not None:
@@ -144,7 +150,7 @@ class Writer:
     def _turn_and_see(self) -> bool:
         """One turn while closing; whether everything has been written."""
         self._turn()
-        if self._backlog.empty and self._end is not None:
+        if self._backlog.empty and self._snapshots.settled and self._end is not None:
             self._uploader.write_end(self._last_words())
         return self._uploader.end_written
 
@@ -159,12 +165,8 @@ class Writer:
             item = self._queue.take()
             if item is None:
                 break
-            if isinstance(item, FinishedStep):
-                steps.append(item)
-                rows += item.rows
-            else:
-                place = SnapshotPlace(item.key.worker, item.key.step, item.key.mode)
-                self._backlog.add(place, item.data)
+            steps.append(item)
+            rows += item.rows
         if steps:
             self._encoder.encode(steps)
         return rows >= _MAX_ROWS and not self._backlog.full
@@ -181,6 +183,7 @@ class Writer:
         self._settled.set()
 
     def _settle(self) -> None:
+        self._snapshots.settle()
         with self._filling:
             while self._fill():
                 pass
@@ -200,11 +203,8 @@ class Writer:
     def _drop_rest(self) -> None:
         """Count what is still in the queue."""
         while (item := self._queue.take()) is not None:
-            if isinstance(item, FinishedStep):
-                self._health.count("dropped_rows", item.rows)
-                self._health.count("dropped_steps")
-            else:
-                self._health.count("dropped_objects")
+            self._health.count("dropped_rows", item.rows)
+            self._health.count("dropped_steps")
 
     def _last_words(self) -> documents.EndDocument:
         assert self._end is not None

@@ -1,14 +1,24 @@
-"""Full tensors of a model's weights and gradients, encoded for the store."""
+"""Full tensors of a model's weights and gradients, copied out of training's way."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from watchstep.pytorch.names import NamedParameter
-from watchstep.snapshot import NamedArray, encode
+from watchstep.capture.snapshot_plan import Occasion
+from watchstep.capture.snapshots import TakenSnapshot, fitting
+from watchstep.snapshot_writing import Described, aligned_order
+
+if TYPE_CHECKING:
+    from watchstep.capture.session import Session
+    from watchstep.pytorch.names import NamedParameter
 
 _FORMAT_NAMES = {
     torch.float64: "F64",
@@ -17,6 +27,7 @@ _FORMAT_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -27,22 +38,126 @@ _FORMAT_NAMES = {
 """PyTorch's dtypes by their names in a safetensors header."""
 
 
-def encode_parameters(parameters: list[NamedParameter]) -> bytes:
-    """The weights, and the gradients that there are, as one safetensors object, each in its own dtype."""
-    tensors = []
+@dataclass(frozen=True)
+class _Held:
+    """A tensor to be copied, and how the snapshot describes it."""
+
+    described: Described
+    tensor: Tensor
+
+
+def prepare(session: Session, parameters: Sequence[NamedParameter]) -> None:
+    """Have memory for a model's snapshots made off the training thread, where a cadence says that there will be some."""
+    trained = [named.parameter for named in parameters if named.parameter.requires_grad]
+    if any(parameter.is_cuda for parameter in trained):
+        session.snapshot_writer.memory.allocate = _pinned
+    if session.config.snapshots.every is not None:
+        held = [_held("", parameter) for parameter in trained]
+        session.snapshot_writer.prepare(2 * sum(one.described.length for one in held if one is not None))
+
+
+def take(
+    session: Session, occasion: Occasion, step: int, parameters: Sequence[NamedParameter], state: str
+) -> None:
+    """Copy the weights, and the gradients that there are, each in its own dtype, and hand them over.
+
+    One copy on the training thread, into memory that is kept; a device copies while training goes on. What does not
+    fit is left out and named; of a bad step the bad tensors come first then.
+
+    Args:
+        session: the recording.
+        occasion: why.
+        step: the step.
+        parameters: in the model's order.
+        state: "before the update" or "after the update".
+    """
+    writer, health = session.snapshot_writer, session.health
+    held = _all_held(parameters)
+    available = writer.memory.available
+    if occasion.reason == "gate" and sum(one.described.length for one in held) > available:
+        held.sort(key=_is_finite)
+    chosen = set(fitting([one.described.length for one in held], available))
+    kept = [held[place] for place in sorted(chosen)]
+    missing = tuple(one.described.name for place, one in enumerate(held) if place not in chosen)
+    size = sum(one.described.length for one in kept)
+    memory = writer.memory.take(size) if size else None
+    if memory is None:
+        health.count("dropped_snapshots")
+        return
+    if missing:
+        health.count("truncated_snapshots")
+    ordered = [kept[place] for place in aligned_order([one.described for one in kept])]
+    try:
+        ready = _copied(ordered, memory)
+    except BaseException:
+        writer.memory.give_back(memory)
+        raise
+    tensors = tuple(one.described for one in ordered)
+    writer.offer(TakenSnapshot(step, "train", occasion, state, tensors, memory, missing, ready))
+
+
+def _all_held(parameters: Sequence[NamedParameter]) -> list[_Held]:
+    found = []
     for named in parameters:
-        tensors.append(_raw(named.weight.name, named.parameter))
+        found.append(_held(named.weight.name, named.parameter))
         if named.parameter.grad is not None:
-            tensors.append(_raw(named.gradient.name, named.parameter.grad))
-    return encode([tensor for tensor in tensors if tensor is not None], {})
+            found.append(_held(named.gradient.name, named.parameter.grad))
+    return [held for held in found if held is not None]
 
 
-def _raw(name: str, tensor: Tensor) -> NamedArray | None:
-    """The tensor's bytes; None for a dtype or layout that a snapshot cannot hold."""
-    if tensor.dtype not in _FORMAT_NAMES or tensor.layout is not torch.strided:
+def _held(name: str, tensor: Any) -> _Held | None:
+    """None for a dtype or layout that a snapshot cannot hold."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard, as this worker holds it
+    dtype = _FORMAT_NAMES.get(local.dtype)
+    if dtype is None or local.layout is not torch.strided:
         return None
-    held = tensor.detach().cpu().contiguous()
-    data = held.reshape(-1).view(torch.uint8).numpy()
-    if sys.byteorder == "big":
-        data = data.reshape(-1, held.element_size())[:, ::-1]
-    return NamedArray(name, _FORMAT_NAMES[tensor.dtype], tuple(tensor.shape), data.tobytes())
+    return _Held(Described(name, dtype, tuple(local.shape)), local.detach())
+
+
+def _is_finite(held: _Held) -> bool:
+    """Whether a tensor holds only finite numbers; not asked of a device, for it would have to be waited for."""
+    tensor = held.tensor
+    if tensor.device.type != "cpu":
+        return True
+    # PyTorch has no isfinite for fp8.
+    return bool(torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all())
+
+
+def _pinned(size: int) -> NDArray[np.uint8]:
+    memory: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return memory
+
+
+def _copied(held: Sequence[_Held], memory: NDArray[np.uint8]) -> Callable[[], None]:
+    """Copy tensors one behind the other; returns what waits until they are there."""
+    whole = torch.from_numpy(memory)
+    place = 0
+    for one in held:
+        length = one.described.length
+        if length:
+            into = whole[place : place + length].view(one.tensor.dtype).view(one.tensor.shape)
+            into.copy_(one.tensor, non_blocking=True)
+        place += length
+    events = []
+    for device in {one.tensor.device for one in held if one.tensor.is_cuda}:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+
+    def ready() -> None:
+        for event in events:
+            event.synchronize()
+        if sys.byteorder == "big":
+            _turn_bytes([one.described for one in held], memory)
+
+    return ready
+
+
+def _turn_bytes(tensors: Sequence[Described], memory: NDArray[np.uint8]) -> None:
+    """A snapshot's elements are little-endian."""
+    place = 0
+    for tensor in tensors:
+        part = memory[place : place + tensor.length]
+        width = tensor.itemsize // 2 if tensor.dtype.startswith("C") else tensor.itemsize
+        part[:] = part.reshape(-1, width)[:, ::-1].reshape(-1)
+        place += tensor.length

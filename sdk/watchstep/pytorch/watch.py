@@ -9,12 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from watchstep import tensors
-from watchstep.capture.bounded_queue import PendingSnapshot
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
 from watchstep.kernels.interface import Kernel
-from watchstep.layout import SnapshotKey
-from watchstep.pytorch import backward_losses, optimizer_steps
+from watchstep.pytorch import backward_losses, optimizer_steps, snapshots
 from watchstep.pytorch.activations import ActivationHooks
 from watchstep.pytorch.backward_losses import FoundLoss, LossNames
 from watchstep.pytorch.gate import GradientGate
@@ -22,7 +20,6 @@ from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters import Parameters
 from watchstep.pytorch.scalars import record_tensor
-from watchstep.pytorch.snapshots import encode_parameters
 from watchstep.stopping import StopTraining
 from watchstep.tensors import Mode
 
@@ -57,6 +54,7 @@ class Watch:
         names = Names(model, name, session.config.chosen)
         self._model = names.model
         self._parameters = Parameters(session, names, kernel)
+        snapshots.prepare(session, list(names.parameters().values()))
         self._handle = self._model.register_forward_pre_hook(self._before_forward)
         self._activations = ActivationHooks(session, names, kernel, self._mode)
         optimizer_steps.listen(self)
@@ -86,7 +84,7 @@ class Watch:
         """The optimizer is about to update: measure gradients, and weights as they were used."""
         try:
             if not has_closure:
-                self._measure(optimizer)
+                self._measure(optimizer, has_closure=False)
             self._parameters.before_update(optimizer, self._recorder.step)
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("measuring", error)
@@ -95,7 +93,7 @@ class Watch:
         """The optimizer has updated: the step is over, if it is the primary one's."""
         try:
             if has_closure:
-                self._measure(optimizer)
+                self._measure(optimizer, has_closure=True)
             self._parameters.after_update(optimizer, self._recorder.step)
             if optimizer is self._primary and self.counts_steps:
                 self._recorder.begin()
@@ -139,8 +137,9 @@ class Watch:
         """The loss is bad: measure what is left of the forward pass, and the rest of this step."""
         self._activations.record_live()
         self._schedule.demand(self._recorder.step)
+        self._saw_bad(self._recorder.step)
 
-    def _measure(self, optimizer: Optimizer) -> None:
+    def _measure(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         began = self._schedule.now()
         updated = self._parameters.of(optimizer)
         if not updated.parameters:
@@ -153,22 +152,22 @@ class Watch:
         gradients = [p.parameter.grad for p in updated.parameters if p.parameter.grad is not None]
         if self._config.gate and self._gate.holds_nonfinite(gradients):
             self._schedule.demand(step)
+            self._saw_bad(step)
         self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
         self._parameters.measure_weights(updated, step)
         self._parameters.measure_gradients(updated, step)
-        if self._snapshot_due(step):
-            self._snapshot(step, updated.parameters)
+        self._snapshot(step, updated.parameters, "after the update" if has_closure else "before the update")
 
-    def _snapshot_due(self, step: int) -> bool:
-        every = self._config.snapshot_every
-        return self._session.snapshot_asked or (every is not None and step % every == 0)
+    def _saw_bad(self, step: int) -> None:
+        if self._session.snapshots.bad(step):
+            self._session.snapshot_writer.protect()
 
-    def _snapshot(self, step: int, parameters: list[NamedParameter]) -> None:
-        self._session.snapshot_asked = False
-        key = SnapshotKey("unclaimed", self._recorder.worker, step, "train")
-        snapshot = PendingSnapshot(key, encode_parameters(parameters))
-        if not self._session.queue.offer(snapshot, urgent=True):
-            self._health.count("dropped_snapshots")
+    def _snapshot(self, step: int, parameters: list[NamedParameter], state: str) -> None:
+        occasion = self._session.snapshots.due(step)
+        if occasion is not None:
+            since = self._schedule.now()
+            snapshots.take(self._session, occasion, step, parameters, state)
+            self._schedule.asked(since)
 
     def _report_unseen(self) -> None:
         if self._recorder.step == _OBSERVED_AFTER and tensors.ACTIVATIONS in self._config.collections:

@@ -93,7 +93,7 @@ class Tensor:
         known = ", ".join(map(str, steps[:10])) or "none"
         raise NotFoundError(
             f"tensor {self.name!r}: no snapshot at step {step} of worker {worker}",
-            f"use a step with one ({known}), or ask for snapshots by CaptureConfig(snapshot_every=…)",
+            f"use a step with one ({known}), or ask for snapshots by CaptureConfig(snapshots=Snapshots(every=…))",
         )
 
     def _of_mode(self, mode: Mode | None) -> Block:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.sdk.training import EVERY_STEP, Training, batches, small_model
-from watchstep import CaptureConfig, Hook
+from watchstep import CaptureConfig, Hook, Snapshots
 
 STEPS = 25
 
@@ -38,7 +38,7 @@ def test_eager(tmp_path: Path) -> None:
 
 
 def test_eager_with_snapshots_of_every_step(tmp_path: Path) -> None:
-    config = CaptureConfig(snapshot_every=1)
+    config = CaptureConfig(snapshots=Snapshots(every=1))
     assert recorded(Training(), tmp_path, config=config) == Training().run(STEPS)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
-from watchstep import Cadence, CaptureConfig, Hook
+from watchstep import Cadence, CaptureConfig, Hook, Snapshots
 from watchstep.errors import ConfigError
 
 
@@ -213,7 +213,7 @@ def test_snapshot_on_request_holds_values(tmp_path: Path) -> None:
 def test_bfloat16_parameters(tmp_path: Path) -> None:
     model = small_model().to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = Hook(tmp_path, config=CaptureConfig(snapshot_every=1))
+    hook = Hook(tmp_path, config=CaptureConfig(snapshots=Snapshots(every=1)))
     hook.watch(model, optimizer)
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import S3
 from tests.sdk.training import Training
-from watchstep import Bounds, CaptureConfig, Hook, Run, open_run
+from watchstep import Bounds, CaptureConfig, Hook, Run, Snapshots, open_run
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
 from watchstep.store import Store
 
@@ -27,7 +27,7 @@ def record(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -> Ho
 def test_the_three_lines_of_the_readme_on_s3(s3: S3) -> None:
     s3.make_bucket("runs")
     hook, training = (
-        Hook("s3://runs/some/prefix", run="r", config=CaptureConfig(snapshot_every=2)),
+        Hook("s3://runs/some/prefix", run="r", config=CaptureConfig(snapshots=Snapshots(every=2))),
         Training(),
     )
     hook.watch(training.model, training.optimizer)

@@ -1,0 +1,259 @@
+"""Full tensors as they were: at a cadence, when the gate hits, on request, within their bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.sdk.training import Training, batches, small_model
+from watchstep import CaptureConfig, Hook, Run, Snapshots, open_run
+from watchstep.control import ControlDocument, SnapshotRequest, StopRequest
+from watchstep.errors import NotFoundError
+from watchstep.snapshot import Snapshot
+from watchstep.store import Store
+
+
+def hook_with(place: Path | str, **options: Any) -> Hook:
+    return Hook(place, run="r", config=CaptureConfig(collections={}, snapshots=Snapshots(**options)))
+
+
+def finished(hook: Hook) -> Run:
+    hook.close()
+    assert hook.health["faults"] == {}
+    return open_run(hook.run_url)
+
+
+def only(run: Run) -> Snapshot:
+    (key,) = run.snapshots()
+    return run.open_snapshot(key)
+
+
+def train(
+    training: Training, steps: int, bad: Collection[int] = (), each: Callable[[int], None] | None = None
+) -> None:
+    """As `Training.run`, with a NaN in the first gradient of some steps, and their updates left out."""
+    for step, (x, y) in enumerate(batches(steps)):
+        training.optimizer.zero_grad()
+        nn.functional.cross_entropy(training.model(x), y).backward()
+        first = next(training.model.parameters())
+        if step in bad:
+            assert first.grad is not None
+            first.grad[0, 0] = float("nan")
+        if each is not None:
+            each(step)
+        before = [p.detach().clone() for p in training.model.parameters()]
+        training.optimizer.step()
+        if step in bad:
+            with torch.no_grad():
+                for p, good in zip(training.model.parameters(), before, strict=True):
+                    p.copy_(good)
+
+
+def sgd() -> Training:
+    model = small_model()
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_every_tensor_comes_back_as_it_was(store: Store, compress: bool) -> None:
+    hook, training = hook_with(store.location, every=3, compress=compress), sgd()
+    hook.watch(training.model, training.optimizer)
+    kept: dict[int, dict[str, Tensor]] = {}
+
+    def keep(step: int) -> None:
+        named = dict(training.model.named_parameters())
+        kept[step] = {name: p.detach().clone() for name, p in named.items()}
+        kept[step] |= {f"{name}:gradient": p.grad.clone() for name, p in named.items() if p.grad is not None}
+
+    train(training, 7, each=keep)
+    run = finished(hook)
+    assert [key.step for key in run.snapshots()] == [0, 3, 6]
+    for key in run.snapshots():
+        held = run.open_snapshot(key)
+        assert set(held.tensors) == set(kept[key.step])
+        assert held.missing == 0
+        for name, tensor in kept[key.step].items():
+            np.testing.assert_array_equal(held.read(name), tensor.numpy())
+
+
+def test_a_bad_step_leaves_the_last_good_weights_and_the_bad_gradients(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path), sgd()
+    hook.watch(training.model, training.optimizer)
+    good: list[Tensor] = []
+    train(training, 5, {3}, each=lambda _: good.append(training.model[0].weight.detach().clone()))  # type: ignore[index]
+    held = only(finished(hook))
+    assert held.metadata["step"] == "3"
+    assert held.metadata["reason"] == "gate"
+    assert held.metadata["parameters"] == "before the update"
+    np.testing.assert_array_equal(held.read("0.weight"), good[3].numpy())
+    assert np.isnan(held.read("0.weight:gradient")[0, 0])
+
+
+def test_a_bad_loss_is_a_bad_step(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path), sgd()
+    hook.watch(training.model, training.optimizer)
+    training.run(2)
+    training.optimizer.zero_grad()
+    (training.model(torch.ones(1, 8)).sum() * float("inf")).backward()
+    training.optimizer.step()
+    held = only(finished(hook))
+    assert (held.metadata["step"], held.metadata["reason"]) == ("2", "gate")
+    assert np.isfinite(held.read("0.weight")).all()
+
+
+def test_of_bad_steps_in_a_row_the_first_and_of_such_runs_two(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path), sgd()
+    hook.watch(training.model, training.optimizer)
+    train(training, 14, {2, 3, 4, 7, 9, 12})
+    assert [key.step for key in finished(hook).snapshots()] == [2, 7]
+
+
+def test_a_ring_keeps_what_led_to_a_bad_step(tmp_path: Path) -> None:
+    size = 4_000  # two tensors of each parameter are 1,576 bytes, and a header
+    hook, training = hook_with(tmp_path, every=1, ring_bytes=2 * size), sgd()
+    hook.watch(training.model, training.optimizer)
+    settle = settler(hook)
+    train(training, 20, {10}, each=lambda _: settle())
+    steps = [key.step for key in finished(hook).snapshots()]
+    assert {9, 10, 19} <= set(steps)
+    assert 3 not in steps
+    assert 13 not in steps
+    assert hook.health["counts"]["rotated_snapshots"] == 20 - len(steps)
+
+
+def settler(hook: Hook) -> Callable[[], None]:
+    """Waits until snapshots that were taken lie on the store, so that what is rotated does not depend on the disk."""
+    snapshots = hook._session.snapshot_writer
+
+    def settle() -> None:
+        while not snapshots.settled:
+            time.sleep(0.001)
+
+    return settle
+
+
+def test_what_does_not_fit_is_left_out_and_named(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path, every=1, at_gate=False, memory_bytes=700), sgd()
+    hook.watch(training.model, training.optimizer)
+    train(training, 1)
+    held = only(finished(hook))
+    assert list(held.tensors) == ["0.weight", "0.bias", "0.bias:gradient", "3.bias", "3.bias:gradient"]
+    assert held.missing == 12 - 5
+    with pytest.raises(NotFoundError, match="raise Snapshots"):
+        held.read("0.weight:gradient")
+    assert hook.health["counts"]["truncated_snapshots"] == 1
+
+
+def test_of_a_bad_step_the_bad_tensors_come_first(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path, memory_bytes=600), sgd()
+    hook.watch(training.model, training.optimizer)
+    train(training, 3, {1})
+    held = only(finished(hook))
+    assert "0.weight:gradient" in held.tensors
+    assert "0.weight" in held.missing_names
+
+
+def test_without_memory_for_anything_a_snapshot_is_dropped_and_counted(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path, every=2, memory_bytes=0), sgd()
+    hook.watch(training.model, training.optimizer)
+    train(training, 5)
+    assert finished(hook).snapshots() == []
+    assert hook.health["counts"]["dropped_snapshots"] == 3
+
+
+class Mixed(nn.Module):
+    """Parameters of several widths, one of them laid out by columns, one empty, one a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow = nn.Parameter(torch.randn(3, 5).to(torch.bfloat16))
+        self.tiny = nn.Parameter(torch.randn(7).to(torch.float8_e4m3fn), requires_grad=False)
+        self.columns = nn.Parameter(torch.randn(5, 4).T)
+        self.number = nn.Parameter(torch.randn((), dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.turning = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self) -> Tensor:
+        used = (self.narrow.sum().float(), self.columns.sum(), self.number.float(), self.nothing.sum())
+        return sum(used, torch.zeros(())) + self.turning.abs().sum()
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_every_dtype_and_layout(tmp_path: Path, compress: bool) -> None:
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = hook_with(tmp_path, every=1, compress=compress)
+    hook.watch(model, optimizer)
+    model().backward()
+    due = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    held = only(finished(hook))
+    assert {name for name in held.tensors if ":" not in name} == set(due)
+    for name, tensor in due.items():
+        bits = held.read(name)
+        assert bits.shape == tuple(tensor.shape)
+        assert bits.tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert held.tensors["narrow"].dtype == "BF16"
+    assert held.tensors["tiny"].dtype == "F8_E4M3"
+
+
+def asked(hook: Hook, document: ControlDocument) -> None:
+    """Let the hook see a control document."""
+    hook._control_changed(document, "attempt")
+
+
+def test_a_request_is_answered_once_however_often_the_document_changes(tmp_path: Path) -> None:
+    hook, training = hook_with(tmp_path), sgd()
+    hook.watch(training.model, training.optimizer)
+    requests = (SnapshotRequest("first", 2), SnapshotRequest("second", 5))
+
+    def change(step: int) -> None:
+        asked(hook, ControlDocument(step + 1, snapshots=requests))
+
+    train(training, 9, each=change)
+    run = finished(hook)
+    assert [key.step for key in run.snapshots()] == [2, 5]
+    held = run.open_snapshot(run.snapshots()[1])
+    assert (held.metadata["reason"], held.metadata["requests"]) == ("request", "second")
+
+
+@pytest.mark.parametrize("asks", ["stop", "request"])
+def test_a_stop_or_a_request_keeps_the_ring(tmp_path: Path, asks: str) -> None:
+    hook, training = hook_with(tmp_path, every=1, ring_bytes=4_000), sgd()
+    hook.watch(training.model, training.optimizer)
+    settle = settler(hook)
+    document = {
+        "stop": ControlDocument(1, stop=StopRequest("other", 10**6, "enough")),
+        "request": ControlDocument(1, snapshots=(SnapshotRequest("a", 10**6),)),
+    }[asks]
+
+    def each(step: int) -> None:
+        settle()
+        if step == 6:
+            asked(hook, document)
+
+    train(training, 12, each=each)
+    assert {5, 11} <= {key.step for key in finished(hook).snapshots()}
+
+
+def test_two_optimizers_make_one_snapshot_of_a_step(tmp_path: Path) -> None:
+    model = small_model()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    hook = hook_with(tmp_path, every=1)
+    hook.watch(model, first)
+    for x, y in batches(3):
+        nn.functional.cross_entropy(model(x), y).backward()
+        second.step()
+        first.step()
+    run = finished(hook)
+    assert [key.step for key in run.snapshots()] == [0, 1, 2]
+    assert "dropped_snapshots" not in hook.health["counts"]
