@@ -18,6 +18,7 @@ SOURCES = (
     "histogram.c",
     "count_x86.c",
     "elements.c",
+    "checksum.c",
     "nonfinite.c",
     "pass_plain.c",
     "pass_x86.c",

@@ -34,6 +34,9 @@ KINDS: dict[Kind, int] = {
 }
 """Element types by the kernel's own numbers."""
 
+KIND_OF_WIDTH = {1: KINDS["float8_e5m2"], 2: KINDS["float16"], 4: KINDS["float32"], 8: KINDS["float64"]}
+"""A kind with elements of so many bytes: for checksums, which ask no more of it."""
+
 _BINS = 600
 _BINS_FLOAT64 = 4300
 _FLOAT64 = KINDS["float64"]
@@ -65,6 +68,9 @@ class NativeKernel:
         self._nonfinite = library.watchstep_nonfinite
         self._nonfinite.argtypes = [ctypes.c_int64, *pointers, ctypes.c_int64, ctypes.c_int64]
         self._nonfinite.restype = ctypes.c_int64
+        self._checksum = library.watchstep_checksum
+        self._checksum.argtypes = [ctypes.c_int64, *pointers, ctypes.c_void_p]
+        self._checksum.restype = ctypes.c_int64
 
     def holds_nonfinite(self, tensors: Sequence[Memory], turn: int, slices: int) -> bool:
         """Whether some tensor holds NaN or infinity.
@@ -99,9 +105,30 @@ class NativeKernel:
         filled = [array.ctypes.data for array in (counts, values, offsets, bins, held)]
         bad = self._measure(rows, *given, int(histogram), *filled)
         if bad:
-            raise ValueError(f"tensor {bad - 1} has unknown kind {tensors[bad - 1].kind}")
+            raise _unknown_kind(tensors, bad - 1)
         used = int(offsets[-1])
         return StatisticsBatch.from_matrices(counts, values, Histograms(offsets, bins[:used], held[:used]))
+
+    def checksums(self, tensors: Sequence[Memory]) -> NDArray[np.int64]:
+        """Checksums of tensors, as `watchstep.kernels.checksum` defines them.
+
+        Args:
+            tensors: where they lie, their elements in the order in which they are read; of a kind only the width counts.
+
+        Raises:
+            ValueError: a kind is unknown.
+        """
+        addresses, sizes, kinds = _columns(tensors)
+        found = np.empty(len(tensors), np.int64)
+        held = [array.ctypes.data for array in (addresses, sizes, kinds, found)]
+        bad = self._checksum(len(tensors), *held)
+        if bad:
+            raise _unknown_kind(tensors, bad - 1)
+        return found
+
+
+def _unknown_kind(tensors: Sequence[Memory], place: int) -> ValueError:
+    return ValueError(f"tensor {place} has unknown kind {tensors[place].kind}, known are {KINDS}")
 
 
 def _columns(
