@@ -113,9 +113,7 @@ class StatisticsAndTensors(Watchstep):
     def options() -> dict[str, Any]:
         collections = {name: Cadence() for name in _TENSORS}
         snapshots = Snapshots(every=10)
-        return {
-            "config": CaptureConfig(collections=collections, overhead_budget=None, snapshots=snapshots)
-        }
+        return {"config": CaptureConfig(collections=collections, overhead_budget=None, snapshots=snapshots)}
 
 
 class SeparateOperations(Nothing):

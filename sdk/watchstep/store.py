@@ -126,8 +126,8 @@ class Store:
     def create_in_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> bool:
         """Write a large object from memory that stays where it is, only if the key is free; False where it was taken.
 
-        It becomes visible whole, when the last part has arrived. Two writers of one key at the same time are not told
-        apart: the later one stays. A process that is killed leaves parts that no listing shows; a bucket's rule for
+        It becomes visible whole, when the last part has arrived. Of two that write one large object at the same
+        time the later one stays. A process that is killed leaves parts that no listing shows; a bucket's rule for
         incomplete uploads removes them.
 
         Args:
@@ -139,18 +139,29 @@ class Store:
             StoreError: it could not be written, or a part raised; nothing of it is visible.
         """
         import obstore
+        from obstore.exceptions import AlreadyExistsError
 
+        part = max(_PART, -(-size // _MOST_PARTS))
+        try:
+            if size <= part:  # one request, which makes sure by itself that the key is free
+                obstore.put(self._backend, self._prefix + key, b"".join(parts), mode="create")
+                return True
+            if self._is_taken(key):
+                return False
+            obstore.put(self._backend, self._prefix + key, iter(parts), chunk_size=part, max_concurrency=2)
+        except AlreadyExistsError:
+            return False
+        except StoreError:
+            raise
+        except Exception as error:
+            raise self._translated("write", key, error) from error
+        return True
+
+    def _is_taken(self, key: str) -> bool:
         try:
             self.size(key)
         except NotFoundError:
-            pass
-        else:
             return False
-        part = max(_PART, -(-size // _MOST_PARTS))
-        try:
-            obstore.put(self._backend, self._prefix + key, iter(parts), chunk_size=part, max_concurrency=2)
-        except Exception as error:
-            raise self._translated("write", key, error) from error
         return True
 
     def get(self, key: str, *, limit: int | None = None) -> bytes:

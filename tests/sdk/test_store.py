@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import S3
+from tests.sdk.parts_server import PartsServer
 from watchstep.errors import ConfigError, NotFoundError, StoreError
 from watchstep.store import Entry, Store
 
@@ -180,6 +181,20 @@ def test_an_upload_that_is_interrupted_leaves_nothing(store: Store, complete_par
         with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/runs?uploads") as answer:
             assert b"<UploadId>" not in answer.read()
     assert store.create_in_parts("run/a", 1, iter([memoryview(b"1")]))
+
+
+def test_a_part_that_the_server_refuses_ends_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PartsServer(good_parts=1).serving() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            monkeypatch.setenv(name, "us-east-1")
+        store = Store.open("s3://runs")
+        parts = [bytes(5 * 2**20)] * 3
+        with pytest.raises(StoreError, match="cannot write 'a'"):
+            store.create_in_parts("a", sum(map(len, parts)), map(memoryview, parts))
+        assert server.began == 1
+        assert server.aborted == 1
+        assert server.completed == 0
 
 
 def test_a_denied_folder_is_told_as_denied(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

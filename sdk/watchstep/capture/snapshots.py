@@ -215,14 +215,15 @@ class SnapshotWriter:
 
     def _upload(self, store: Store, made: _Object) -> bool:
         """Write until it is written; False where an earlier process of this worker wrote the same step."""
-        pause = _FIRST_BACKOFF
+        pause, tried = _FIRST_BACKOFF, False
         while True:
             try:
-                return store.create_in_parts(made.path, made.size, self._parts(made))
+                return store.create_in_parts(made.path, made.size, self._parts(made)) or tried
             except StoreError as error:
                 if self._given_up:
                     raise _GivenUpError from error
                 self._health.fault("store", error)
+            tried = True  # the answer may be all that was lost
             with self._changed:
                 if self._changed.wait_for(lambda: self._given_up, pause):
                     raise _GivenUpError
