@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from hatch_build import FLAGS, FOLDER, SOURCES
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.native_kernel import KINDS, Memory, NativeKernel
+from watchstep.kernels.checksum import checksum_array
+from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, Memory, NativeKernel
 from watchstep.statistics import COUNT_COLUMNS
 
 ROOT = Path(__file__).parents[3]
@@ -126,3 +127,9 @@ def test_equal_elements_have_no_spread(kernel: NativeKernel) -> None:
     assert float(row.m2[0]) == 0
     assert float(row.mean[0]) == float(np.float32(1.1))
     assert float(row.abs_sum[0]) == pytest.approx(10_000 * float(np.float32(1.1)), rel=1e-12)
+
+
+@given(size=sizes, width=st.sampled_from(sorted(KIND_OF_WIDTH)), seed=st.integers(0, 2**32 - 1))
+def test_checksums_are_those_of_numpy(kernel: NativeKernel, size: int, width: int, seed: int) -> None:
+    x = np.random.default_rng(seed).integers(0, 256, size * width, np.uint8).view(f"u{width}")
+    assert kernel.checksums([Memory(x.ctypes.data, size, KIND_OF_WIDTH[width])])[0] == checksum_array(x)
