@@ -21,6 +21,7 @@ INPUTS = "inputs"
 OUTPUTS = "outputs"
 LABELS = "labels"
 CUSTOM = "custom"
+CHECKSUMS = "checksums"
 
 _MAX_SIZE = 2**63
 
@@ -52,7 +53,7 @@ class TensorInfo:
         module: path of the module that owns it; empty for losses and metrics.
         module_type: the class's name, e.g. ``Conv2d``.
         role: ``weight``, ``bias``, ``gradient``, ``output``, ``input``, ``update``, ``momentum``, ``second_moment``,
-            ``state``, ``label``, ``custom``, ``loss`` or ``metric``.
+            ``state``, ``checksum``, ``label``, ``custom``, ``loss`` or ``metric``.
         order: rank of the module in the order of its registration; rules take it for depth.
         shape: of the whole logical tensor at its first record.
         dtype: e.g. ``float32``.

@@ -26,6 +26,7 @@ BUILT_IN = (
     tensors.OUTPUTS,
     tensors.LABELS,
     tensors.CUSTOM,
+    tensors.CHECKSUMS,
 )
 """Collections whose tensors are known without selectors; selectors make them smaller."""
 

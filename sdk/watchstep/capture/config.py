@@ -23,8 +23,13 @@ weight. ``gradient_cosine``: cosine of the angle to the gradient that was measur
 
 def _default_collections() -> dict[str, Cadence | Collection]:
     every_step = (tensors.LOSSES, tensors.METRICS)
-    left = [name for name in BUILT_IN if name not in {*every_step, tensors.OPTIMIZER_STATE}]
-    return {**dict.fromkeys(every_step, Cadence()), **dict.fromkeys(left, ADAPTIVE)}
+    rarely = Cadence(every=100)  # fixed: replicas compare the same steps
+    left = [n for n in BUILT_IN if n not in {*every_step, tensors.OPTIMIZER_STATE, tensors.CHECKSUMS}]
+    return {
+        **dict.fromkeys(every_step, Cadence()),
+        **dict.fromkeys(left, ADAPTIVE),
+        tensors.CHECKSUMS: rarely,
+    }
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ class Snapshots:
                 f"Snapshots(memory_bytes={self.memory_bytes})", "use a number of bytes, 0 for no snapshots"
             )
         if self.ring_bytes is not None and self.ring_bytes < 1:
-            raise ConfigError(f"Snapshots(ring_bytes={self.ring_bytes})", "use 1 or more, or None to keep all")
+            raise ConfigError(
+                f"Snapshots(ring_bytes={self.ring_bytes})", "use 1 or more, or None to keep all"
+            )
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter, and how it, its gradient and its update are recorded."""
+    """A parameter, and how it, its gradient, its update and its checksum are recorded."""
 
     parameter: nn.Parameter
     weight: TensorInfo
     gradient: TensorInfo
     update: TensorInfo
+    checksum: TensorInfo
     standing: Standing
     bases: tuple[str, ...]
 
@@ -96,12 +97,17 @@ class Names:
         )
         gradient = replace(plain, name=f"{name}:gradient", role="gradient")
         update = replace(plain, name=f"{name}:update", role="update")
+        stands = standing(parameter, self.whole)
+        # Each shard has a checksum of its own: they do not merge.
+        shard = f"_{stands.weight.shard_index}" if stands.weight.shard_count > 1 else ""
+        checksum = replace(plain, name=f"{name}:checksum{shard}", role="checksum", shape=(), dtype="float64")
         return NamedParameter(
             parameter,
             weight=self._placed(plain, bases, tensors.BIASES if is_bias else tensors.WEIGHTS),
             gradient=self._placed(gradient, bases, tensors.GRADIENTS),
             update=self._placed(update, bases, tensors.UPDATES, tensors.OPTIMIZER_STATE),
-            standing=standing(parameter, self.whole),
+            checksum=self._placed(checksum, bases, tensors.CHECKSUMS),
+            standing=stands,
             bases=bases,
         )
 

@@ -15,6 +15,7 @@ from watchstep.capture.session import Session
 from watchstep.kernels.interface import Kernel
 from watchstep.kernels.once import Once
 from watchstep.pytorch.names import NamedParameter, Names
+from watchstep.pytorch.probes.checksums import Checksums
 from watchstep.pytorch.probes.gradient_cosine import GradientCosine
 from watchstep.pytorch.probes.samples import elements_of_each, views
 from watchstep.pytorch.probes.update_ratio import UpdateRatio
@@ -39,6 +40,7 @@ class Updated:
         ids: of all its parameters, in its order: when they change, this is made anew.
         parameters: those that are watched.
         weights, gradients, updates: those of them that this worker records, by collections.
+        checksums: those that other workers hold as well.
     """
 
     ids: list[int]
@@ -46,6 +48,7 @@ class Updated:
     weights: list[_Part]
     gradients: list[_Part]
     updates: list[_Part]
+    checksums: list[_Part]
 
 
 @dataclass
@@ -97,6 +100,14 @@ class Parameters:
             since = self._schedule.now()
             found: list[Tensor] = [named.parameter for named in part.members]
             self._record("weight", part.collections, _described(part, _weight), found)
+            self._schedule.spent(charged, since)
+
+    def measure_checksums(self, updated: Updated, step: int) -> None:
+        """Checksums of weights that several workers hold, where they are due: a rule compares them."""
+        for charged, part in self._due(updated.checksums, step):
+            since = self._schedule.now()
+            group = self._group("checksum", part.collections, _described(part, _checksum))
+            self._recorder.add(group, Checksums.of([named.parameter for named in part.members]))
             self._schedule.spent(charged, since)
 
     def measure_gradients(self, updated: Updated, step: int) -> None:
@@ -212,6 +223,10 @@ def _update(named: NamedParameter) -> tuple[TensorInfo, Placement]:
     return named.update, named.standing.weight
 
 
+def _checksum(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.checksum, Placement(replica=named.standing.weight.replica)
+
+
 Describe = Callable[[NamedParameter], tuple[TensorInfo, Placement]]
 
 
@@ -227,6 +242,7 @@ def _arranged(ids: list[int], parameters: list[NamedParameter]) -> Updated:
         weights=_parts(recorded, _weight),
         gradients=_parts(recorded, _gradient),
         updates=_parts(recorded, _update),
+        checksums=_parts([named for named in parameters if named.standing.replicas > 1], _checksum),
     )
 
 

@@ -155,6 +155,7 @@ class Watch:
             self._saw_bad(step)
         self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
         self._parameters.measure_weights(updated, step)
+        self._parameters.measure_checksums(updated, step)
         self._parameters.measure_gradients(updated, step)
         self._snapshot(step, updated.parameters, "after the update" if has_closure else "before the update")
 
