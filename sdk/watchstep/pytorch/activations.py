@@ -27,14 +27,31 @@ _HOOK_SECONDS = 3e-6  # one call of a hook with nothing due; measured at 2.7 mic
 
 
 @dataclass
+class _Flow:
+    """What goes into a module, or comes out of it.
+
+    Attributes:
+        info: as it is described; shape and dtype are not known yet.
+        groups: the tensors that it was found to be, by their number.
+    """
+
+    info: TensorInfo
+    groups: dict[int, Group] = field(default_factory=dict)
+
+    @property
+    def takes_integers(self) -> bool:
+        """Whether tensors of whole numbers count too: token ids, say, but not what modules hand to each other."""
+        return self.info.role == "input" or tensors.OUTPUTS in self.info.collections
+
+
+@dataclass
 class _Observed:
-    """A module: its tensors as they are described, and the groups that they were recorded in."""
+    """One module."""
 
     path: str
-    output: TensorInfo
-    input: TensorInfo
+    output: _Flow
+    input: _Flow
     channels: ChannelProbe | None
-    groups: dict[tuple[str, int], Group] = field(default_factory=dict)
 
 
 class ActivationHooks:
@@ -55,7 +72,7 @@ class ActivationHooks:
         self._mode = mode
         self._unseen: set[str] = set()
         self._handles = []
-        self._decided_for: tuple[int, Mode] = (-1, "global")
+        self._decided_for, self._decided_in = -1, ""
         self._decided: dict[tuple[str, ...], str | None] = {}
         probes = session.config.probes
         for order, (path, module) in enumerate(names.model.named_modules()):
@@ -63,11 +80,11 @@ class ActivationHooks:
             outputs = [tensors.ACTIVATIONS] * is_leaf + [tensors.OUTPUTS] * is_model
             observed = _Observed(
                 names.path(path) or "model",
-                names.of_module(path, module, order, "output", tuple(outputs)),
-                names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model),
+                _Flow(names.of_module(path, module, order, "output", tuple(outputs))),
+                _Flow(names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model)),
                 probe if "channels" in probes and (probe := ChannelProbe(module)).applies else None,
             )
-            if observed.output.collections or observed.input.collections:
+            if observed.output.info.collections or observed.input.info.collections:
                 self._handles.append(module.register_forward_hook(self._hook(observed), with_kwargs=True))
                 if is_leaf:
                     self._unseen.add(observed.path)
@@ -98,71 +115,66 @@ class ActivationHooks:
                 return
             self._unseen.discard(observed.path)
             try:
-                self._observe(observed, module, args, kwargs, output)
+                self._observe(observed, module, (args, kwargs), output)
             except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
                 self._session.health.fault("activations", error)
 
         return hook
 
-    def _observe(self, observed: _Observed, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _observe(self, observed: _Observed, module: nn.Module, given: Any, output: Any) -> None:
         mode = self._mode()
-        if observed.output.collections:
-            charged = self._due(observed.output.collections, mode)
+        if self._decided_for != self._recorder.step or self._decided_in != mode:
+            self._decided_for, self._decided_in = self._recorder.step, mode
+            self._decided.clear()
+        collections = observed.output.info.collections
+        if collections:
+            charged = self._due(collections, mode)
             if charged is not None:
-                self._measure(observed, observed.output, output, mode, charged)
-            elif module.training and mode == "train":
-                self._note(observed, output)
-        if observed.input.collections:
-            charged = self._due(observed.input.collections, mode)
-            if charged is not None:
-                self._measure(observed, observed.input, (args, kwargs), mode, charged)
+                self._measure(observed.output, output, mode, charged, observed.channels)
+            elif module.training and mode == "train" and tensors.ACTIVATIONS in collections:
+                found = _real(output)
+                if found:
+                    self.live.note(self._group(observed.output, found), found)
+        collections = observed.input.info.collections
+        if collections and (charged := self._due(collections, mode)) is not None:
+            self._measure(observed.input, given, mode, charged, None)
 
     def _due(self, collections: tuple[str, ...], mode: Mode) -> str | None:
         """As the schedule says, asked once a pass for each set of collections."""
-        step = self._recorder.step
-        if self._decided_for != (step, mode):
-            self._decided_for = (step, mode)
-            self._decided.clear()
         if collections not in self._decided:
-            self._decided[collections] = self._schedule.due(collections, step, mode)
+            self._decided[collections] = self._schedule.due(collections, self._recorder.step, mode)
         return self._decided[collections]
 
-    def _measure(self, observed: _Observed, info: TensorInfo, held: Any, mode: Mode, charged: str) -> None:
-        found = _numeric(held) if info.role == "input" or _is_model(info) else _real(held)
+    def _measure(
+        self, flow: _Flow, held: Any, mode: Mode, charged: str, channels: ChannelProbe | None
+    ) -> None:
+        found = _numeric(held) if flow.takes_integers else _real(held)
         if not found or _recomputes():
             return
         since = self._schedule.now()
         probes: tuple[Probe, ...] = ()
-        if observed.channels is not None and info.role == "output" and len(found) == 1:
-            counted = observed.channels.look(found[0], self._recorder.step, mode)
+        if channels is not None and len(found) == 1:
+            counted = channels.look(found[0], self._recorder.step, mode)
             probes = () if counted is None else (counted,)
-        self._recorder.add(self._group(observed, info, found), self._kernel.measure(found), mode, probes)
+        self._recorder.add(self._group(flow, found), self._kernel.measure(found), mode, probes)
         self._schedule.spent(charged, since)
 
-    def _note(self, observed: _Observed, output: Any) -> None:
-        if tensors.ACTIVATIONS in observed.output.collections and (found := _real(output)):
-            self.live.note(self._group(observed, observed.output, found), found)
-
-    def _group(self, observed: _Observed, info: TensorInfo, found: list[Tensor]) -> Group:
-        group = observed.groups.get((info.role, len(found)))
+    def _group(self, flow: _Flow, found: list[Tensor]) -> Group:
+        group = flow.groups.get(len(found))
         if group is None:
             several = len(found) > 1
             infos = tuple(
                 replace(
-                    info,
-                    name=f"{info.name}_{place}" if several else info.name,
+                    flow.info,
+                    name=f"{flow.info.name}_{place}" if several else flow.info.name,
                     shape=tuple(tensor.shape),
                     dtype=dtype_name(tensor.dtype),
                 )
                 for place, tensor in enumerate(found)
             )
             places = tuple(standing(tensor, self._whole).weight for tensor in found)
-            group = observed.groups[info.role, len(found)] = Group(infos, places)
+            group = flow.groups[len(found)] = Group(infos, places)
         return group
-
-
-def _is_model(info: TensorInfo) -> bool:
-    return tensors.OUTPUTS in info.collections
 
 
 def _recomputes() -> bool:
@@ -172,7 +184,9 @@ def _recomputes() -> bool:
 
 def _real(held: Any) -> list[Tensor]:
     """The floating-point and complex tensors in what a module gives."""
-    found = [held] if isinstance(held, Tensor) else list(_flat(held))
+    if isinstance(held, Tensor):
+        return [held] if held.is_floating_point() or held.is_complex() else []
+    found = list(_flat(held))
     return [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
 
 
