@@ -1,29 +1,28 @@
-"""Statistics of PyTorch tensors: host memory by the compiled kernel or numpy, devices by torch operations.
+"""Statistics of PyTorch tensors: host memory by the compiled kernel or numpy, devices by theirs.
 
-On a device everything is computed there, in one small result per tensor, and copied without synchronising the
-stream; `collect` waits for the copy, on the writer's thread.
+On a device everything is computed there and copied without synchronising the stream; `collect` waits for the copy, on
+the writer's thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from watchstep.histogram import Histograms
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.kernels.interface import Measurement
 from watchstep.kernels.native_kernel import KINDS, Memory
 from watchstep.kernels.ready import Ready
+from watchstep.kernels.several import Several
+from watchstep.pytorch import device_kernel
+from watchstep.pytorch.operations import measure_by_operations
 from watchstep.statistics import StatisticsBatch
-
-_BINS = 4096
-_LOWEST_EXPONENT = -1074
 
 
 class TorchKernel:
@@ -34,16 +33,38 @@ class TorchKernel:
         """Start to measure.
 
         Args:
-            tensors: all on the host, or all on devices.
+            tensors: on any devices, mixed too.
+
+        Raises:
+            DeviceError: a CUDA graph is being captured on the current stream.
         """
         plain = [_plain(tensor) for tensor in tensors]
-        if any(tensor.device.type != "cpu" for tensor in plain):
-            return _OnDevice.start(plain)
-        native = native_kernel.load()
-        if native is not None and all(tensor.dtype in _NATIVE for tensor in plain):
-            dense = [_dense(tensor) for tensor in plain]
-            return Ready(native.measure([_memory(tensor) for tensor in dense]))
-        return Ready(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
+        devices = {tensor.device for tensor in plain}
+        if len(devices) <= 1:
+            return _measure(plain)
+        parts = []
+        for device in sorted(devices, key=str):
+            places = [place for place, tensor in enumerate(plain) if tensor.device == device]
+            parts.append((places, _measure([plain[place] for place in places])))
+        return Several.of(parts)
+
+
+def _measure(plain: list[Tensor]) -> Measurement:
+    """Tensors of one device."""
+    if plain and plain[0].device.type != "cpu":
+        return device_kernel.measure([_dense(tensor) for tensor in plain])
+    if any(type(tensor) is not Tensor for tensor in plain):  # they hold their values in tensors of their own
+        return measure_by_operations(plain)
+    native = native_kernel.load()
+    if native is not None and all(tensor.dtype in _NATIVE for tensor in plain):
+        dense = [_dense(tensor) for tensor in plain]
+        return Ready(native.measure([_memory(tensor) for tensor in dense]))
+    return Ready(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
+
+
+def device_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a device's kernel takes: the values that this process holds, dense in any order."""
+    return [_dense(_plain(tensor)) for tensor in tensors]
 
 
 def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
@@ -86,6 +107,8 @@ def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
+    if type(tensor) is not Tensor and not is_traceable_wrapper_subclass(tensor):
+        tensor = tensor.as_subclass(Tensor)
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_quantized:
@@ -100,83 +123,3 @@ def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
         tensor = tensor.float()
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array
-
-
-@dataclass
-class _OnDevice:
-    """Counts, values and histograms on their way to the host."""
-
-    counts: Tensor
-    values: Tensor
-    bins: Tensor
-    event: Any
-
-    nonfinite: bool | None = None
-
-    @classmethod
-    def start(cls, tensors: list[Tensor]) -> _OnDevice:
-        parts = [measure_on_device(tensor) for tensor in tensors]
-        counts, values, bins = (
-            torch.stack(column).to("cpu", non_blocking=True) for column in zip(*parts, strict=True)
-        )
-        event = None
-        if tensors[0].device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return cls(counts, values, bins, event)
-
-    def collect(self) -> StatisticsBatch:
-        if self.event is not None:
-            self.event.synchronize()
-        return to_batch(self.counts, self.values, self.bins)
-
-
-def to_batch(counts: Tensor, values: Tensor, bins: Tensor) -> StatisticsBatch:
-    """Statistics from what `measure_on_device` gave, stacked: shapes (n, 6), (n, 7) and (n, 4096)."""
-    dense = bins.numpy()
-    rows, places = np.nonzero(dense)
-    offsets = np.searchsorted(rows, np.arange(len(dense) + 1)).astype(np.int64)
-    histogram = Histograms(offsets, (places + 2 * _LOWEST_EXPONENT).astype(np.int16), dense[rows, places])
-    return StatisticsBatch.from_matrices(counts.numpy(), values.double().numpy(), histogram)
-
-
-def measure_on_device(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts (6, int64), values (7, float64 where the device has it) and a dense histogram (4096, int64)."""
-    wide = torch.float32 if tensor.device.type == "mps" else torch.float64
-    x = tensor.reshape(-1).to(wide)
-    finite = torch.isfinite(x)
-    size = finite.sum()
-    kept = torch.where(finite, x, 0.0)
-    magnitude = kept.abs()
-    nonzero = magnitude > 0
-    nan = torch.isnan(x).sum()
-    positive = torch.isposinf(x).sum()
-    total = torch.full_like(size, x.numel())
-    counts = torch.stack(
-        [total, nan, positive, total - size - nan - positive, (finite & ~nonzero).sum(), (kept < 0).sum()]
-    )
-    infinity = torch.full((1,), torch.inf, dtype=wide, device=x.device)
-    none = torch.full((), torch.nan, dtype=wide, device=x.device)
-
-    def smallest(chosen: Tensor, of: Tensor) -> Tensor:
-        lowest = torch.cat([torch.where(chosen, of, torch.inf), infinity]).amin()
-        return torch.where(chosen.any(), lowest, none)
-
-    mean = kept.sum() / size
-    from_mean = torch.where(finite, kept - mean, 0.0)
-    values = torch.stack(
-        [
-            smallest(finite, x),
-            -smallest(finite, -x),
-            smallest(nonzero, magnitude),
-            mean,
-            (from_mean * from_mean).sum(),
-            magnitude.sum(),
-            (kept * kept).sum(),
-        ]
-    )
-    powers = torch.frexp(kept).exponent.long() - 1 - _LOWEST_EXPONENT
-    place = torch.where(nonzero, 2 * powers + (kept < 0), 0)
-    bins = torch.zeros(_BINS, dtype=torch.int64, device=x.device)
-    bins.scatter_add_(0, place, nonzero.long())
-    return counts, values, bins

@@ -1,0 +1,142 @@
+"""Launches of the Triton kernels over many tensors, and what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from watchstep.pytorch.cuda import figures, programs
+from watchstep.pytorch.cuda.arrival import Landing, Landings
+from watchstep.pytorch.cuda.tables import SLICES, Tables
+from watchstep.statistics import StatisticsBatch
+
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+"""Products and sums are not fused, so that figures do not depend on a version's default."""
+_MEASURING = {**_OPTIONS, "maxnreg": 128}
+"""So that four blocks, and not three, share a multiprocessor of 65,536 registers; nothing spills."""
+
+
+class TritonKernel:
+    """Statistics of tensors on one CUDA device: two launches, one copy, no wait.
+
+    Args:
+        programs: the compiled ones; interpreted by Triton, they take tensors in host memory.
+    """
+
+    def __init__(self, programs: ModuleType = programs) -> None:
+        self._programs = programs
+        self._tables = Tables()
+        self._landings = Landings()
+        self._turn = 0
+
+    def measure(self, tensors: Sequence[Tensor]) -> OnItsWay:
+        """Start to measure.
+
+        Args:
+            tensors: on one device, dense in any order, of the types in `tables.TYPES`; one or more.
+        """
+        device = tensors[0].device
+        with _on(device):
+            table = self._tables.of(tensors, "measure")
+            rows = torch.zeros(table.regions * figures.WIDTH + 1, dtype=torch.int64, device=device)
+            partials = torch.empty(
+                max(table.programs, 1) * programs.PARTIAL, dtype=torch.float64, device=device
+            )
+            if table.programs:
+                self._programs.measure_spans[(table.programs,)](
+                    table.numbers,
+                    partials,
+                    rows,
+                    table.regions,
+                    programs.BLOCK,
+                    programs.BLOCKS,
+                    **_MEASURING,
+                )
+            self._programs.merge_spans[(table.regions,)](
+                table.numbers, partials, rows, table.regions, table.programs, programs.MERGED, **_OPTIONS
+            )
+            landing = self._landings.take(len(rows) - 1, pinned=device.type == "cuda")
+            landing.fill(rows)
+        return OnItsWay(landing, self._landings, table.elements)
+
+    def look(self, tensors: Sequence[Tensor]) -> Landing:
+        """Start to look for NaN and infinity: tensors of fewer than 262,144 elements whole, of others an eighth.
+
+        Args:
+            tensors: as above.
+
+        Returns:
+            Where the answer lands: one number, not zero where something was found.
+        """
+        device = tensors[0].device
+        self._turn = (self._turn + 1) % SLICES
+        with _on(device):
+            table = self._tables.of(tensors, "look")
+            flag = torch.zeros(2, dtype=torch.int64, device=device)
+            if table.programs:
+                self._programs.look_at_spans[(table.programs,)](
+                    table.numbers,
+                    flag,
+                    table.regions,
+                    self._turn,
+                    SLICES,
+                    programs.BLOCK,
+                    programs.BLOCKS,
+                    **_OPTIONS,
+                )
+            else:
+                flag[1:].fill_(1)
+            landing = self._landings.take(1, pinned=device.type == "cuda")
+            landing.fill(flag)
+        return landing
+
+    def looked(self, landing: Landing) -> None:
+        """The answer was read."""
+        self._landings.give_back(landing)
+
+
+@dataclass
+class OnItsWay:
+    """A measurement that the device is at. Its memory is used again once it is collected."""
+
+    _landing: Landing
+    _landings: Landings
+    _elements: NDArray[np.int64]
+    _read: StatisticsBatch | None = None
+
+    @property
+    def nonfinite(self) -> bool | None:
+        """Whether some element is NaN or infinite; None until the device is done."""
+        if self._read is not None:
+            return bool(self._read.nonfinite.any())
+        if not self._landing.arrived:
+            return None
+        return bool(self._rows()[:, : figures.NEG_INF + 1].any())
+
+    def collect(self) -> StatisticsBatch:
+        """The statistics, one row a tensor; waits for the device.
+
+        Raises:
+            DeviceError: it did not answer within five minutes.
+        """
+        if self._read is None:
+            self._landing.wait()
+            self._read = figures.read_rows(self._rows(), self._elements)
+            self._landings.give_back(self._landing)
+        return self._read
+
+    def _rows(self) -> NDArray[np.int64]:
+        rows: NDArray[np.int64] = self._landing.results.numpy()
+        return rows[: len(self._elements) * figures.WIDTH].reshape(-1, figures.WIDTH)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,411 @@
+"""The Triton kernels: statistics of spans, their merge, and a look for NaN and infinity.
+
+All work on the bits of float32, which bfloat16, float16 and both fp8 formats widen to exactly. A *span* is 32,768
+elements of one tensor and belongs to one program, so one launch takes tensors of any size and mixed types. In a span
+blocks of 2,048 elements lie in registers.
+
+- Extremes are compared as integers, so no flushing of subnormals can touch them.
+- The histogram counts signs and exponent fields in a window of 31 fields from just above the first block's largest
+  down, 62 bins; what lies outside, rare, is counted again by all nine bits. Up to Triton 3.7 the cost of a histogram
+  grows with its bins (a vote for each bit, a population count for each 32 bins); later ones count in shared memory. A
+  block that holds subnormals counts those by the highest bit of their mantissa. Integers are added to the tensor's row
+  by atomics: in any order the same.
+- A block is scaled by a power of two before it is summed, so that no square over- or underflows, and subnormals are
+  lifted by integer arithmetic where they matter. Its second moment is taken around its own mean (the corrected
+  two-pass algorithm of Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"). Sums within a block
+  are float32: 16 terms a thread, then seven levels of a tree. Blocks and spans merge in float64, in their order.
+
+With u = 2**-24 a sum of a block is off by at most 22 u of the sum of its terms' magnitudes, and a square by one u more.
+So ``abs_sum`` and ``square_sum`` carry a relative error of at most 24 u = 1.5e-6, ``mean`` twice that of the mean
+magnitude (of differences from a block's mean), ``m2`` 26 u = 1.6e-6 of itself. No order of execution changes a result:
+two passes over the same tensors agree to the last bit.
+"""
+
+# Triton's own style: many arguments, a kernel's constants in capitals, types that are not Python's, no sets and no chains.
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0915, PLR0917, PLR1714, SIM109
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from watchstep.pytorch.cuda import figures
+
+BLOCK: Final = 2048
+BLOCKS: Final = 16
+SPAN: Final = BLOCK * BLOCKS
+REGION: Final = 5
+"""Numbers that describe a tensor: address (a multiple of 16), first and last place there, kind, first program."""
+PARTIAL: Final = 5
+"""What a span leaves, float64: finite elements, mean, m2, sum of magnitudes, sum of squares."""
+MERGED: Final = 256
+
+FLOAT32 = tl.constexpr(0)
+FLOAT16 = tl.constexpr(2)
+BFLOAT16 = tl.constexpr(3)
+FLOAT8_E4M3FN = tl.constexpr(4)
+FLOAT8_E5M2 = tl.constexpr(5)
+"""The numbers of `watchstep.kernels.native_kernel.KINDS`."""
+
+_REGION = tl.constexpr(REGION)
+_PARTIAL = tl.constexpr(PARTIAL)
+_HEAD = tl.constexpr(figures.HEAD)
+_CODES = tl.constexpr(figures.CODES)
+_SUBNORMALS = tl.constexpr(figures.SUBNORMALS)
+_WIDTH = tl.constexpr(figures.WIDTH)
+_NAN = tl.constexpr(figures.NAN)
+_POS_INF = tl.constexpr(figures.POS_INF)
+_NEG_INF = tl.constexpr(figures.NEG_INF)
+_HIGH = tl.constexpr(figures.HIGH)
+_LOW = tl.constexpr(figures.LOW)
+_ABS_LOW = tl.constexpr(figures.ABS_LOW)
+_FINITE = tl.constexpr(figures.FINITE)
+
+_BELOW_SIGN = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+_SMALLEST_NORMAL = tl.constexpr(0x00800000)
+_SIGN_BIT = tl.constexpr(2**31)
+# Exponent fields of a window: 62 of its 64 bins. The last two take what lies outside.
+_WINDOW = tl.constexpr(31)
+_ABOVE = tl.constexpr(4)
+_BINS = tl.constexpr(64)
+# Below this exponent field, 2**-55, subnormals in the same block are no longer negligible.
+_LIFTED = tl.constexpr(72)
+
+
+@triton.jit(do_not_specialize=["regions"])
+def measure_spans(table, partials, rows, regions, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """One span for each program.
+
+    Args:
+        table: int64, `REGION` numbers for each tensor, then each program's tensor.
+        partials: float64, shape (programs, `PARTIAL`).
+        rows: int64, shape (tensors, WIDTH), all zero.
+        regions: how many tensors there are.
+        BLOCK: elements in registers.
+        BLOCKS: of a span.
+    """
+    program = tl.program_id(0)
+    owner = tl.load(table + regions * _REGION + program)
+    region = table + owner * _REGION
+    address = tl.load(region)
+    start = tl.load(region + 1)
+    end = tl.load(region + 2)
+    kind = tl.load(region + 3)
+    first = (program - tl.load(region + 4)) * (BLOCK * BLOCKS)
+    row = rows + owner * _WIDTH
+    partial = partials + program.to(tl.int64) * _PARTIAL
+    # One branch for each type, all the way, so that each keeps its own arrangement in registers.
+    if kind == FLOAT32:
+        _measure(FLOAT32, address, start, end, first, row, partial, BLOCK, BLOCKS)
+    elif kind == BFLOAT16:
+        _measure(BFLOAT16, address, start, end, first, row, partial, BLOCK, BLOCKS)
+    elif kind == FLOAT16:
+        _measure(FLOAT16, address, start, end, first, row, partial, BLOCK, BLOCKS)
+    elif kind == FLOAT8_E4M3FN:
+        _measure(FLOAT8_E4M3FN, address, start, end, first, row, partial, BLOCK, BLOCKS)
+    else:
+        _measure(FLOAT8_E5M2, address, start, end, first, row, partial, BLOCK, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["regions", "programs"])
+def merge_spans(table, partials, rows, regions, programs, MERGED: tl.constexpr):
+    """One tensor for each program: its spans' sums, merged in order.
+
+    Args:
+        table: as above.
+        partials: as above.
+        rows: mean, m2 and sums are filled in; a one is written behind the last row.
+        regions: how many tensors there are.
+        programs: how many spans there are.
+        MERGED: spans that are taken at once.
+    """
+    row = tl.program_id(0)
+    first = tl.load(table + row * _REGION + 4)
+    last = tl.load(table + (row + 1) * _REGION + 4, mask=row + 1 < regions, other=0)
+    last = tl.where(row + 1 < regions, last, programs)
+    lane = tl.arange(0, MERGED)
+    zero = tl.full([MERGED], 0, tl.float64)
+    elements, weighted, magnitudes, squares = zero, zero, zero, zero
+    for at in range(first, last, MERGED):
+        held = at + lane < last
+        span = partials + (at + lane) * _PARTIAL
+        count = tl.load(span, mask=held, other=0.0)
+        elements += count
+        weighted += count * tl.load(span + 1, mask=held, other=0.0)
+        magnitudes += tl.load(span + 3, mask=held, other=0.0)
+        squares += tl.load(span + 4, mask=held, other=0.0)
+    total = tl.sum(elements)
+    mean = tl.sum(weighted) / tl.maximum(total, 1.0)
+    moment = zero
+    for at in range(first, last, MERGED):
+        held = at + lane < last
+        span = partials + (at + lane) * _PARTIAL
+        distance = tl.load(span + 1, mask=held, other=0.0) - mean
+        count = tl.load(span, mask=held, other=0.0)
+        moment += tl.load(span + 2, mask=held, other=0.0) + count * distance * distance
+    head = rows + row.to(tl.int64) * _WIDTH + _FINITE
+    tl.store(head, total.to(tl.int64))
+    tl.store(head + 1, mean.to(tl.int64, bitcast=True))
+    tl.store(head + 2, tl.sum(moment).to(tl.int64, bitcast=True))
+    tl.store(head + 3, tl.sum(magnitudes).to(tl.int64, bitcast=True))
+    tl.store(head + 4, tl.sum(squares).to(tl.int64, bitcast=True))
+    if row == 0:
+        tl.store(rows + regions.to(tl.int64) * _WIDTH, 1)
+
+
+@triton.jit(do_not_specialize=["regions", "turn", "slices"])
+def look_at_spans(table, flag, regions, turn, slices, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Set the flag where a span holds NaN or infinity.
+
+    Args:
+        table: as above; a tensor whose kind is negative (-1 - kind) is looked at by slices.
+        flag: int64, shape (2,), zero: the answer, and a one that says that it is there.
+        regions: how many tensors there are.
+        turn: which slice of large tensors: 0 … slices - 1.
+        slices: how many there are.
+        BLOCK: elements in registers.
+        BLOCKS: of a span.
+    """
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(flag + 1, 1)
+    region = table + tl.load(table + regions * _REGION + program) * _REGION
+    address = tl.load(region)
+    start = tl.load(region + 1)
+    end = tl.load(region + 2)
+    kind = tl.load(region + 3)
+    span = program - tl.load(region + 4)
+    if kind < 0:
+        kind = -1 - kind
+        span = span * slices + turn
+    first = span * (BLOCK * BLOCKS)
+    if kind == FLOAT32:
+        _look(FLOAT32, 0x7F800000, address, start, end, first, flag, BLOCK, BLOCKS)
+    elif kind == BFLOAT16:
+        _look(BFLOAT16, 0x7F80, address, start, end, first, flag, BLOCK, BLOCKS)
+    elif kind == FLOAT16:
+        _look(FLOAT16, 0x7C00, address, start, end, first, flag, BLOCK, BLOCKS)
+    elif kind == FLOAT8_E4M3FN:
+        _look(FLOAT8_E4M3FN, 0x7F, address, start, end, first, flag, BLOCK, BLOCKS)
+    else:
+        _look(FLOAT8_E5M2, 0x7C, address, start, end, first, flag, BLOCK, BLOCKS)
+
+
+@triton.jit
+def _look(
+    KIND: tl.constexpr,
+    LEAST: tl.constexpr,
+    address,
+    start,
+    end,
+    first,
+    flag,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Set the flag where some bits below the sign are at least LEAST: infinity's, or NaN's where there is none."""
+    largest = tl.full([BLOCK], -1, tl.int32)
+    blocks = tl.minimum(tl.cdiv(end - first, BLOCK), BLOCKS).to(tl.int32)
+    for number in range(blocks):
+        raw = _load(KIND, address, start, end, first + number * BLOCK, BLOCK).to(tl.int32)
+        if KIND == FLOAT32:
+            largest = tl.maximum(largest, raw & _BELOW_SIGN)
+        elif KIND == FLOAT8_E4M3FN or KIND == FLOAT8_E5M2:
+            largest = tl.maximum(largest, raw & 0x7F)
+        else:
+            largest = tl.maximum(largest, raw & 0x7FFF)
+    if tl.max(largest) >= LEAST:
+        tl.store(flag, 1)
+
+
+@triton.jit
+def _measure(
+    KIND: tl.constexpr, address, start, end, first, row, partial, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
+    found = tl.zeros([_BINS], tl.int32)
+    base = tl.full([], 0, tl.int32)
+    elements = tl.full([], 0, tl.float64)
+    mean = tl.full([], 0, tl.float64)
+    moment = tl.full([], 0, tl.float64)
+    magnitudes = tl.full([], 0, tl.float64)
+    squares = tl.full([], 0, tl.float64)
+    high = tl.full([], -_SIGN_BIT, tl.int32)
+    low = tl.full([], _BELOW_SIGN, tl.int32)
+    abs_low = tl.full([], _BELOW_SIGN, tl.int32)
+    blocks = tl.minimum(tl.cdiv(end - first, BLOCK), BLOCKS).to(tl.int32)
+    for number in range(blocks):
+        at = first + number * BLOCK
+        whole = (at >= start) & (at + BLOCK <= end)
+        bits = _widen(KIND, _load(KIND, address, start, end, at, BLOCK))
+        key = bits ^ ((bits >> 31) & _BELOW_SIGN)
+        block_high = tl.max(key)
+        block_low = tl.min(key)
+        # In the order of keys -x stands at -1 - (bits of x).
+        clean = whole & (tl.maximum(block_high, -1 - block_low) < _INFINITY)
+        kept = tl.full([], BLOCK, tl.int32)
+        if not clean:
+            finite = _inside(at, start, end, BLOCK) & ((bits & _BELOW_SIGN) < _INFINITY)
+            _count_nonfinite(bits, row)
+            kept = tl.sum(finite.to(tl.int32))
+            block_high = tl.max(tl.where(finite, key, -_SIGN_BIT))
+            block_low = tl.min(tl.where(finite, key, _BELOW_SIGN))
+            bits = tl.where(finite, bits, 0)
+        if kept > 0:
+            magnitude = bits & _BELOW_SIGN
+            smallest = tl.min(tl.where(magnitude == 0, _BELOW_SIGN, magnitude))
+            high = tl.maximum(high, block_high)
+            low = tl.minimum(low, block_low)
+            abs_low = tl.minimum(abs_low, smallest)
+            largest = tl.maximum(block_high, -1 - block_low)
+            if base == 0:
+                base = tl.maximum((largest >> 23) + _ABOVE - (_WINDOW - 1), 1)
+            # Zero lies below every window: as unsigned it is the largest.
+            code = ((((bits >> 23) & 0xFF) - base) << 1) + ((bits >> 31) & 1)
+            found += tl.histogram(tl.minimum(code.to(tl.uint32, bitcast=True), _BINS - 1).to(tl.int32), _BINS)
+            if ((smallest >> 23) < base) | ((largest >> 23) >= base + _WINDOW):
+                _count_outside(bits, base, row)
+            field = tl.maximum(largest >> 23, _LIFTED)
+            exponent = field - 128
+            x = bits.to(tl.float32, bitcast=True) * ((255 - field) << 23).to(tl.float32, bitcast=True)
+            if KIND == FLOAT32 or KIND == BFLOAT16:
+                if smallest < _SMALLEST_NORMAL:
+                    _count_subnormals(bits, row)
+                if largest < (_LIFTED << 23):
+                    x = _lifted(bits)
+                    exponent = tl.full([], -109, tl.int32)
+            count = kept.to(tl.float32)
+            about = tl.sum(x) / count
+            distance = x - about
+            if not clean:
+                # What was not finite is zero by now, and is told from zeros by loading again.
+                again = _widen(KIND, _load(KIND, address, start, end, at, BLOCK))
+                held = _inside(at, start, end, BLOCK) & ((again & _BELOW_SIGN) < _INFINITY)
+                distance = tl.where(held, distance, 0.0)
+            drift = tl.sum(distance).to(tl.float64)
+            around = tl.sum(distance * distance).to(tl.float64)
+            size = ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+            here = kept.to(tl.float64)
+            block_mean = (about.to(tl.float64) + drift / here) * size
+            together = elements + here
+            between = block_mean - mean
+            mean += between * (here / together)
+            moment += (around - drift * drift / here) * size * size + between * between * (
+                elements * here / together
+            )
+            elements = together
+            magnitudes += tl.sum(tl.abs(x)).to(tl.float64) * size
+            squares += tl.sum(x * x).to(tl.float64) * size * size
+    tl.store(partial, elements)
+    tl.store(partial + 1, mean)
+    tl.store(partial + 2, moment)
+    tl.store(partial + 3, magnitudes)
+    tl.store(partial + 4, squares)
+    if elements > 0:
+        tl.atomic_max(row + _HIGH, high.to(tl.int64) + _SIGN_BIT, sem="relaxed")
+        tl.atomic_max(row + _LOW, -low.to(tl.int64) + _SIGN_BIT, sem="relaxed")
+        tl.atomic_max(row + _ABS_LOW, -abs_low.to(tl.int64) + _SIGN_BIT, sem="relaxed")
+    lane = tl.arange(0, _BINS)
+    counted = (found > 0) & (lane < 2 * _WINDOW)
+    tl.atomic_add(
+        row + _HEAD + (lane >> 1) + base + ((lane & 1) << 8), found.to(tl.int64), mask=counted, sem="relaxed"
+    )
+
+
+@triton.jit
+def _load(KIND: tl.constexpr, address, start, end, at, BLOCK: tl.constexpr):
+    """Raw bits of a block; zero outside of the tensor."""
+    if KIND == FLOAT32:
+        memory = address.to(tl.pointer_type(tl.int32)) + at
+    elif KIND == FLOAT8_E4M3FN or KIND == FLOAT8_E5M2:
+        memory = address.to(tl.pointer_type(tl.uint8)) + at
+    else:
+        memory = address.to(tl.pointer_type(tl.uint16)) + at
+    lane = tl.arange(0, BLOCK)
+    place = tl.multiple_of(memory, 16) + lane
+    # A mask that is not known when compiling forbids wide loads: whole blocks go without.
+    if (at >= start) & (at + BLOCK <= end):
+        raw = tl.load(place)
+    else:
+        raw = tl.load(place, mask=_inside(at, start, end, BLOCK), other=0)
+    return raw
+
+
+@triton.jit
+def _inside(at, start, end, BLOCK: tl.constexpr):
+    place = at + tl.arange(0, BLOCK)
+    return (place >= start) & (place < end)
+
+
+@triton.jit
+def _widen(KIND: tl.constexpr, raw):
+    """The bits of the float32 of the same value."""
+    if KIND == FLOAT32:
+        bits = raw
+    elif KIND == BFLOAT16:
+        bits = raw.to(tl.int32) << 16
+    elif KIND == FLOAT16:
+        bits = raw.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    elif KIND == FLOAT8_E5M2:
+        half = (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+        bits = half.to(tl.float32).to(tl.int32, bitcast=True)
+    else:
+        wide = raw.to(tl.int32)
+        magnitude = wide & 0x7F
+        # Three bits of mantissa, bias 7; subnormals count 2**-9.
+        small = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+        normal = (magnitude << 20) + (120 << 23)
+        bits = tl.where(magnitude < 8, small, normal)
+        bits = tl.where(magnitude == 0x7F, 0x7FC00000, bits) | ((wide >> 7) << 31)
+    return bits
+
+
+@triton.jit
+def _count_nonfinite(bits, row):
+    """What lies outside of the tensor was loaded as zero."""
+    magnitude = bits & _BELOW_SIGN
+    nan = tl.sum((magnitude > _INFINITY).to(tl.int64))
+    infinite = magnitude == _INFINITY
+    negative = tl.sum((infinite & (bits < 0)).to(tl.int64))
+    positive = tl.sum(infinite.to(tl.int64)) - negative
+    if nan + positive + negative > 0:
+        tl.atomic_add(row + _NAN, nan, sem="relaxed")
+        tl.atomic_add(row + _POS_INF, positive, sem="relaxed")
+        tl.atomic_add(row + _NEG_INF, negative, sem="relaxed")
+
+
+@triton.jit
+def _count_outside(bits, base, row):
+    """By sign and exponent field; those of the window count as zeros, whose field nobody reads."""
+    code = (bits >> 23) & (_CODES - 1)
+    field = code & 0xFF
+    inside = (field >= base) & (field < base + _WINDOW)
+    found = tl.histogram(tl.where(inside, 0, code), _CODES)
+    lane = tl.arange(0, _CODES)
+    counted = (found > 0) & ((lane & 0xFF) > 0)
+    tl.atomic_add(row + _HEAD + lane, found.to(tl.int64), mask=counted, sem="relaxed")
+
+
+@triton.jit
+def _count_subnormals(bits, row):
+    """By the highest bit of the mantissa, which the conversion of an integer to float32 finds."""
+    magnitude = bits & _BELOW_SIGN
+    subnormal = (magnitude > 0) & (magnitude < _SMALLEST_NORMAL)
+    highest = (magnitude.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    place = tl.where(subnormal, highest + tl.where(bits < 0, 32, 0), 31)
+    found = tl.histogram(place, _SUBNORMALS)
+    lane = tl.arange(0, _SUBNORMALS)
+    counted = (found > 0) & (lane != 31)
+    tl.atomic_add(row + _HEAD + _CODES + lane, found.to(tl.int64), mask=counted, sem="relaxed")
+
+
+@triton.jit
+def _lifted(bits):
+    """The value times 2**109: first times 2**149 by integers, which no flushing touches, then by a product of normals."""
+    magnitude = bits & _BELOW_SIGN
+    normal = (magnitude + (149 << 23)).to(tl.float32, bitcast=True)
+    size = tl.where(magnitude < _SMALLEST_NORMAL, magnitude.to(tl.float32), normal) * 9.094947017729282e-13
+    return tl.where(bits < 0, -size, size)

@@ -1,0 +1,159 @@
+"""Which way tensors on a device are measured: the Triton kernel on CUDA, separate operations elsewhere.
+
+Triton is optional. Where it is missing, cannot compile, or does not know the GPU, that is found out once for the
+process; the reason is kept, and separate operations serve from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from watchstep.kernels.interface import Measurement
+from watchstep.kernels.several import Several
+from watchstep.pytorch.cuda.arrival import DeviceError, Landing, Landings
+from watchstep.pytorch.operations import measure_by_operations
+
+if TYPE_CHECKING:
+    from watchstep.pytorch.cuda.measuring import TritonKernel
+
+_log = logging.getLogger("watchstep")
+
+
+@dataclass
+class _Triton:
+    """The kernel, or why there is none."""
+
+    kernel: TritonKernel | None
+    types: frozenset[torch.dtype]
+    reason: str = ""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it lies in plain memory, in a type that the kernel reads."""
+        return tensor.dtype in self.types and type(tensor) is Tensor
+
+    def give_up(self, error: Exception) -> None:
+        """From now on, separate operations."""
+        self.kernel = None
+        self.reason = (
+            f"Triton failed, tensors on GPUs are measured by separate operations: {_first_line(error)}"
+        )
+        _log.warning("watchstep: %s", self.reason)
+
+
+@functools.cache
+def _triton() -> _Triton:
+    try:
+        from watchstep.pytorch.cuda.measuring import TritonKernel
+        from watchstep.pytorch.cuda.tables import TYPES
+    except ImportError as error:
+        return _Triton(
+            None,
+            frozenset(),
+            f"no Triton, tensors on GPUs are measured by separate operations: {_first_line(error)}",
+        )
+    return _Triton(TritonKernel(), frozenset(TYPES))
+
+
+def reason() -> str:
+    """Why the Triton kernel does not serve, for health; empty where it does, or was not asked for yet."""
+    return _triton().reason if _triton.cache_info().currsize else ""
+
+
+def capturing() -> bool:
+    """Whether the current stream captures a CUDA graph: then nothing may be measured, and nothing asked of CUDA."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def measure(tensors: Sequence[Tensor]) -> Measurement:
+    """Start to measure.
+
+    Args:
+        tensors: on one device that is not the host, dense in any order; one or more.
+
+    Raises:
+        DeviceError: a CUDA graph is being captured.
+    """
+    if tensors[0].device.type != "cuda":
+        return measure_by_operations(tensors)
+    if capturing():
+        raise DeviceError(
+            "measuring while a CUDA graph is captured", "nothing: steps that run eagerly are measured"
+        )
+    triton = _triton()
+    fast = [place for place, tensor in enumerate(tensors) if triton.takes(tensor)]
+    if triton.kernel is None or not fast:
+        return measure_by_operations(tensors)
+    try:
+        measured = triton.kernel.measure([tensors[place] for place in fast])
+    except Exception as error:  # noqa: BLE001 - a compiler's errors are of any kind, and training goes on
+        triton.give_up(error)
+        return measure_by_operations(tensors)
+    if len(fast) == len(tensors):
+        return measured
+    others = sorted(set(range(len(tensors))) - set(fast))
+    with torch.cuda.device(tensors[0].device):
+        return Several.of([(fast, measured), (others, measure_by_operations([tensors[p] for p in others]))])
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look for NaN and infinity that a device is at."""
+
+    _landing: Landing
+    _give_back: Callable[[Landing], Any]
+
+    def answer(self) -> bool | None:
+        """Whether something was found; None while that is not known. Once it is known, the look is over."""
+        if not self._landing.arrived:
+            return None
+        found = bool(self._landing.results[0])
+        self._give_back(self._landing)
+        return found
+
+
+_landings = Landings()
+
+
+def look(tensors: Sequence[Tensor]) -> Look:
+    """Start to look for NaN and infinity, without a wait.
+
+    Args:
+        tensors: as above, on CUDA, and no graph is being captured. By Triton of large ones an eighth, else whole.
+    """
+    triton = _triton()
+    if triton.kernel is not None and all(map(triton.takes, tensors)):
+        try:
+            return Look(triton.kernel.look(tensors), triton.kernel.looked)
+        except Exception as error:  # noqa: BLE001 - as above
+            triton.give_up(error)
+    with torch.cuda.device(tensors[0].device):
+        landing = _landings.take(1, pinned=True)
+        landing.fill(found_by_operations(tensors))
+    return Look(landing, _landings.give_back)
+
+
+def found_by_operations(tensors: Sequence[Tensor]) -> Tensor:
+    """Two int64 on the device: whether something is NaN or infinite, and a one.
+
+    The largest magnitude of each tensor says so, NaN included, in one number of memory a tensor. fp8, which has no such
+    operation, is widened.
+    """
+    wide = [tensor if tensor.dtype in _NORMED else tensor.float() for tensor in tensors if tensor.numel()]
+    largest = [norm.double() for norm in torch._foreach_norm(wide, torch.inf)] if wide else []  # noqa: SLF001 - has no public name
+    zero = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    bad = ~torch.isfinite(torch.stack([zero, *largest])).all()
+    return torch.stack([bad, torch.ones_like(bad)]).long()
+
+
+_NORMED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]

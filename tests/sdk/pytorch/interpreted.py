@@ -1,0 +1,36 @@
+"""The Triton programs where there is no GPU: run by Triton's interpreter, on tensors in host memory.
+
+Whether Triton compiles or interprets is settled when it is imported. So it interprets in the whole process, and on a
+machine with a GPU the same tests run the compiled programs there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if DEVICE == "cpu" and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton", reason="Triton is not installed: it has builds for Linux alone")
+
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402 - as above
+
+from watchstep.pytorch.cuda import programs  # noqa: E402 - as above
+from watchstep.pytorch.cuda.measuring import TritonKernel  # noqa: E402 - as above
+
+
+@functools.cache
+def kernel() -> TritonKernel:
+    """The kernel of this process."""
+    if DEVICE == "cpu":
+        assert isinstance(programs.measure_spans, InterpretedFunction), (
+            "Triton was imported before this module"
+        )
+    return TritonKernel()
