@@ -142,6 +142,8 @@ class Budget:
         self._close_step()
         for unit in self._units.values():
             unit.settle()
+            if unit.name in self._due:
+                unit.last = self._step  # also where there was nothing to measure: it has had its turn
         self._step = step
         if self._step_time is not None:
             factor = DENSE_FACTOR if step < DENSE_STEPS else 1.0

@@ -70,6 +70,14 @@ def test_what_costs_nothing_is_measured_always_and_what_is_dear_in_its_turn() ->
     assert measured["cheap"] >= measured["dear"]
 
 
+def test_what_is_there_no_longer_holds_nobody_up() -> None:
+    clock = Clock()
+    budget = Budget(["gone", "left"], 0.01, clock=clock)
+    simulate(budget, clock, {"gone": 5e-3, "left": 4e-3}, 0, DENSE_STEPS)
+    measured = simulate(budget, clock, {"left": 4e-3}, DENSE_STEPS, 4000)
+    assert measured["left"] > 40
+
+
 def test_the_first_hundred_steps_are_dense() -> None:
     clock = Clock()
     prices = {"a": 1e-3}
