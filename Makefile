@@ -1,10 +1,10 @@
-# The two commands: `make demo` shows the whole way, `make test` runs every check.
+# The two commands: `make demo` shows the whole way, `make test` runs every check but those of `make test-faults`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench lock clean
+.PHONY: demo test test-faults lint bench lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -25,7 +25,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore tests/sdk/faults
+
+# Stores and disks that fail, processes that are ended in every way: a minute or two.
+test-faults: $(STAMP)
+	$(BIN)/pytest tests/sdk/faults
 
 # What recording costs beside its peers: a quarter of an hour on a quiet machine. The peers are installed for it alone.
 bench: $(STAMP)

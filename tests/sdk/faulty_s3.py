@@ -1,4 +1,4 @@
-"""An S3 server that can be told to misbehave: to refuse, stall, answer 500, or reset the connection."""
+"""An S3 server that can be told to misbehave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["none", "error", "denied", "stall", "reset"]
+Fault = Literal["none", "error", "unavailable", "denied", "stall", "reset", "truncate", "lost_answer"]
+
+_STATUS = {"error": 500, "unavailable": 503, "denied": 403}
 
 
 class FaultyS3:
@@ -16,7 +18,8 @@ class FaultyS3:
 
     Attributes:
         objects: path → bytes, of what arrived whole.
-        fault: what it does with requests from now on.
+        fault: what it does with requests from now on: answer 500, 503 or 403; not answer for a minute; reset; break off
+            in the middle of the body, of a PUT or a GET; do what is asked and reset before the answer.
         released: set to let stalled requests go on.
         met: set once a request has met the fault.
     """
@@ -26,8 +29,10 @@ class FaultyS3:
         self.fault: Fault = "none"
         self.released = threading.Event()
         self.met = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(), bind_and_activate=False)
         self._server.daemon_threads = True
+        self._server.server_bind()  # a port, at which connections are refused until somebody listens
+        self._thread: threading.Thread | None = None
 
     @property
     def endpoint(self) -> str:
@@ -43,54 +48,81 @@ class FaultyS3:
                 pass
 
             def do_PUT(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                length = int(self.headers.get("Content-Length", 0))
+                if held.fault == "truncate":
+                    self.rfile.read(length // 2)
+                    held._break_off(self)
+                    return
+                body = self.rfile.read(length)
                 if held._misbehaves(self):
                     return
-                if self.headers.get("If-None-Match") and self.path in held.objects:
-                    self._answer(412)
+                taken = self.headers.get("If-None-Match") and self.path in held.objects
+                if not taken:
+                    held.objects[self.path] = body
+                if held.fault == "lost_answer":
+                    held._break_off(self)
                     return
-                held.objects[self.path] = body
-                self._answer(200)
+                self._answer(412 if taken else 200)
 
             def do_GET(self) -> None:
                 if held._misbehaves(self):
                     return
                 body = held.objects.get(self.path)
+                if held.fault == "truncate":
+                    self._headers(200, 1000)
+                    self.wfile.write(b"x" * 500)
+                    held._break_off(self)
+                    return
                 self._answer(404 if body is None else 200, body or b"")
 
             def _answer(self, status: int, body: bytes = b"") -> None:
+                self._headers(status, len(body))
+                self.wfile.write(body)
+
+            def _headers(self, status: int, length: int) -> None:
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Length", str(length))
                 self.send_header("ETag", '"1"')
                 self.send_header("Last-Modified", "Fri, 20 Nov 2026 00:00:00 GMT")
                 self.end_headers()
-                self.wfile.write(body)
 
         return Handler
 
     def _misbehaves(self, request: BaseHTTPRequestHandler) -> bool:
         fault = self.fault
-        if fault == "none":
+        if fault in {"none", "truncate", "lost_answer"}:
             return False
         self.met.set()
         if fault == "stall":
             self.released.wait(60)
         if fault in {"reset", "stall"}:
-            request.close_connection = True
-            request.connection.close()
+            self._break_off(request)
             return True
-        request.send_response(500 if fault == "error" else 403)
+        request.send_response(_STATUS[fault])
         request.send_header("Content-Length", "0")
         request.end_headers()
         return True
 
+    def _break_off(self, request: BaseHTTPRequestHandler) -> None:
+        self.met.set()
+        request.close_connection = True
+        request.connection.close()
+
+    def listen(self) -> None:
+        """Accept connections."""
+        self._server.server_activate()
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
     @contextmanager
-    def serving(self) -> Iterator[FaultyS3]:
-        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        thread.start()
+    def serving(self, *, listening: bool = True) -> Iterator[FaultyS3]:
+        """Until the end of the block; refused are connections to a server that does not listen."""
+        if listening:
+            self.listen()
         try:
             yield self
         finally:
             self.released.set()
-            self._server.shutdown()
+            if self._thread is not None:
+                self._server.shutdown()
             self._server.server_close()

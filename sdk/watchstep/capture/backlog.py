@@ -1,4 +1,4 @@
-"""Encoded objects on their way to the store, in order: the newest in memory, older ones on disk where memory is short."""
+"""Encoded segments on their way to the store, in order: the newest in memory, older ones on disk where memory is short."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from watchstep.capture.health import Health
-from watchstep.capture.outgoing import Outgoing, Place, SegmentPlace
+from watchstep.capture.outgoing import Outgoing, Place
 from watchstep.capture.spill import Spill
 from watchstep.documents import EndDocument
 from watchstep.layout import WriterId
@@ -27,7 +27,6 @@ class Backlog:
         self._lock = threading.Lock()
         self._memory: deque[Outgoing] = deque()
         self._bytes = 0
-        self._order = 0
         self._segments = 0
         self._sealed = False
 
@@ -49,24 +48,15 @@ class Backlog:
         with self._lock:
             return self._segments
 
-    def add_segment(self, first: int, last: int, rows: int, data: bytes) -> None:
+    def add(self, first: int, last: int, rows: int, data: bytes) -> None:
         """A segment of these steps: it gets the next number."""
         with self._lock:
-            self._add(SegmentPlace(self._segments, first, last, rows), data)
+            self._memory.append(Outgoing(Place(self._segments, first, last, rows), data))
             self._segments += 1
-
-    def add(self, place: Place, data: bytes) -> None:
-        """Another object."""
-        with self._lock:
-            self._add(place, data)
-
-    def _add(self, place: Place, data: bytes) -> None:
-        self._memory.append(Outgoing(self._order, place, data))
-        self._order += 1
-        self._bytes += len(data)
-        self._health.reached("most_backlog_bytes", self._bytes)
-        while self._bytes >= self._limit and self._spill.add(self._memory[0]):
-            self._bytes -= len(self._memory.popleft().data)
+            self._bytes += len(data)
+            self._health.reached("most_backlog_bytes", self._bytes)
+            while self._bytes >= self._limit and self._spill.add(self._memory[0]):
+                self._bytes -= len(self._memory.popleft().data)
 
     def head(self) -> Outgoing | None:
         """The oldest object; None where there is none, or it is no longer this process that uploads."""
@@ -80,10 +70,10 @@ class Backlog:
         with self._lock:
             if self._sealed:
                 return False
-            if self._memory and self._memory[0].order == head.order:
+            if self._memory and self._memory[0].place.seq == head.place.seq:
                 self._bytes -= len(self._memory.popleft().data)
                 return True
-            return self._spill.remove(head.order)
+            return self._spill.remove(head.place.seq)
 
     def claimed(self, writer: WriterId) -> None:
         """This is the writer of all that is here and comes."""
@@ -93,7 +83,7 @@ class Backlog:
     def seal(self) -> None:
         """Put everything on disk: nothing more is uploaded by this process. What does not fit is dropped and counted.
 
-        Of segments only the last are dropped, so that those that are kept have no gap.
+        Only the last are dropped, so that those that are kept have no gap.
         """
         with self._lock:
             self._sealed = True
@@ -111,8 +101,7 @@ class Backlog:
     def _drop(self, place: Place) -> None:
         self._health.count("dropped_objects")
         self._health.count("dropped_rows", place.rows)
-        if isinstance(place, SegmentPlace):
-            self._segments = min(self._segments, place.seq)
+        self._segments = min(self._segments, place.seq)
 
     def leave(self, end: EndDocument | None) -> str:
         """Let go of the spill folder, with how the worker ended in it where that is not on the store; its path."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ class Ending:
         run_url: the run, for messages.
         close_seconds: how long the store is waited for when the program closes its hook, or exits.
         term_seconds: the same when it is terminated.
-        reason: why the process is about to end with a failure, if something has said so.
+        reason: why the process is about to end with a failure, if something has said so; told where it does end.
     """
 
     def __init__(
@@ -48,8 +47,8 @@ class Ending:
         self._health = health
         self._report = report
         self._watches: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
         self._ended = False
+        self._forgotten = False
 
     @property
     def ended(self) -> bool:
@@ -72,13 +71,16 @@ class Ending:
             reason: why, where it was not as planned.
             seconds: how long to wait for the store; `close_seconds` where it is left out.
         """
+        if self._forgotten:
+            return
         bound = self.close_seconds if seconds is None else seconds
-        if not self._first():
+        first, self._ended = not self._ended, True
+        if not first:
             self._writer.close(None, bound)
             return
         try:
             self._detach()
-            if not self._writer.close(self._last_words(state, reason or self.reason), bound):
+            if not self._writer.close(self._last_words(state, reason), bound):
                 _log.warning(
                     "watchstep: %s: not everything was written: %s", self.run_url, self._health.as_data()
                 )
@@ -87,13 +89,9 @@ class Ending:
 
     def forget(self) -> None:
         """Record nothing more: this is a forked child, and the run is its parent's."""
-        self._ended = True
+        self._ended = self._forgotten = True
         self._writer.forget()
         self._detach()
-
-    def _first(self) -> bool:
-        first, self._ended = not self._ended, True
-        return first
 
     def _detach(self) -> None:
         for detach in self._watches:

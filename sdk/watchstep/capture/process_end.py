@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from types import TracebackType
@@ -15,6 +17,7 @@ from watchstep.capture.termination import Termination
 
 _recordings: weakref.WeakSet[Ending] = weakref.WeakSet()
 _terminations: list[Termination] = []  # one, or none before the first recording
+_masks: dict[int, set[int | signal.Signals]] = {}  # of threads that are about to fork
 
 
 def watch(ending: Ending) -> None:
@@ -75,7 +78,7 @@ def _watch_exit() -> None:
     sys.excepthook = note
     atexit.register(_end_all)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget_all)
+        os.register_at_fork(before=_hold_sigterm, after_in_parent=_let_sigterm, after_in_child=_forget_all)
 
 
 def _end_all() -> None:
@@ -84,8 +87,21 @@ def _end_all() -> None:
     ended()
 
 
+def _hold_sigterm() -> None:
+    """A SIGTERM that meets a child before it has forgotten the recording must end it, and not be lost."""
+    if _terminations:
+        _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_sigterm() -> None:
+    mask = _masks.pop(threading.get_ident(), None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _forget_all() -> None:
     for ending in live():
         ending.forget()
     while _terminations:
         _terminations.pop().forget()
+    _let_sigterm()

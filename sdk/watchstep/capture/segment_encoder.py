@@ -22,6 +22,8 @@ class SegmentEncoder:
         """Put a segment of these steps into the backlog. A step that cannot be encoded is dropped and counted."""
         try:
             block = join([record for step in steps for record in step.records])
+            if not len(block):
+                return
             if self._catalogue[0] != block.catalogue:
                 self._catalogue = (block.catalogue, catalogue_bytes(block.catalogue))
             data = encode(block, self._catalogue[1])
@@ -34,4 +36,4 @@ class SegmentEncoder:
             self._health.count("dropped_rows", sum(step.rows for step in steps))
             self._health.count("dropped_steps", len(steps))
             return
-        self._backlog.add_segment(steps[0].step, steps[-1].step, len(block), data)
+        self._backlog.add(steps[0].step, steps[-1].step, len(block), data)

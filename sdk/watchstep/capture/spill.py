@@ -81,12 +81,12 @@ class Spill:
                 self._health.fault("spill", error)
                 self._health.count("dropped_objects")
                 self._health.count("dropped_rows", self._waiting[0].place.rows)
-                self.remove(self._waiting[0].order)
+                self.remove(self._waiting[0].place.seq)
         return None
 
-    def remove(self, order: int) -> bool:
-        """Remove the oldest object, if it is of this order: it lies on the store now."""
-        if not self._waiting or self._waiting[0].order != order:
+    def remove(self, seq: int) -> bool:
+        """Remove the oldest segment, if it has this number: it lies on the store now."""
+        if not self._waiting or self._waiting[0].place.seq != seq:
             return False
         assert self._folder is not None
         held = self._waiting.popleft()

@@ -4,7 +4,7 @@
 
     <folder>/spill.json                        whose objects these are, and for which store
       lock                                     held by whoever adds or uploads
-      <order>-<place>                          an object
+      <seq>-<place>                            a segment
       end.json                                 how the worker ended, written last
 
 Files appear whole: under a temporary name, then renamed.
@@ -24,7 +24,7 @@ from typing import Any
 
 from watchstep import documents
 from watchstep.capture.identity import Identity
-from watchstep.capture.outgoing import Outgoing, Place, place_of
+from watchstep.capture.outgoing import Outgoing, Place
 from watchstep.errors import FormatError
 from watchstep.layout import WriterId, check_name
 
@@ -32,7 +32,7 @@ ABOUT = "spill.json"
 END = "end.json"
 _LOCK = "lock"
 _TEMPORARY = ".part-"
-_FILE = re.compile(r"([0-9]{10})-(.+)")
+_FILE = re.compile(r"[0-9]{10}-(.+)")
 _MEND = "remove the folder if nothing in it is wanted"
 
 
@@ -85,16 +85,15 @@ class About:
 
 @dataclass(frozen=True)
 class Spilled:
-    """An object that waits in the folder: its order, what it is, and its bytes."""
+    """A segment that waits in the folder: what it is, and its bytes."""
 
-    order: int
     place: Place
     size: int
 
     @property
     def name(self) -> str:
         """The file's name."""
-        return f"{self.order:010d}-{self.place.name}"
+        return f"{self.place.seq:010d}-{self.place.name}"
 
 
 class SpillFolder:
@@ -178,7 +177,7 @@ class SpillFolder:
         Raises:
             OSError: it cannot be written; nothing of it is left.
         """
-        held = Spilled(item.order, item.place, len(item.data))
+        held = Spilled(item.place, len(item.data))
         self._write(held.name, item.data)
         return held
 
@@ -207,10 +206,10 @@ class SpillFolder:
         found = []
         for entry in os.scandir(self.path):
             named = _FILE.fullmatch(entry.name)
-            place = place_of(named[2]) if named else None
-            if named is not None and place is not None and entry.is_file(follow_symlinks=False):
-                found.append(Spilled(int(named[1]), place, entry.stat().st_size))
-        return sorted(found, key=lambda held: held.order)
+            place = Place.parse(named[1]) if named else None
+            if place is not None and entry.is_file(follow_symlinks=False):
+                found.append(Spilled(place, entry.stat().st_size))
+        return sorted(found, key=lambda held: held.place.seq)
 
     def read(self, held: Spilled) -> Outgoing:
         """An object.
@@ -218,7 +217,7 @@ class SpillFolder:
         Raises:
             OSError: it cannot be read.
         """
-        return Outgoing(held.order, held.place, (self.path / held.name).read_bytes())
+        return Outgoing(held.place, (self.path / held.name).read_bytes())
 
     def drop(self, name: str) -> None:
         """Remove a file; a missing one is no error.

@@ -68,7 +68,11 @@ class Uploader:
     @property
     def claimed(self) -> tuple[Store, str] | None:
         """The store and the attempt; None before the claim."""
-        return (self._store, self.writer.attempt) if self._store is not None and self.writer is not None else None
+        return (
+            (self._store, self.writer.attempt)
+            if self._store is not None and self.writer is not None
+            else None
+        )
 
     def hurry(self) -> None:
         """The process is about to end: try at once, and often."""
@@ -112,9 +116,8 @@ class Uploader:
             return
         self._health.count("objects")
         self._health.count("bytes", len(item.data))
-        if isinstance(key, SegmentKey):
-            self._health.count("rows", item.place.rows)
-            self._announce(key)
+        self._health.count("rows", item.place.rows)
+        self._announce(key)
 
     def _failed(self, error: StoreError) -> None:
         self._health.fault("store", error)

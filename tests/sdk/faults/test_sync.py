@@ -1,0 +1,144 @@
+"""``watchstep sync``: safe to repeat, beside another, beside the process itself, and after being broken off."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.sdk.faults.accounts import STEPS, on_server, spilled, train
+from tests.sdk.faulty_s3 import FaultyS3
+from tests.sdk.training import EVERY_STEP
+from watchstep import Bounds, Hook
+from watchstep.capture.sync import spill_folders, sync
+
+OFFLINE = replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.01, backlog_bytes=1, close_seconds=0.3))
+
+
+def record_offline(server: FaultyS3) -> Hook:
+    server.fault = "unavailable"
+    hook = Hook(config=OFFLINE)
+    train(hook)
+    hook.close()
+    server.fault = "none"
+    return hook
+
+
+def run_sync(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "watchstep.command", "sync", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_says_what_it_did(server: FaultyS3, spill_root: Path) -> None:
+    record_offline(server)
+    done = run_sync()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("default/r: ")
+    assert on_server(server).steps == list(range(STEPS))
+    again = run_sync()
+    assert (again.returncode, again.stdout) == (0, f"nothing to upload in {spill_root}\n")
+
+
+def test_the_command_says_what_is_left_and_why(server: FaultyS3, spill_root: Path) -> None:
+    record_offline(server)
+    server.fault = "denied"
+    (folder,) = spill_folders(spill_root)
+    done = run_sync(str(folder))
+    assert done.returncode == 1
+    assert f"left in {folder}: store s3://bucket/runs: access denied" in done.stdout
+    server.fault = "none"
+    assert run_sync(str(folder)).returncode == 0
+    assert run_sync(str(folder)).returncode == 2
+
+
+def test_several_at_once_upload_everything_once(server: FaultyS3, spill_root: Path) -> None:
+    record_offline(server)
+    (folder,) = spill_folders(spill_root)
+    with ThreadPoolExecutor(4) as pool:
+        done = [finished for finished in pool.map(sync, [folder] * 4) if finished.objects]
+    assert len(done) == 1
+    found = on_server(server)
+    assert (found.steps, found.seqs) == (list(range(STEPS)), list(range(len(found.seqs))))
+
+
+def test_broken_off_before_anything_was_removed_and_done_again(
+    server: FaultyS3, spill_root: Path, tmp_path: Path
+) -> None:
+    record_offline(server)
+    (folder,) = spill_folders(spill_root)
+    as_it_was = shutil.copytree(folder, tmp_path / "copy")
+    assert sync(folder).why == ""
+    uploaded = dict(server.objects)
+    assert sync(as_it_was).why == ""
+    assert server.objects == uploaded
+
+
+def test_a_folder_that_does_not_say_whose_it_is(spill_root: Path) -> None:
+    folder = spill_root / "broken"
+    folder.mkdir()
+    (folder / "spill.json").write_text("{}")
+    (folder / "lock").touch()
+    assert "not of a spill folder" in sync(folder).why
+    assert folder.is_dir()
+
+
+def test_a_folder_in_use_is_left_alone(server: FaultyS3, spill_root: Path) -> None:
+    server.fault = "unavailable"
+    hook = Hook(config=OFFLINE)
+    train(hook)
+    while not spilled(spill_root):
+        hook._ending.wake()
+    (folder,) = spill_folders(spill_root)
+    assert sync(folder).why.startswith("in use")
+    server.fault = "none"
+    hook.close()
+    assert sync(folder) == replace(sync(folder), why="")
+    assert on_server(server).steps == list(range(STEPS))
+
+
+def test_two_processes_that_never_reached_the_store_are_two_attempts(
+    server: FaultyS3, spill_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    for _ in range(2):
+        record_offline(server)
+    assert run_sync().returncode == 0
+    assert sorted(on_server(server).attempts) == ["a1", "a1.2"]
+    assert len(on_server(server).ends) == 2
+
+
+def test_a_rank_that_never_reached_the_store_takes_no_live_ones_name(
+    server: FaultyS3, spill_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "WATCHSTEP_ATTEMPT": "a1"}.items():
+        monkeypatch.setenv(name, value)
+    record_offline(server)
+    assert run_sync().returncode == 0
+    found = on_server(server)
+    assert found.attempts == ["a1"]
+    (end,) = found.ends
+    assert end.writer.startswith("w1-")
+    assert any(f"/{end.writer}/" in path for path in server.objects)
+
+
+def test_what_another_process_of_the_rank_said_later_is_kept(
+    server: FaultyS3, spill_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "WATCHSTEP_ATTEMPT": "a1"}.items():
+        monkeypatch.setenv(name, value)
+    record_offline(server)
+    record_offline(server)
+    earlier, later = sorted(
+        spill_folders(spill_root), key=lambda folder: (folder / "end.json").stat().st_mtime_ns
+    )
+    for folder in (later, earlier):
+        assert sync(folder).why == ""
+    (end,) = on_server(server).ends
+    written = {path.split("/")[-2] for path in server.objects if "/stats/" in path}
+    assert end.writer in written
+    assert len(written) == 2
