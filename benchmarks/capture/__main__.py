@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 
+from benchmarks.capture.cuda import add_cuda_figures
 from benchmarks.capture.kernel import add_kernel_figures
 from benchmarks.capture.models import QUICK_WORKLOADS, WORKLOADS
 from benchmarks.capture.requests import add_request_figures
@@ -16,6 +17,7 @@ from benchmarks.report import Report, arguments
 
 _PARTS: dict[str, Callable[..., None]] = {
     "kernel": add_kernel_figures,
+    "cuda": add_cuda_figures,
     **{name: functools.partial(add_training_figures, name) for name in WORKLOADS},
     "requests": add_request_figures,
 }

@@ -17,6 +17,7 @@ from watchstep import tensors
 from watchstep.capture.record import Group, Probe
 from watchstep.capture.session import Session
 from watchstep.kernels.interface import Kernel
+from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name
 from watchstep.pytorch.placement import standing
@@ -111,7 +112,7 @@ class ActivationHooks:
 
     def _hook(self, observed: _Observed) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or capturing():
                 return
             self._unseen.discard(observed.path)
             try:

@@ -12,7 +12,7 @@ from watchstep import tensors
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
 from watchstep.kernels.interface import Kernel
-from watchstep.pytorch import backward_losses, optimizer_steps, snapshots
+from watchstep.pytorch import backward_losses, device_kernel, optimizer_steps, snapshots
 from watchstep.pytorch.activations import ActivationHooks
 from watchstep.pytorch.backward_losses import FoundLoss, LossNames
 from watchstep.pytorch.gate import GradientGate
@@ -70,9 +70,10 @@ class Watch:
     def found(self, loss: FoundLoss) -> None:
         """A loss at ``backward()``."""
         try:
+            if self._captured():
+                return
             self._begin()
-            on_host = loss.value.device.type == "cpu"
-            if self._config.gate and on_host and not torch.isfinite(loss.value).all():
+            if self._config.gate and self._gate.loss_is_bad(loss.value):
                 self._look_at_outputs()
             name = self._loss_names.of(loss.place)
             if name is not None and self._schedule.due((tensors.LOSSES,), self._recorder.step):
@@ -83,6 +84,8 @@ class Watch:
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The optimizer is about to update: measure gradients, and weights as they were used."""
         try:
+            if self._captured():
+                return
             if not has_closure:
                 self._measure(optimizer, has_closure=False)
             self._parameters.before_update(optimizer, self._recorder.step)
@@ -92,6 +95,8 @@ class Watch:
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The optimizer has updated: the step is over, if it is the primary one's."""
         try:
+            if self._captured():
+                return
             if has_closure:
                 self._measure(optimizer, has_closure=True)
             self._parameters.after_update(optimizer, self._recorder.step)
@@ -109,6 +114,13 @@ class Watch:
         for loss in losses:
             self.found(loss)
 
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is being captured: nothing is computed then, and nothing may be measured."""
+        if not device_kernel.capturing():
+            return False
+        self._health.note("cuda_graphs", "steps inside a CUDA graph are not observed: a replay calls no hook")
+        return True
+
     def _begin(self) -> None:
         optimizer_steps.settle()
         if self.counts_steps:
@@ -120,7 +132,7 @@ class Watch:
         return "eval" if said == "train" and not self._model.training else said
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or device_kernel.capturing():
             return
         try:
             mode = self._mode()
@@ -171,6 +183,8 @@ class Watch:
             self._schedule.asked(since)
 
     def _report_unseen(self) -> None:
+        if self._recorder.step == _OBSERVED_AFTER and (reason := device_kernel.reason()):
+            self._health.note("kernel", reason)
         if self._recorder.step == _OBSERVED_AFTER and tensors.ACTIVATIONS in self._config.collections:
             unseen = self._activations.unseen
             if unseen:
