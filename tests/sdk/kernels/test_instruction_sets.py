@@ -109,6 +109,27 @@ def test_counts_are_those_of_numpy(kernel: NativeKernel, sort: Sort, size: int, 
     assert np.array_equal(row.histogram.counts, due.histogram.counts)
 
 
+@given(
+    power=st.integers(-149, 126),
+    mean=st.sampled_from([0.0, 1.0, 1e3]),
+    size=sizes,
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sums_at_every_scale(kernel: NativeKernel, power: int, mean: float, size: int, seed: int) -> None:
+    """Vanished gradients' squares are none that float32 holds, exploded ones' neither."""
+    drawn = (normal(np.random.default_rng(seed), size) + mean) / max(1.0, mean)
+    x = np.ldexp(np.clip(drawn, -1, 1), power).astype(np.float32)
+    row, due = kernel.measure([Memory(x.ctypes.data, x.size, FLOAT32)]), measure_array(x)
+    size_of_mean = float(due.abs_sum[0]) / max(1, size)
+    for name, relative in (("abs_sum", 4e-6), ("square_sum", 4e-6)):
+        assert float(getattr(row, name)[0]) == pytest.approx(
+            float(getattr(due, name)[0]), rel=relative, abs=0
+        )
+    if size:
+        assert float(row.mean[0]) == pytest.approx(float(due.mean[0]), rel=0, abs=4e-6 * size_of_mean)
+    assert float(row.m2[0]) == pytest.approx(float(due.m2[0]), rel=8e-6, abs=1e-13 * float(due.square_sum[0]))
+
+
 def test_tensors_of_one_call_share_nothing(kernel: NativeKernel) -> None:
     """Of every sort one, in one call and one by one."""
     rng = np.random.default_rng(0)

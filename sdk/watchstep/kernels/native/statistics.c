@@ -122,6 +122,53 @@ static void add_constant(Row *row, double value, size_t n, const Chunk *chunk)
     add_moments(row, (double)n, value, 0);
 }
 
+/* Add a chunk of finite elements: counts and extremes as they were found, sums taken of elements divided by a unit. */
+static void add_sums(Row *row, size_t n, const Chunk *found, const Chunk *sums, double shift, double unit)
+{
+    double by = shift * unit, away = sums->shift_sum * unit / (double)n, square = sums->shift_square * unit * unit;
+    double m2 = square - sums->shift_sum * unit * away;
+    float least = INFINITY;
+    if (found->abs_min_less_one != UINT32_MAX) {
+        uint32_t bits = found->abs_min_less_one + 1u;
+        memcpy(&least, &bits, sizeof least);
+    }
+    row->zero += found->zero;
+    row->negative += found->negative;
+    row->abs_sum += sums->abs_sum * unit;
+    row->square_sum += square + 2 * by * sums->shift_sum * unit + (double)n * by * by;
+    add_extremes(row, found->min, found->max, least);
+    add_moments(row, (double)n, by + away, m2 > 0 ? m2 : 0);
+}
+
+/* Whether the mean lies farther from the shift than the elements do from each other. */
+static int is_far(const Chunk *chunk, size_t n)
+{
+    return is_exact_enough(chunk, n) && chunk->shift_sum * chunk->shift_sum > 0.5 * (double)n * chunk->shift_square;
+}
+
+/* Add a chunk whose squares float32 does not hold, as vanished gradients are: once more, its largest element made
+   about one by a power of two. 0 where some element is not finite, or where that is no way either. */
+static int add_scaled(Row *row, const float *x, size_t n, const Chunk *found)
+{
+    float top = found->max > -found->min ? found->max : -found->min, scaled[CHUNK], shift = 0;
+    Chunk sums;
+    if (!isfinite(found->shift_sum) || !isfinite(top) || top == 0)
+        return 0;
+    int exponent = ilogbf(top) < -126 ? -126 : ilogbf(top);
+    float scale = ldexpf(1, -exponent);
+    for (size_t i = 0; i < n; i++)
+        scaled[i] = x[i] * scale;
+    pass(scaled, n, shift, &sums, NULL);
+    if (is_far(&sums, n)) {
+        shift = (float)(sums.shift_sum / (double)n);
+        pass(scaled, n, shift, &sums, NULL);
+    }
+    if (!is_exact_enough(&sums, n))
+        return 0;
+    add_sums(row, n, found, &sums, shift, ldexp(1, exponent));
+    return 1;
+}
+
 /* Add a chunk. Without a histogram (NULL), none is counted. */
 static void add_fast(Row *row, Histogram32 *histogram, const float *x, size_t n, float *shift)
 {
@@ -136,28 +183,17 @@ static void add_fast(Row *row, Histogram32 *histogram, const float *x, size_t n,
         *shift = chunk.min;
         return;
     }
-    if (is_exact_enough(&chunk, n) && chunk.shift_sum * chunk.shift_sum > 0.5 * (double)n * chunk.shift_square) {
-        *shift += (float)(chunk.shift_sum / (double)n); /* far from this chunk's mean: once more, from there */
+    if (is_far(&chunk, n)) {
+        *shift += (float)(chunk.shift_sum / (double)n); /* once more, from there */
         pass(x, n, *shift, &chunk, NULL);
     }
     if (!is_exact_enough(&chunk, n)) {
-        add_slowly(row, x, n);
+        if (!add_scaled(row, x, n, &chunk))
+            add_slowly(row, x, n);
         return;
     }
-    double by = *shift, away = chunk.shift_sum / (double)n;
-    double m2 = chunk.shift_square - chunk.shift_sum * away;
-    float least = INFINITY;
-    if (chunk.abs_min_less_one != UINT32_MAX) {
-        uint32_t bits = chunk.abs_min_less_one + 1u;
-        memcpy(&least, &bits, sizeof least);
-    }
-    row->zero += chunk.zero;
-    row->negative += chunk.negative;
-    row->abs_sum += chunk.abs_sum;
-    row->square_sum += chunk.shift_square + 2 * by * chunk.shift_sum + (double)n * by * by;
-    add_extremes(row, chunk.min, chunk.max, least);
-    add_moments(row, (double)n, by + away, m2 > 0 ? m2 : 0);
-    *shift += (float)away;
+    add_sums(row, n, &chunk, &chunk, *shift, 1);
+    *shift += (float)(chunk.shift_sum / (double)n);
 }
 
 static void measure32(Row *row, Histogram32 *histogram, const void *data, size_t n, int kind)
