@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.sdk.training import Training, batches, small_model
 from watchstep import CaptureConfig, Hook, Run, Snapshots, open_run
+from watchstep.capture.cadence import ADAPTIVE
 from watchstep.control import ControlDocument, SnapshotRequest, StopRequest
 from watchstep.errors import NotFoundError
 from watchstep.snapshot import Snapshot
@@ -257,3 +258,39 @@ def test_two_optimizers_make_one_snapshot_of_a_step(tmp_path: Path) -> None:
     run = finished(hook)
     assert [key.step for key in run.snapshots()] == [0, 1, 2]
     assert "dropped_snapshots" not in hook.health["counts"]
+
+
+def test_a_closure_updates_before_it_is_looked_at_and_the_snapshot_says_so(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    hook = hook_with(tmp_path, every=1)
+    hook.watch(model, optimizer)
+    ((x, y),) = batches(1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    held = only(finished(hook))
+    assert held.metadata["parameters"] == "after the update"
+    np.testing.assert_array_equal(held.read("0.weight"), next(model.parameters()).detach().numpy())
+
+
+def test_what_a_snapshot_costs_is_told_and_takes_nothing_from_statistics(tmp_path: Path) -> None:
+    ticks = iter(range(10**6))
+    measured = {}
+    for every in (None, 1):
+        config = CaptureConfig(
+            collections={"weights": ADAPTIVE}, snapshots=Snapshots(every=every), clock=lambda: next(ticks)
+        )
+        with Hook(tmp_path, run=f"every-{every}", config=config) as hook:
+            training = sgd()
+            hook.watch(training.model, training.optimizer)
+            train(training, 30)
+        overhead = hook.health["overhead"]
+        measured[every] = overhead["spent_seconds"], open_run(hook.run_url).tensor("0.weight").steps()
+    assert measured[1][0] >= measured[None][0] + 30
+    assert measured[1][1] == measured[None][1]
