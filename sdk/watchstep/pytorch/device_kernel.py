@@ -79,6 +79,7 @@ def measure(tensors: Sequence[Tensor]) -> Measurement:
 
     Raises:
         DeviceError: a CUDA graph is being captured.
+        torch.cuda.OutOfMemoryError: the device has no room for the results.
     """
     if tensors[0].device.type != "cuda":
         return measure_by_operations(tensors)
@@ -92,6 +93,8 @@ def measure(tensors: Sequence[Tensor]) -> Measurement:
         return measure_by_operations(tensors)
     try:
         measured = triton.kernel.measure([tensors[place] for place in fast])
+    except torch.cuda.OutOfMemoryError:
+        raise  # separate operations would take more
     except Exception as error:  # noqa: BLE001 - a compiler's errors are of any kind, and training goes on
         triton.give_up(error)
         return measure_by_operations(tensors)
@@ -131,6 +134,8 @@ def look(tensors: Sequence[Tensor]) -> Look:
     if triton.kernel is not None and all(map(triton.takes, tensors)):
         try:
             return Look(triton.kernel.look(tensors), triton.kernel.looked)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - as above
             triton.give_up(error)
     with torch.cuda.device(tensors[0].device):

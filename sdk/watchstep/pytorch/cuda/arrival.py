@@ -21,7 +21,7 @@ _LONGEST_PAUSE = 0.02
 
 
 class DeviceError(WatchstepError):
-    """A device did not answer."""
+    """A device did not answer, or may not be asked."""
 
 
 class Landing:
@@ -29,11 +29,13 @@ class Landing:
 
     Attributes:
         results: on the host; meaningful once `arrived`.
+        pinned: whether it is pinned indeed, or plain memory, as tensors in host memory need it.
     """
 
-    def __init__(self, results: Tensor, flag: Tensor) -> None:
-        self.results = results
-        self._flag = flag
+    def __init__(self, memory: Tensor, *, pinned: bool) -> None:
+        self.results = memory[:-1]
+        self.pinned = pinned
+        self._flag = flag = memory[-1:]
         self._flags = flag.numpy()
 
     def fill(self, results: Tensor) -> None:
@@ -88,11 +90,11 @@ class Landings:
             if free:
                 return free.pop()
         memory = torch.zeros(size + 1, dtype=torch.int64, pin_memory=pinned)
-        return Landing(memory[:size], memory[size:])
+        return Landing(memory, pinned=pinned)
 
     def give_back(self, landing: Landing) -> None:
         """It has arrived and been read."""
-        key = (landing.results.numel(), landing.results.is_pinned())
+        key = (landing.results.numel(), landing.pinned)
         with self._lock:
             free = self._free.setdefault(key, [])
             if len(free) < self._MOST:
