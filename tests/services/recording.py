@@ -50,12 +50,17 @@ class Recording:
         return self.root.child(layout.run_prefix(PROJECT, self.run))
 
     def begin(
-        self, *, rules: Sequence[dict[str, object]] = (), world_size: int = 1, on_stop: OnStop = "raise"
+        self,
+        *,
+        rules: Sequence[dict[str, object]] = (),
+        world_size: int = 1,
+        on_stop: OnStop = "raise",
+        started_ns: int = 1,
     ) -> Recording:
         """Write the run's and the attempt's documents."""
         run = RunDocument(PROJECT, self.run, 1, tuple(rules))
         self.store.create(layout.RUN_DOCUMENT, documents.encode(run))
-        claim = AttemptDocument(self.attempt, 1, world_size, on_stop)
+        claim = AttemptDocument(self.attempt, started_ns, world_size, on_stop)
         self.store.create(layout.attempt_document(self.attempt), documents.encode(claim))
         return self
 

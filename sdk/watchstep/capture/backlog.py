@@ -86,7 +86,7 @@ class Backlog:
         Only the last are dropped, so that those that are kept have no gap.
         """
         with self._lock:
-            self._sealed = True
+            self._sealed = self._spill.ending = True
             room = True
             while self._memory:
                 item = self._memory.popleft()

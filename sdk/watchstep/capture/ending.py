@@ -81,9 +81,7 @@ class Ending:
         try:
             self._detach()
             if not self._writer.close(self._last_words(state, reason), bound):
-                _log.warning(
-                    "watchstep: %s: not everything was written: %s", self.run_url, self._health.as_data()
-                )
+                self._tell_what_is_left()
         except Exception as error:  # noqa: BLE001 - ending must not break the program's own
             self._health.fault("close", error)
 
@@ -96,6 +94,18 @@ class Ending:
     def _detach(self) -> None:
         for detach in self._watches:
             detach()
+
+    def _tell_what_is_left(self) -> None:
+        health = self._health.as_data()
+        folder = self._writer.left_in
+        _log.warning(
+            "watchstep: %s: not everything reached the store: %d rows wait on disk%s, %d were dropped. %s",
+            self.run_url,
+            health["counts"].get("spilled_rows", 0),
+            f" ('watchstep sync {folder}' uploads them)" if folder else "",
+            health["counts"].get("dropped_rows", 0),
+            health["faults"].get("store", ""),
+        )
 
     def _last_words(self, state: EndState | None, reason: str) -> EndDocument:
         last = self._recorder.last_finished

@@ -37,6 +37,7 @@ class Spill:
 
     Attributes:
         bytes: of the objects that wait.
+        ending: the process is about to end; how it went is said then.
     """
 
     def __init__(self, about: About, limit: int, health: Health) -> None:
@@ -47,6 +48,7 @@ class Spill:
         self._waiting: deque[Spilled] = deque()
         self._not_before = float("-inf")
         self.bytes = 0
+        self.ending = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -147,12 +149,13 @@ class Spill:
             who = self._about.identity
             name = f"{who.run[:60]}-{who.attempt[:40]}-w{who.worker}"
             self._folder = SpillFolder.make(spill_root(), name, self._about)
-            _log.warning(
-                "watchstep: %s cannot be reached: what is recorded waits in %s. "
-                "Should the process end before it is uploaded, 'watchstep sync' does it.",
-                self._about.store_url,
-                self._folder.path,
-            )
+            if not self.ending:
+                _log.warning(
+                    "watchstep: %s cannot be reached: what is recorded waits in %s. "
+                    "Should the process end before it is uploaded, 'watchstep sync' does it.",
+                    self._about.store_url,
+                    self._folder.path,
+                )
         return self._folder
 
     def _failed(self, error: OSError) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - it cannot be imported, by pyarrow say, once the program ends
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ _HASTY_PAUSE = 0.1
 _SETTLING_SECONDS = 1.0
 _SHARE_OF_SNAPSHOTS = 0.7  # of the time for closing; how the worker ended is written after them
 _MAX_ROWS = 50_000
-_log = logging.getLogger("watchstep")
 
 
 class Writer:
@@ -39,6 +37,7 @@ class Writer:
 
     Attributes:
         bounds: limits of time and memory.
+        left_in: the folder where the rest waits after closing; empty where there is none.
     """
 
     def __init__(
@@ -56,6 +55,7 @@ class Writer:
         self._snapshots = snapshots
         self._health = health
         self.bounds = bounds
+        self.left_in = ""
         self._backlog = Backlog(bounds.backlog_bytes, Spill(about, bounds.spill_bytes, health), health)
         self._encoder = SegmentEncoder(self._backlog, health)
         self._uploader = Uploader(target, self._backlog, control, health)
@@ -194,11 +194,7 @@ class Writer:
         self._backlog.seal()
         with self._filling:
             self._drop_rest()
-        folder = self._backlog.leave(self._last_words() if self._end is not None else None)
-        if folder:
-            _log.warning(
-                "watchstep: not everything was written: 'watchstep sync %s' uploads the rest", folder
-            )
+        self.left_in = self._backlog.leave(self._last_words() if self._end is not None else None)
 
     def _drop_rest(self) -> None:
         """Count what is still in the queue."""

@@ -46,6 +46,20 @@ def describe(row: Attempt, document: AttemptDocument) -> None:
     row.started_ns = int(document.started_ns)
 
 
+def found(session: Session, run: Run, document: AttemptDocument) -> None:
+    """Take over an attempt's document that lies on the store.
+
+    What a process that is long gone left on its disk may be uploaded while a later attempt goes on: that one stays the
+    run's newest.
+    """
+    before = session.execute(
+        select(Attempt).filter_by(run_id=run.id, attempt=run.attempt)
+    ).scalar_one_or_none()
+    describe(ensure(session, run.id, document.attempt), document)
+    if before is not None and before.started_ns > document.started_ns:
+        run.attempt = before.attempt
+
+
 def load(database: Database, run_store: Store, run_id: int, attempt: str) -> Attempt:
     """The row of an attempt that has segments, made where there is none, with its document's content."""
     with database.read() as session:

@@ -133,7 +133,7 @@ def _record(service: Service, run_id: int, known: _Known, found: _Found) -> bool
         run = session.get_one(Run, run_id, with_for_update=True)
         now = read_clock(session)
         for document in found.attempts:
-            attempts.describe(attempts.ensure(session, run_id, document.attempt), document)
+            attempts.found(session, run, document)
         for attempt, end in found.ends:
             row = attempts.ensure(session, run_id, attempt)
             row.ends = {**row.ends, str(end.worker): attempts.end_as_data(end, now)}

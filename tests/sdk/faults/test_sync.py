@@ -34,6 +34,18 @@ def run_sync(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+def test_one_line_of_the_log_says_where_the_rest_is(
+    server: FaultyS3, spill_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.fault = "denied"
+    hook = Hook(config=replace(EVERY_STEP, bounds=Bounds(flush_seconds=60.0, close_seconds=0.3)))
+    train(hook)
+    hook.close()
+    (folder,) = spill_folders(spill_root)
+    assert sum(f"watchstep sync {folder}" in message for message in caplog.messages) == 1
+    assert sum(str(folder) in message for message in caplog.messages) == 1
+
+
 def test_the_command_says_what_it_did(server: FaultyS3, spill_root: Path) -> None:
     record_offline(server)
     done = run_sync()

@@ -146,3 +146,19 @@ def test_discovery_finds_what_nobody_announced(driven: Driven, recording: Record
     assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
     assert list(driven.run(run_id).health["documents"]) == ["stats/rubbish.txt"]
     assert not discover(driven.service, run_id)
+
+
+def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(
+    driven: Driven, folder_store: Store
+) -> None:
+    later = Recording(folder_store, attempt="later").begin(started_ns=200)
+    run_id = driven.register()
+    later.write_all([3, 7])
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    earlier = Recording(folder_store, attempt="earlier").begin(started_ns=100)
+    earlier.write_all([3])
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert driven.run(run_id).attempt == "later"
+    assert set(driven.segments(run_id).values()) == {"read"}
