@@ -63,13 +63,21 @@ class Ending:
         """Have what is there written now. Waits for nothing."""
         self._writer.wake()
 
-    def end(self, state: EndState | None = None, reason: str = "", seconds: float | None = None) -> None:
+    def end(
+        self,
+        state: EndState | None = None,
+        reason: str = "",
+        seconds: float | None = None,
+        *,
+        dying: bool = False,
+    ) -> None:
         """Write what is left within bounds, and how it ended. A second call only brings the bound forward.
 
         Args:
             state: how; None for completed, or stopped where Watchstep asked for it.
             reason: why, where it was not as planned.
             seconds: how long to wait for the store; `close_seconds` where it is left out.
+            dying: the process ends right after this, and the training thread may be anywhere: hooks stay where they are.
         """
         if self._forgotten:
             return
@@ -79,7 +87,8 @@ class Ending:
             self._writer.close(None, bound)
             return
         try:
-            self._detach()
+            if not dying:
+                self._detach()
             if not self._writer.close(self._last_words(state, reason), bound):
                 self._tell_what_is_left()
         except Exception as error:  # noqa: BLE001 - ending must not break the program's own

@@ -49,7 +49,7 @@ class _Recordings:
         deadline = time.monotonic() + seconds
         for ending in list(_recordings):
             left = max(0.1, deadline - time.monotonic())
-            ending.end("failed" if failed else None, reason if failed else "", left)
+            ending.end("failed" if failed else None, reason if failed else "", left, dying=True)
 
     def bound(self) -> float:
         """The longest that any of them may take."""

@@ -24,9 +24,8 @@ _log = logging.getLogger("watchstep")
 def spill_root() -> Path:
     """Where spill folders lie: ``WATCHSTEP_SPILL``, or the user's cache, or a folder for the user in the temporary one."""
     if named := os.environ.get(SPILL):
-        return Path(named).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    home = Path(cache) if cache else Path("~/.cache").expanduser()
+        return Path(os.path.expanduser(named)).absolute()  # noqa: PTH111 - as below
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - it never raises
     if home.is_absolute() and os.access(home if home.is_dir() else home.parent, os.W_OK):
         return home / "watchstep" / "spill"
     return Path(tempfile.gettempdir()) / f"watchstep-spill-{os.getuid()}"

@@ -25,7 +25,7 @@ from typing import Any
 from watchstep import documents
 from watchstep.capture.identity import Identity
 from watchstep.capture.outgoing import Outgoing, Place
-from watchstep.errors import FormatError
+from watchstep.errors import BadNameError, FormatError
 from watchstep.layout import WriterId, check_name
 
 ABOUT = "spill.json"
@@ -79,7 +79,7 @@ class About:
                 documents.decode(documents.AttemptDocument, json.dumps(held["attempt"]).encode(), name),
                 writer,
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, BadNameError) as error:
             raise FormatError(f"{name}: not of a spill folder ({error!r})", _MEND) from error
 
 
@@ -114,9 +114,8 @@ class SpillFolder:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = root.stat()
         if held.st_uid != os.getuid() and not held.st_mode & stat.S_ISVTX:
-            raise PermissionError(
-                f"{root} belongs to another user"
-            )  # who could put another folder in our place
+            # Who could put another folder in the place of ours.
+            raise PermissionError(f"{root} belongs to another user")
         path.mkdir(mode=0o700)
         folder = cls._locked(path, create=True)
         assert folder is not None, "nobody else knows of it"
@@ -149,6 +148,9 @@ class SpillFolder:
                 return cls(path, lock)
         except (BlockingIOError, FileNotFoundError):
             pass
+        except OSError:  # a file system without locks
+            os.close(lock)
+            raise
         os.close(lock)
         return None
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 _EXIT_SECONDS = 2.0
+_STANDING_SECONDS = 0.1
 _LEAVING = 0  # no signal has this number
 _SENDER = struct.Struct("3i")  # process, user, group
 
@@ -51,6 +52,7 @@ class Termination:
             self._receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._previous: Callable[[int, FrameType | None], Any] | None = None
         self._handler = self._signalled  # one object: it is compared with what is installed
+        self._standing = threading.Event()
         self._leaving = threading.Event()
         self._exit_code = 0
         self._exit = os._exit
@@ -97,6 +99,7 @@ class Termination:
             self._previous(number, frame)
             return
         if os.getpid() == self._pid:
+            self._standing.set()
             self._send(number)
             time.sleep(self._ends.bound() + 1.0)  # the other thread ends the process before
         take_default_action(number)
@@ -119,6 +122,9 @@ class Termination:
             except OSError:
                 return
             if number == signal.SIGTERM:
+                self._standing.wait(
+                    _STANDING_SECONDS
+                )  # so that it records nothing meanwhile, if it runs Python
                 self._write_rest(self._ends.bound(), "SIGTERM", failed=True)
                 take_default_action(number)
             elif number == _LEAVING:
