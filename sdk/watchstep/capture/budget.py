@@ -3,7 +3,8 @@
 The recorder times itself. Every step brings an allowance, a share of the time that the program's own work took; what
 measuring, writing and the empty hooks cost is taken off it. A collection is measured when the allowance that has been
 saved up pays for it, the one that has waited longest first. In the first hundred steps the allowance is ten times as
-large: that is where most trainings go wrong.
+large: that is where most trainings go wrong. Steps can be so short that their share pays for nothing: then each brings a
+fixed allowance, and what the empty hooks cost is not taken off it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 DENSE_STEPS = 100
 DENSE_FACTOR = 10.0
 _MEMORY = 0.2  # weight of the newest value in running means
+_MEMORY_OF_LESS = 0.5  # … of a cost below its mean: what comes between makes costs too high, never too low
 _SPIKE = 4.0  # a cost is taken as at most so many times its mean: the process was interrupted, not slow
 _PATIENCE = 1.5  # allowance is saved up to so many times the dearest collection's cost
 
@@ -33,13 +35,19 @@ class _Unit:
     measured: int = 0
     in_step: float = 0.0
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether this is its first time: libraries are loaded then, memory is taken; that says nothing of its cost."""
+        return self.measured <= 1
+
     def settle(self) -> None:
         """A step is over: take what measuring cost in it into the mean."""
-        if self.in_step:
+        if self.in_step and not self.is_cold:
             old = self.cost
             counted = self.in_step if old is None else min(self.in_step, _SPIKE * old)
-            self.cost = counted if old is None else old + _MEMORY * (counted - old)
-            self.in_step = 0.0
+            weight = _MEMORY if old is None or counted > old else _MEMORY_OF_LESS
+            self.cost = counted if old is None else old + weight * (counted - old)
+        self.in_step = 0.0
 
 
 class Budget:
@@ -47,7 +55,7 @@ class Budget:
 
     Attributes:
         share: of the program's own time.
-        allowance: seconds a step besides, for steps so short that a share of them is nothing.
+        allowance: seconds that a step brings at least, besides what the empty hooks cost.
     """
 
     def __init__(
@@ -90,10 +98,13 @@ class Budget:
             unit.measured += 1
             unit.last = self._step
         unit.in_step += seconds
-        self._take(seconds)
+        if unit.is_cold:
+            self.asked(seconds)
+        else:
+            self._take(seconds)
 
     def asked(self, seconds: float) -> None:
-        """What the program asked for besides took so long: it is told, and takes nothing off the allowance."""
+        """What comes once, or is asked for besides, took so long: it is told, and takes nothing off the allowance."""
         self._spent += seconds
         self._spent_in_step += seconds
 
@@ -131,7 +142,7 @@ class Budget:
         """Whether the gate and the empty hooks alone cost more than the budget, once the first steps are over."""
         if self._step < DENSE_STEPS or self._step_time is None:
             return False
-        return self._floor > self.share * self._step_time + self.allowance
+        return self._floor > self.share * self._step_time
 
     def _take(self, seconds: float) -> None:
         self._spent += seconds
@@ -147,7 +158,7 @@ class Budget:
         self._step = step
         if self._step_time is not None:
             factor = DENSE_FACTOR if step < DENSE_STEPS else 1.0
-            self._saved += factor * (self.share * self._step_time + self.allowance)
+            self._saved += max(factor * self.share * self._step_time, self.allowance + self._floor)
         dearest = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
         self._saved = min(self._saved, _PATIENCE * dearest)
         left, due = self._saved, set()

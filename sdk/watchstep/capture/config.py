@@ -98,7 +98,8 @@ class CaptureConfig:
         collections: name → cadence, or collection with selectors; what no collection holds is not recorded.
         overhead_budget: share of the program's own time that recording may take; it decides how often collections
             with an adaptive cadence are measured. None for no budget: these are then measured at every step.
-        allowance_seconds: that may be spent on each step besides, for steps so short that a share is nothing.
+        allowance_seconds: that measuring may take of each step at least, for steps so short that their share pays for
+            nothing; the share decides where a step takes longer than a hundred times that.
         gate: look for NaN and infinity at every step, and measure everything of a step that has some.
         gradients: where a program clips gradients by `torch.nn.utils`: as they were before it, or are after it.
         probes: figures besides the row, see `PROBES`.
@@ -109,7 +110,7 @@ class CaptureConfig:
 
     collections: Mapping[str, Cadence | Collection] = field(default_factory=_default_collections)
     overhead_budget: float | None = 0.01
-    allowance_seconds: float = 0.0
+    allowance_seconds: float = 1e-4
     gate: bool = True
     gradients: Literal["after_clipping", "before_clipping"] = "after_clipping"
     probes: tuple[str, ...] = PROBES

@@ -109,7 +109,8 @@ class Schedule:
         if not self._told and self.budget.floor_exceeds:
             self._told = True
             self._health.note(
-                "budget", "the gate and the empty hooks alone cost more than the budget: steps are tiny"
+                "budget",
+                "the gate and the empty hooks alone cost more than the budget: steps are tiny; measuring takes its allowance",
             )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,7 @@ KIND_OF_WIDTH = {1: KINDS["float8_e5m2"], 2: KINDS["float16"], 4: KINDS["float32
 _BINS = 600
 _BINS_FLOAT64 = 4300
 _FLOAT64 = KINDS["float64"]
+_COUNTS, _VALUES = len(COUNT_COLUMNS), len(VALUE_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,37 @@ class Memory:
     kind: int
 
 
+class Measured:
+    """Figures as the library wrote them; made into columns where they are collected, off the training thread.
+
+    Attributes:
+        nonfinite: whether some element is NaN or infinite.
+    """
+
+    def __init__(self, figures: NDArray[np.int64], rows: int, *, nonfinite: bool) -> None:
+        self._figures = figures
+        self._rows = rows
+        self.nonfinite: bool | None = nonfinite
+
+    def collect(self) -> StatisticsBatch:
+        """The statistics."""
+        rows, figures = self._rows, self._figures
+        ends = np.cumsum([_COUNTS * rows, _VALUES * rows, rows + 1])
+        counts, values, offsets, histogram = np.split(figures, ends)
+        used = int(offsets[-1])
+        bins = histogram[used:].view(np.int16)[:used]
+        return StatisticsBatch.from_matrices(
+            counts.reshape(-1, _COUNTS),
+            values.view(np.float64).reshape(-1, _VALUES),
+            Histograms(offsets, bins, histogram[:used]),
+        )
+
+
 class NativeKernel:
-    """The loaded library. Thread-safe; holds nothing."""
+    """The loaded library. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._kept = threading.local()
         self._measure = library.watchstep_measure
         pointers = [ctypes.c_void_p] * 3
         self._measure.argtypes = [ctypes.c_int64, *pointers, ctypes.c_int64, *[ctypes.c_void_p] * 5]
@@ -84,7 +114,7 @@ class NativeKernel:
         held = [array.ctypes.data for array in (addresses, sizes, kinds)]
         return bool(self._nonfinite(len(tensors), *held, turn, slices))
 
-    def measure(self, tensors: Sequence[Memory], *, histogram: bool = True) -> StatisticsBatch:
+    def measure(self, tensors: Sequence[Memory], *, histogram: bool = True) -> Measured:
         """Measure tensors, one row each.
 
         Args:
@@ -95,19 +125,30 @@ class NativeKernel:
             ValueError: a kind is unknown.
         """
         rows = len(tensors)
-        addresses, sizes, kinds = _columns(tensors)
-        room = int(np.minimum(sizes, np.where(kinds == _FLOAT64, _BINS_FLOAT64, _BINS)).sum())
-        counts = np.empty((rows, len(COUNT_COLUMNS)), np.int64)
-        values = np.empty((rows, len(VALUE_COLUMNS)), np.float64)
-        offsets = np.empty(rows + 1, np.int64)
-        bins, held = np.empty(room, np.int16), np.empty(room, np.int64)
-        given = [array.ctypes.data for array in (addresses, sizes, kinds)]
-        filled = [array.ctypes.data for array in (counts, values, offsets, bins, held)]
-        bad = self._measure(rows, *given, int(histogram), *filled)
-        if bad:
-            raise _unknown_kind(tensors, bad - 1)
-        used = int(offsets[-1])
-        return StatisticsBatch.from_matrices(counts, values, Histograms(offsets, bins[:used], held[:used]))
+        room = sum(min(t.elements, _BINS_FLOAT64 if t.kind == _FLOAT64 else _BINS) for t in tensors)
+        sizes_of_parts = (0, rows, rows, rows, _COUNTS * rows, _VALUES * rows, rows + 1, room)
+        places = list(itertools.accumulate(sizes_of_parts))
+        buffer = self._room_for(places[-1] + room)
+        buffer[: places[3]] = [
+            *(tensor.address for tensor in tensors),
+            *(tensor.elements for tensor in tensors),
+            *(tensor.kind for tensor in tensors),
+        ]
+        start = buffer.ctypes.data
+        data, sizes, kinds, counts, values, offsets, held, bins = (start + 8 * place for place in places)
+        found = self._measure(rows, data, sizes, kinds, int(histogram), counts, values, offsets, bins, held)
+        if found < 0:
+            raise _unknown_kind(tensors, -found - 1)
+        used = int(buffer[places[6] - 1])
+        figures = buffer[places[3] : places[6] + used], buffer[places[7] : places[7] + (used + 3) // 4]
+        return Measured(np.concatenate(figures), rows, nonfinite=found > 0)
+
+    def _room_for(self, numbers: int) -> NDArray[np.int64]:
+        """Memory of this thread's own, kept from call to call: to take it anew would cost more than small tensors do."""
+        held: NDArray[np.int64] | None = getattr(self._kept, "buffer", None)
+        if held is None or len(held) < numbers:
+            held = self._kept.buffer = np.empty(numbers, np.int64)
+        return held
 
     def checksums(self, tensors: Sequence[Memory]) -> NDArray[np.int64]:
         """Checksums of tensors, as `watchstep.kernels.checksum` defines them.
@@ -133,11 +174,11 @@ def _unknown_kind(tensors: Sequence[Memory], place: int) -> ValueError:
 
 def _columns(
     tensors: Sequence[Memory],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32]]:
+) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
     return (
         np.array([tensor.address for tensor in tensors], np.uint64),
         np.array([tensor.elements for tensor in tensors], np.int64),
-        np.array([tensor.kind for tensor in tensors], np.int32),
+        np.array([tensor.kind for tensor in tensors], np.int64),
     )
 
 

@@ -28,7 +28,6 @@ from watchstep.statistics import StatisticsBatch
 class TorchKernel:
     """Measures dense and sparse tensors of every real dtype; complex ones as their real and imaginary parts."""
 
-    @torch.no_grad()
     def measure(self, tensors: Sequence[Tensor]) -> Measurement:
         """Start to measure.
 
@@ -58,7 +57,7 @@ def _measure(plain: list[Tensor]) -> Measurement:
     native = native_kernel.load()
     if native is not None and all(tensor.dtype in _NATIVE for tensor in plain):
         dense = [_dense(tensor) for tensor in plain]
-        return Ready(native.measure([_memory(tensor) for tensor in dense]))
+        return native.measure([_memory(tensor) for tensor in dense])
     return Ready(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
 
 

@@ -107,7 +107,7 @@ static int64_t checksum(const void *data, size_t n, int width)
 
    data, sizes, kinds: where each lies, how many elements it has, of which kind: only its width counts.
    Returns 0, or 1 + the place of a tensor whose kind is unknown. */
-int64_t watchstep_checksum(int64_t n, const void *const *data, const int64_t *sizes, const int32_t *kinds,
+int64_t watchstep_checksum(int64_t n, const void *const *data, const int64_t *sizes, const int64_t *kinds,
                            int64_t *checksums)
 {
     static const int widths[KINDS] = {[FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2,

@@ -51,7 +51,7 @@ static int any_nonfinite(const void *data, size_t from, size_t n, int kind)
 
 /* Whether some tensor holds NaN or infinity: small ones whole, of large ones the slice of this turn.
    Returns 1 + the place of the first that does, 0 for none, -1 for an unknown kind. */
-int64_t watchstep_nonfinite(int64_t n, const void *const *data, const int64_t *sizes, const int32_t *kinds,
+int64_t watchstep_nonfinite(int64_t n, const void *const *data, const int64_t *sizes, const int64_t *kinds,
                             int64_t turn, int64_t slices)
 {
     for (int64_t i = 0; i < n; i++) {

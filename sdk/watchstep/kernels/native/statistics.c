@@ -247,14 +247,14 @@ static void write_row(const Row *row, int64_t n, int64_t *counts, double *values
    counts, values: n rows of 6 and of 7, in the order of statistics.py.
    offsets: n + 1 places of the histograms in bins and histogram_counts, which have room for 600 bins a tensor, 4300 if
    it is of float64, or as many as it has elements if that is less.
-   Returns 0, or 1 + the place of a tensor whose kind is unknown. */
-int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *sizes, const int32_t *kinds,
+   Returns how many of them hold NaN or infinity, or less than zero: -1 - the place of a tensor whose kind is unknown. */
+int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *sizes, const int64_t *kinds,
                           int64_t with_histogram, int64_t *counts, double *values, int64_t *offsets, int16_t *bins,
                           int64_t *histogram_counts)
 {
     Histogram32 histogram32;
     Histogram64 histogram64;
-    int64_t bad = 0;
+    int64_t bad = 0, nonfinite = 0;
     int is_ready64 = 0;
 #if defined(__x86_64__)
     unsigned int mode = _mm_getcsr();
@@ -267,7 +267,7 @@ int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *siz
         int16_t *own_bins = bins + offsets[i];
         int64_t *own_counts = histogram_counts + offsets[i], written = 0;
         if (kinds[i] < 0 || kinds[i] >= KINDS) {
-            bad = 1 + i;
+            bad = -1 - i;
             break;
         }
         if (kinds[i] == FLOAT64) {
@@ -280,11 +280,12 @@ int64_t watchstep_measure(int64_t n, const void *const *data, const int64_t *siz
             if (with_histogram)
                 written = write_bins32(&histogram32, row.abs_min, fmax(-row.min, row.max), own_bins, own_counts);
         }
+        nonfinite += row.nan + row.pos_inf + row.neg_inf > 0;
         write_row(&row, sizes[i], counts + 6 * i, values + 7 * i);
         offsets[i + 1] = offsets[i] + written;
     }
 #if defined(__x86_64__)
     _mm_setcsr(mode);
 #endif
-    return bad;
+    return bad ? bad : nonfinite;
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from watchstep.pytorch.probes.on_the_way import OnTheWay
@@ -35,15 +34,19 @@ class _Counts:
     """One row: how many channels there are, how many are dead, how many saturated; NaN for what cannot be."""
 
     channels: int
-    figures: OnTheWay
+    dead: OnTheWay | None
+    saturated: OnTheWay | None
 
     def collect(self) -> dict[str, Floats]:
-        dead, saturated = self.figures.numbers()
         return {
             "channels": np.array([float(self.channels)]),
-            "dead_channels": np.array([dead]),
-            "saturated_channels": np.array([saturated]),
+            "dead_channels": _number(self.dead),
+            "saturated_channels": _number(self.saturated),
         }
+
+
+def _number(flags: OnTheWay | None) -> Floats:
+    return np.array([np.nan if flags is None else flags.numbers().sum()])
 
 
 class ChannelProbe:
@@ -61,7 +64,6 @@ class ChannelProbe:
         """Whether the module is one whose channels die or saturate."""
         return self._may_die or self._bounds is not None
 
-    @torch.no_grad()
     def look(self, output: Tensor, step: int, mode: Mode) -> _Counts | None:
         """Count in one pass of a step.
 
@@ -82,9 +84,8 @@ class ChannelProbe:
         if self._pass == (step, mode):
             found = [_both(new, old) for new, old in zip(found, self._so_far, strict=True)]
         self._pass, self._so_far = (step, mode), found
-        none = torch.full((), torch.nan, device=held.device)
-        counts = [none if flags is None else flags.sum().to(torch.float32) for flags in found]
-        return _Counts(held.shape[channel], OnTheWay(torch.stack(counts)))
+        dead, saturated = (None if flags is None else OnTheWay(flags) for flags in found)
+        return _Counts(held.shape[channel], dead, saturated)
 
     def _dead(self, held: Tensor, others: list[int]) -> Tensor | None:
         if not self._may_die:
