@@ -43,6 +43,14 @@ class Probe(Protocol):
         ...
 
 
+class Condition(Protocol):
+    """Whether something measured counts, where that is not known when it is measured."""
+
+    def holds(self) -> bool:
+        """The answer; waits for the device. Called off the training thread."""
+        ...
+
+
 @dataclass(frozen=True)
 class Record:
     """Statistics of a group at one step in one mode.
@@ -55,6 +63,7 @@ class Record:
         group: the tensors.
         measurement: their statistics.
         probes: figures besides.
+        condition: where it does not hold, the record is left out.
     """
 
     step: int
@@ -64,6 +73,7 @@ class Record:
     group: Group
     measurement: Measurement
     probes: tuple[Probe, ...] = ()
+    condition: Condition | None = None
 
     @property
     def bytes(self) -> int:
@@ -121,5 +131,6 @@ def _least(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
 
 
 def join(records: list[Record]) -> Block:
-    """All records as one block in canonical order."""
-    return merge_repeats(concatenate([to_block(record) for record in records]))
+    """All records whose condition holds as one block in canonical order."""
+    held = [record for record in records if record.condition is None or record.condition.holds()]
+    return merge_repeats(concatenate([to_block(record) for record in held])) if held else Block.empty()

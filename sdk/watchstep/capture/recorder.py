@@ -5,16 +5,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
 from watchstep.capture.health import Health
-from watchstep.capture.record import Group, Probe, Record
+from watchstep.capture.record import Condition, Group, Probe, Record
 from watchstep.control import StopRequest
 from watchstep.kernels.interface import Measurement
 from watchstep.kernels.ready import Ready
 from watchstep.statistics import scalars
 from watchstep.stopping import OnStop, StopTraining
 from watchstep.tensors import LOSSES, METRICS, Mode, TensorInfo
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """A number that is not known yet."""
+
+    measurement: Measurement
+    condition: Condition | None
 
 
 class Recorder:
@@ -33,7 +42,7 @@ class Recorder:
         self._on_stop = on_stop
         self._stop_request: StopRequest | None = None
         self._pending: list[Record] = []
-        self._scalars: dict[tuple[Mode, str], tuple[TensorInfo, float]] = {}
+        self._scalars: dict[tuple[Mode, str], tuple[TensorInfo, float | _Awaited]] = {}
         self._finished = False
         self._nonfinite = False
         self._was_nonfinite = False
@@ -52,12 +61,19 @@ class Recorder:
             self._finished = False
 
     def add(
-        self, group: Group, measurement: Measurement, mode: Mode = "train", probes: tuple[Probe, ...] = ()
+        self,
+        group: Group,
+        measurement: Measurement,
+        mode: Mode = "train",
+        probes: tuple[Probe, ...] = (),
+        condition: Condition | None = None,
     ) -> None:
-        """Record statistics at the current step."""
+        """Record statistics at the current step, if a condition holds that is known later."""
         if not group.tensors:
             return
-        self._pending.append(Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes))
+        self._pending.append(
+            Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes, condition)
+        )
         self._nonfinite |= bool(measurement.nonfinite)
 
     def scalar(self, name: str, value: float, mode: Mode = "train", *, derived: bool = False) -> None:
@@ -66,6 +82,21 @@ class Recorder:
         if derived and held is not None and not held[0].derived:
             return
         self._scalars[mode, name] = (scalar_info(name, derived=derived), float(value))
+
+    def awaited_scalar(
+        self,
+        name: str,
+        measurement: Measurement,
+        mode: Mode = "train",
+        *,
+        derived: bool = False,
+        condition: Condition | None = None,
+    ) -> None:
+        """Record a number that is still on its way from a device, as `scalar` does one at hand."""
+        held = self._scalars.get((mode, name))
+        if derived and held is not None and not held[0].derived:
+            return
+        self._scalars[mode, name] = (scalar_info(name, derived=derived), _Awaited(measurement, condition))
 
     def finish(self) -> None:
         """The update of the current step is done.
@@ -98,8 +129,11 @@ class Recorder:
 
     def _flush_scalars(self) -> None:
         by_mode: dict[Mode, list[tuple[TensorInfo, float]]] = {}
-        for (mode, _), entry in self._scalars.items():
-            by_mode.setdefault(mode, []).append(entry)
+        for (mode, _), (info, value) in self._scalars.items():
+            if isinstance(value, _Awaited):
+                self.add(Group.of((info,)), value.measurement, mode, condition=value.condition)
+            else:
+                by_mode.setdefault(mode, []).append((info, value))
         self._scalars = {}
         for mode, entries in by_mode.items():
             infos = tuple(info for info, _ in entries)

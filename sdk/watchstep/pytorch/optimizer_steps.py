@@ -29,6 +29,7 @@ class StepListener(Protocol):
 _listeners: list[weakref.ref[StepListener]] = []
 _depth: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _installed: list[Any] = []
+_begun = [0]
 
 
 def listen(listener: StepListener) -> None:
@@ -50,6 +51,11 @@ def settle() -> None:
         _depth.clear()
 
 
+def begun() -> int:
+    """How many steps of optimizers have begun since someone listens."""
+    return _begun[0]
+
+
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return callable(kwargs.get("closure")) or any(callable(argument) for argument in args)
 
@@ -60,6 +66,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     depth = _depth.get(optimizer, 0)
     _depth[optimizer] = depth + 1
     if depth == 0:
+        _begun[0] += 1
         has_closure = _has_closure(_without_self(optimizer, args), kwargs)
         for held in _listeners:
             if (listener := held()) is not None:

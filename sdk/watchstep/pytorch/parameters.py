@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from watchstep.capture.record import Group, Probe
+from watchstep.capture.record import Condition, Group, Probe
 from watchstep.capture.session import Session
-from watchstep.kernels.interface import Kernel
+from watchstep.kernels.interface import Kernel, Measurement
 from watchstep.kernels.once import Once
+from watchstep.pytorch.gradient_scaler import PLAIN, Scaling
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.probes.checksums import Checksums
 from watchstep.pytorch.probes.gradient_cosine import GradientCosine
 from watchstep.pytorch.probes.samples import elements_of_each, views
 from watchstep.pytorch.probes.update_ratio import UpdateRatio
+from watchstep.pytorch.unscaled_gradients import measure_unscaled
 from watchstep.tensors import Placement, TensorInfo
+
+_MOST_CLIPPED = 64  # different sets of parameters that are clipped together, as they are kept
 
 Collections = tuple[str, ...]
 
@@ -51,12 +55,22 @@ class Updated:
     checksums: list[_Part]
 
 
+@dataclass(frozen=True)
+class MeasuredGradients:
+    """Gradients that are measured, and not yet recorded."""
+
+    group: Group
+    measurement: Measurement
+    probes: tuple[Probe, ...]
+
+
 @dataclass
 class _Before:
     """Samples of weights before an update."""
 
     charged: str
     part: _Part
+    condition: Condition | None
     samples: list[Tensor] = field(default_factory=list)
 
 
@@ -74,6 +88,7 @@ class Parameters:
         self._before: weakref.WeakKeyDictionary[Optimizer, list[_Before]] = weakref.WeakKeyDictionary()
         self._groups: dict[tuple[str, Collections], Group] = {}
         self._states: dict[tuple[int, str], TensorInfo] = {}
+        self._clipped: dict[tuple[int, ...], Updated] = {}
         self._cosine = GradientCosine() if "gradient_cosine" in session.config.probes else None
 
     def of(self, optimizer: Optimizer) -> Updated:
@@ -91,6 +106,7 @@ class Parameters:
     def _look_again(self) -> None:
         self._named = self._names.parameters()
         self._states.clear()
+        self._clipped.clear()
         if self._cosine is not None:
             self._cosine.forget()
 
@@ -110,28 +126,68 @@ class Parameters:
             self._recorder.add(group, Checksums.of([named.parameter for named in part.members]))
             self._schedule.spent(charged, since)
 
-    def measure_gradients(self, updated: Updated, step: int) -> None:
-        """Gradients that are due, as they are now."""
-        for charged, part in self._due(updated.gradients, step):
+    def measure_gradients(
+        self, updated: Updated, step: int, scaling: Scaling = PLAIN, but: Collection[int] = ()
+    ) -> None:
+        """Gradients that are due, as they are now.
+
+        Args:
+            updated: whose.
+            step: at which step.
+            scaling: what a gradient scaler did to them; the record is of the gradients without it.
+            but: ids of parameters whose gradients have been measured already.
+        """
+        for found in self._gradients(updated.gradients, step, scaling, but):
+            self._recorder.add(found.group, found.measurement, probes=found.probes, condition=scaling.updates)
+
+    def watched(self, parameters: Iterable[Tensor]) -> frozenset[int]:
+        """The ids of those parameters that are this model's."""
+        return frozenset(id(parameter) for parameter in parameters if id(parameter) in self._named)
+
+    def gradients_of(self, parameters: Sequence[Tensor], step: int) -> list[MeasuredGradients]:
+        """Measure gradients of some watched parameters that are due, as they are now, without recording them."""
+        ids = tuple(map(id, parameters))
+        updated = self._clipped.get(ids)
+        if updated is None:
+            if len(self._clipped) >= _MOST_CLIPPED:
+                self._clipped.clear()
+            updated = self._clipped[ids] = _arranged(list(ids), [self._named[i] for i in ids])
+        return list(self._gradients(updated.gradients, step))
+
+    def _gradients(
+        self, parts: list[_Part], step: int, scaling: Scaling = PLAIN, but: Collection[int] = ()
+    ) -> Iterator[MeasuredGradients]:
+        for charged, part in self._due(parts, step):
             since = self._schedule.now()
-            held = _Part(part.collections, [n for n in part.members if n.parameter.grad is not None])
-            found = [n.parameter.grad for n in held.members if n.parameter.grad is not None]
-            probes: tuple[Probe, ...] = ()
-            if self._cosine is not None:
-                owners = [named.parameter for named in held.members]
-                cosines = self._cosine.look(owners, found, len(self._named))
-                probes = () if cosines is None else (cosines,)
-            self._record("gradient", part.collections, _described(held, _gradient), found, probes)
+            members = [n for n in part.members if n.parameter.grad is not None and id(n.parameter) not in but]
+            found = [n.parameter.grad for n in members if n.parameter.grad is not None]
+            if found:
+                probes: tuple[Probe, ...] = ()
+                if self._cosine is not None:
+                    owners = [named.parameter for named in members]
+                    cosines = self._cosine.look(owners, found, len(self._named))
+                    probes = () if cosines is None else (cosines,)
+                described = _described(_Part(part.collections, members), _gradient)
+                yield MeasuredGradients(
+                    self._group("gradient", part.collections, described),
+                    self._measure_gradients(found, scaling),
+                    probes,
+                )
             self._schedule.spent(charged, since)
 
-    def before_update(self, optimizer: Optimizer, step: int) -> None:
-        """Keep samples of the weights whose update is due."""
+    def _measure_gradients(self, found: list[Tensor], scaling: Scaling) -> Measurement:
+        if scaling.scale is None:
+            return self._kernel.measure(found)
+        return measure_unscaled(self._kernel, found, scaling.scale, powers_of_two=scaling.powers_of_two)
+
+    def before_update(self, optimizer: Optimizer, step: int, condition: Condition | None = None) -> None:
+        """Keep samples of the weights whose update is due, if a condition holds that is known later."""
         kept = []
         most = elements_of_each(len(self._named))
         for charged, part in self._due(self.of(optimizer).updates, step):
             since = self._schedule.now()
             samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
-            kept.append(_Before(charged, part, samples))
+            kept.append(_Before(charged, part, condition, samples))
             self._schedule.spent(charged, since)
         self._before[optimizer] = kept
 
@@ -151,9 +207,8 @@ class Parameters:
             probes: tuple[Probe, ...] = ()
             if "update_ratio" in self._config.probes:
                 probes = (UpdateRatio(update, self._kernel.measure(before.samples)),)
-            self._recorder.add(
-                self._group("update", part.collections, _described(part, _update)), update, probes=probes
-            )
+            group = self._group("update", part.collections, _described(part, _update))
+            self._recorder.add(group, update, probes=probes, condition=before.condition)
             self._schedule.spent(before.charged, since)
         self._measure_state(optimizer, step)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from watchstep.capture.record import Group
-from watchstep.capture.recorder import Recorder, scalar_info
+from watchstep.capture.recorder import Recorder
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.tensors import Mode
 
@@ -21,4 +20,4 @@ def record_tensor(recorder: Recorder, name: str, value: Tensor, mode: Mode, *, d
     if value.device.type == "cpu":
         recorder.scalar(name, value.detach().item(), mode, derived=derived)
         return
-    recorder.add(Group.of((scalar_info(name, derived=derived),)), TorchKernel().measure([value]), mode)
+    recorder.awaited_scalar(name, TorchKernel().measure([value]), mode, derived=derived)

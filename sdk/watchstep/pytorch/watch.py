@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from watchstep import tensors
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
 from watchstep.kernels.interface import Kernel
-from watchstep.pytorch import backward_losses, device_kernel, optimizer_steps, snapshots
+from watchstep.pytorch import (
+    backward_losses,
+    clipping,
+    device_kernel,
+    gradient_scaler,
+    optimizer_steps,
+    snapshots,
+)
 from watchstep.pytorch.activations import ActivationHooks
 from watchstep.pytorch.backward_losses import FoundLoss, LossNames
+from watchstep.pytorch.clipped_gradients import ClippedGradients
 from watchstep.pytorch.gate import GradientGate
+from watchstep.pytorch.gradient_scaler import Scaling
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import NamedParameter, Names
-from watchstep.pytorch.parameters import Parameters
+from watchstep.pytorch.parameters import Parameters, Updated
 from watchstep.pytorch.scalars import record_tensor
+from watchstep.pytorch.scaler_metrics import ScalerMetrics
 from watchstep.stopping import StopTraining
 from watchstep.tensors import Mode
 
@@ -54,16 +65,24 @@ class Watch:
         names = Names(model, name, session.config.chosen)
         self._model = names.model
         self._parameters = Parameters(session, names, kernel)
+        self._clipped = ClippedGradients(session, self._parameters)
+        self._scaler = ScalerMetrics(session)
         snapshots.prepare(session, list(names.parameters().values()))
         self._handle = self._model.register_forward_pre_hook(self._before_forward)
         self._activations = ActivationHooks(session, names, kernel, self._mode)
         optimizer_steps.listen(self)
         backward_losses.listen(self)
+        gradient_scaler.listen(self)
+        clipping.listen(self)
+        if unseen := clipping.not_observed():
+            self._health.note("clipping", f"not observed in this version of PyTorch: {', '.join(unseen)}")
 
     def detach(self) -> None:
         """Stop listening, and take the hooks off the model."""
         optimizer_steps.forget(self)
         backward_losses.forget(self)
+        gradient_scaler.forget(self)
+        clipping.forget(self)
         self._handle.remove()
         self._activations.remove()
 
@@ -73,6 +92,7 @@ class Watch:
             if self._captured():
                 return
             self._begin()
+            self._clipped.after_backward()
             if self._config.gate and self._gate.loss_is_bad(loss.value):
                 self._look_at_outputs()
             name = self._loss_names.of(loss.place)
@@ -86,9 +106,13 @@ class Watch:
         try:
             if self._captured():
                 return
+            scaling = gradient_scaler.scaling_of(optimizer)
+            if scaling.skips:
+                self._see_skip(optimizer)
+                return
             if not has_closure:
-                self._measure(optimizer, has_closure=False)
-            self._parameters.before_update(optimizer, self._recorder.step)
+                self._measure(optimizer, scaling, has_closure=False)
+            self._parameters.before_update(optimizer, self._recorder.step, scaling.updates)
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("measuring", error)
 
@@ -98,16 +122,48 @@ class Watch:
             if self._captured():
                 return
             if has_closure:
-                self._measure(optimizer, has_closure=True)
+                self._measure(optimizer, gradient_scaler.PLAIN, has_closure=True)
             self._parameters.after_update(optimizer, self._recorder.step)
-            if optimizer is self._primary and self.counts_steps:
-                self._recorder.begin()
-                self._recorder.finish()
-                self._report_unseen()
+            self._finish(optimizer)
         except StopTraining:
             raise
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("step", error)
+
+    def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """A gradient scaler is about to call the optimizer, or to leave it out."""
+        try:
+            if not self._captured() and self._updated(optimizer) is not None and optimizer is self._primary:
+                self._scaler.scale(scale)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("gradient scaler", error)
+
+    def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """A gradient scaler left the optimizer out. The batch is used up: that is a step of the run all the same."""
+        try:
+            if self._see_skip(optimizer) and optimizer is self._primary:
+                self._scaler.scale(scale, skipped=True)
+            self._finish(optimizer)
+        except StopTraining:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("gradient scaler", error)
+
+    def clipping(self, parameters: Sequence[Tensor]) -> None:
+        """Gradients are about to be clipped."""
+        try:
+            if not self._captured():
+                self._clipped.clipping(parameters)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("clipping", error)
+
+    def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
+        """The norm of gradients that are clipped."""
+        try:
+            if not self._captured():
+                self._clipped.clipped(parameters, norm)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("clipping", error)
 
     def adopt_loss(self, losses: list[FoundLoss]) -> None:
         """Losses that were found before this model was watched belong to the step under way."""
@@ -151,25 +207,55 @@ class Watch:
         self._schedule.demand(self._recorder.step)
         self._saw_bad(self._recorder.step)
 
-    def _measure(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        began = self._schedule.now()
+    def _updated(self, optimizer: Optimizer) -> Updated | None:
+        """The watched parameters of an optimizer whose turn it is; None where there are none."""
         updated = self._parameters.of(optimizer)
         if not updated.parameters:
-            return
+            return None
         if self._primary is None:
             self._primary = optimizer
         if optimizer is self._primary and self.counts_steps:
             self._recorder.begin()
+        return updated
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        if optimizer is self._primary and self.counts_steps:
+            self._recorder.begin()
+            self._recorder.finish()
+            self._report_unseen()
+
+    def _see_skip(self, optimizer: Optimizer) -> bool:
+        """The update is left out: its gradients are no part of the record. Whether it is one of this model's."""
+        updated = self._updated(optimizer)
+        if updated is None:
+            return False
+        self._clipped.drop(updated.ids)
+        self._scaler.skipped()
+        self._parameters.measure_weights(updated, self._recorder.step)
+        self._parameters.measure_checksums(updated, self._recorder.step)
+        return True
+
+    def _measure(self, optimizer: Optimizer, scaling: Scaling, *, has_closure: bool) -> None:
+        began = self._schedule.now()
+        updated = self._updated(optimizer)
+        if updated is None:
+            return
         step = self._recorder.step
-        gradients = [p.parameter.grad for p in updated.parameters if p.parameter.grad is not None]
-        if self._config.gate and self._gate.holds_nonfinite(gradients):
+        if scaling.is_skipped is not None:
+            self._scaler.skipped(scaling.is_skipped)
+        elif self._config.gate and self._holds_nonfinite(updated):
             self._schedule.demand(step)
             self._saw_bad(step)
         self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
         self._parameters.measure_weights(updated, step)
         self._parameters.measure_checksums(updated, step)
-        self._parameters.measure_gradients(updated, step)
+        measured = self._clipped.release(updated.ids, scaling.updates)
+        self._parameters.measure_gradients(updated, step, scaling, measured)
         self._snapshot(step, updated.parameters, "after the update" if has_closure else "before the update")
+
+    def _holds_nonfinite(self, updated: Updated) -> bool:
+        gradients = [p.parameter.grad for p in updated.parameters if p.parameter.grad is not None]
+        return self._gate.holds_nonfinite(gradients)
 
     def _saw_bad(self, step: int) -> None:
         if self._session.snapshots.bad(step):

@@ -1,0 +1,156 @@
+"""Steps under `torch.amp.GradScaler`: which updates it skips, and by what gradients are multiplied.
+
+The scaler leaves an update out where some gradient is NaN or infinite. That is how it finds its scale, and no fault.
+Most optimizers are then not called at all, so no hook of theirs fires: ``GradScaler.step`` is wrapped once for the
+process. Fused optimizers are called in any case, with scaled gradients, and find in ``grad_scale`` and ``found_inf``
+what to divide by and whether to do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from watchstep.pytorch import optimizer_steps
+from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.pytorch.unscaled_gradients import is_power_of_two
+
+
+class ScalerListener(Protocol):
+    """Is told of every step of every enabled gradient scaler."""
+
+    def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """An optimizer is about to step, or to be left out. The scale is that of its gradients, of one element."""
+        ...
+
+    def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """The optimizer was not called: a gradient is NaN or infinite. May raise `StopTraining`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a gradient scaler does to the step of an optimizer that is being called.
+
+    Attributes:
+        scale: what the gradients are still multiplied by, one element; None where they are as the program knows them.
+        powers_of_two: whether the scale is one, as far as the scaler's factors say.
+        skips: whether the update is known to be left out.
+        overflow: on a device: not zero where the update is left out.
+    """
+
+    scale: Tensor | None = None
+    powers_of_two: bool = True
+    skips: bool = False
+    overflow: OnTheWay | None = None
+
+    @property
+    def updates(self) -> _Overflow | None:
+        """Holds where the update is made; None where that is known."""
+        return None if self.overflow is None else _Overflow(self.overflow, found=False)
+
+    @property
+    def is_skipped(self) -> _Overflow | None:
+        """Holds where the update is left out; None where that is known."""
+        return None if self.overflow is None else _Overflow(self.overflow, found=True)
+
+
+@dataclass(frozen=True)
+class _Overflow:
+    """Whether a gradient was NaN or infinite."""
+
+    number: OnTheWay
+    found: bool
+
+    def holds(self) -> bool:
+        """The answer; waits for the device."""
+        return bool(self.number.numbers() != 0) == self.found
+
+
+PLAIN = Scaling()
+_listeners: list[weakref.ref[ScalerListener]] = []
+_installed: list[bool] = []
+_stepping: list[Any] = []
+_unobserved: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def listen(listener: ScalerListener) -> None:
+    """Tell a listener of gradient scalers' steps for as long as it lives."""
+    if not _installed:
+        _installed.append(True)
+        scaler = torch.amp.GradScaler
+        scaler.step = _telling(scaler.step)  # type: ignore[method-assign]
+    _listeners.append(weakref.ref(listener))
+
+
+def forget(listener: ScalerListener) -> None:
+    """Tell it no more."""
+    _listeners[:] = [held for held in _listeners if held() not in {None, listener}]
+
+
+def scaling_of(optimizer: Optimizer) -> Scaling:
+    """What a gradient scaler says to an optimizer whose step has begun. Reads it in host memory alone."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return PLAIN
+    scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    scale = scale if isinstance(scale, Tensor) else None
+    exact = not _stepping or _has_powers_of_two(_stepping[-1])
+    if not isinstance(overflow, Tensor):
+        return Scaling(scale, exact)
+    if overflow.device.type == "cpu":
+        return Scaling(scale, exact, skips=bool(overflow.item()))
+    return Scaling(scale, exact, overflow=OnTheWay(overflow))
+
+
+def _telling(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def call(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = getattr(self, "_scale", None)
+        if torch.compiler.is_compiling() or not _listeners or not self.is_enabled() or scale is None:
+            return step(self, optimizer, *args, **kwargs)
+        if not isinstance(optimizer, Optimizer):
+            return step(self, optimizer, *args, **kwargs)
+        for held in _listeners:
+            if (listener := held()) is not None:
+                listener.scaled(optimizer, scale)
+        begun = optimizer_steps.begun()
+        _stepping.append(self)
+        try:
+            result = step(self, optimizer, *args, **kwargs)
+        finally:
+            _stepping.pop()
+        if optimizer_steps.begun() == begun and _overflowed(self, optimizer):
+            for held in _listeners:
+                if (listener := held()) is not None:
+                    listener.skipped(optimizer, scale)
+        return result
+
+    return call
+
+
+def _overflowed(scaler: Any, optimizer: Any) -> bool:
+    """Whether the scaler found NaN or infinity, of an optimizer that fired no hook.
+
+    It has just read the same itself, and nothing has been asked of the device since: no wait. An optimizer that fired
+    none although it stepped is compiled, or none of PyTorch's; it is not asked about again.
+    """
+    if optimizer in _unobserved:
+        return False
+    state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    found = any(bool(flag.item()) for flag in state.get("found_inf_per_device", {}).values())
+    if not found:
+        _unobserved.add(optimizer)
+    return found
+
+
+def _has_powers_of_two(scaler: Any) -> bool:
+    """Whether every scale that it comes to by itself is a power of two."""
+    numbers = (getattr(scaler, name, 2.0) for name in ("_init_scale", "_growth_factor", "_backoff_factor"))
+    return all(map(is_power_of_two, numbers))
