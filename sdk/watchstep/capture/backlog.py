@@ -55,8 +55,17 @@ class Backlog:
             self._segments += 1
             self._bytes += len(data)
             self._health.reached("most_backlog_bytes", self._bytes)
-            while self._bytes >= self._limit and self._spill.add(self._memory[0]):
-                self._bytes -= len(self._memory.popleft().data)
+            self._relieve(self._limit)
+
+    def relieve(self) -> None:
+        """Put all that is in memory on disk, as far as there is room."""
+        with self._lock:
+            if not self._sealed:
+                self._relieve(1)
+
+    def _relieve(self, limit: int) -> None:
+        while self._memory and self._bytes >= limit and self._spill.add(self._memory[0]):
+            self._bytes -= len(self._memory.popleft().data)
 
     def head(self) -> Outgoing | None:
         """The oldest object; None where there is none, or it is no longer this process that uploads."""

@@ -39,6 +39,7 @@ class Bounds:
     Attributes:
         queue_bytes: statistics waiting to be encoded; what comes beyond is dropped and counted.
         backlog_bytes: encoded objects that wait in memory for the store; beyond, the oldest go to disk.
+        backlog_seconds: how long they do so while the store refuses; then all go to disk, for the process may be killed.
         spill_bytes: encoded objects that wait on disk; beyond, or with 0, the queue is left to fill.
         flush_seconds: how long statistics wait in the first minute; later 2 s and more with the number of workers.
         control_seconds: how often the control document is looked for on the store when no service answers.
@@ -48,6 +49,7 @@ class Bounds:
 
     queue_bytes: int = 64 * 1024 * 1024
     backlog_bytes: int = 64 * 1024 * 1024
+    backlog_seconds: float = 10.0
     spill_bytes: int = 1024 * 1024 * 1024
     flush_seconds: float = 1.0
     control_seconds: float = 5.0

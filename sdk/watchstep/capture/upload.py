@@ -61,6 +61,7 @@ class Uploader:
         self._retry_at = 0.0
         self._backoff = _FIRST_BACKOFF
         self._longest = _LONGEST_BACKOFF
+        self._failing_since: float | None = None
         self._registered = target.service is None
         self.writer: WriterId | None = None
         self.end_written = False
@@ -73,6 +74,11 @@ class Uploader:
             if self._store is not None and self.writer is not None
             else None
         )
+
+    @property
+    def failing_for(self) -> float | None:
+        """For how many seconds the store has refused; None where it does not."""
+        return None if self._failing_since is None else time.monotonic() - self._failing_since
 
     def hurry(self) -> None:
         """The process is about to end: try at once, and often."""
@@ -90,6 +96,7 @@ class Uploader:
             while (head := self._backlog.head()) is not None:
                 self._write(store, head, writer)
                 self._retry_at, self._backoff = 0.0, _FIRST_BACKOFF
+            self._failing_since = None
         except StoreError as error:
             self._failed(error)
         if self._store is not None and self.writer is not None:
@@ -121,6 +128,7 @@ class Uploader:
 
     def _failed(self, error: StoreError) -> None:
         self._health.fault("store", error)
+        self._failing_since = self._failing_since or time.monotonic()
         self._retry_at = time.monotonic() + min(self._longest, self._backoff)
         self._backoff = min(self._longest, 2 * self._backoff)
 

@@ -142,6 +142,9 @@ class Writer:
                 self._uploader.turn()
                 if (claimed := self._uploader.claimed) is not None:
                     self._snapshots.open(*claimed)
+            failing = self._uploader.failing_for
+            if failing is not None and failing >= self.bounds.backlog_seconds:
+                self._backlog.relieve()
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("writer", error)
         if self._cost is not None:

@@ -275,6 +275,31 @@ def test_sigkill_leaves_what_was_flushed(tmp_path: Path, store: Path) -> None:
     assert ends == []
 
 
+def test_sigkill_while_the_store_is_gone_leaves_what_went_to_disk(
+    tmp_path: Path, server: FaultyS3, spill_root: Path
+) -> None:
+    server.fault = "unavailable"
+    beginning = SHORT_TERM.replace("term_seconds=1.0", "backlog_seconds=0.0, flush_seconds=0.01")
+    body = """
+        record(hook)
+        hook.log(loss=0.0)  # the last of them is handed over when the next begins
+        while hook.health["counts"].get("most_backlog_bytes", 0) == 0 or hook._ending._writer._backlog._memory:
+            time.sleep(0.01)
+        ready()
+        wait()
+        """
+    with program(tmp_path, body, beginning) as started:
+        started.kill()
+        assert started.wait(60) == -signal.SIGKILL
+    server.fault = "none"
+    (folder,) = spill_folders(spill_root)
+    assert sync(folder).why == ""
+    found = on_server(server)
+    assert found.steps
+    assert found.steps == list(range(len(found.steps)))
+    assert (found.seqs, found.ends) == (list(range(len(found.seqs))), [])
+
+
 def test_an_exception_while_the_store_stalls(tmp_path: Path, stalling: FaultyS3, spill_root: Path) -> None:
     beginning = SHORT_TERM.replace("600.0", "0.5")
     with program(tmp_path, "record(hook)\nready()\nraise ValueError('boom')\n", beginning) as started:
