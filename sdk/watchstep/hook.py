@@ -125,7 +125,7 @@ class Hook:
             service=ServiceClient(address, self._identity.project) if address else None,
         )
         writer = Writer(target, session.queue, session.snapshot_writer, control, self._health, bounds)
-        if session.schedule.budget is not None:
+        if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.tell_cost(session.schedule.budget.written)
         writer.start()
         self._ending = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health)

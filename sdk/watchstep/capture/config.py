@@ -107,7 +107,8 @@ class CaptureConfig:
         probes: figures besides the row, see `PROBES`.
         snapshots: full tensors of weights and gradients.
         bounds: limits.
-        clock: seconds by which the budget times itself; another one makes its decisions reproducible.
+        clock: seconds by which the budget times itself; another one makes its decisions reproducible;
+            what the writer's thread takes is then not counted.
     """
 
     collections: Mapping[str, Cadence | Collection] = field(default_factory=_default_collections)
