@@ -64,9 +64,9 @@ def _train(hook: Hook, clock: FixedClock, built: Built) -> None:
         hook.log(loss=loss)
         hook.record(labels=y)
         if validation is not None and step % VALIDATED_EVERY == 0:
-            x, y = validation
+            unseen, labels = validation
             model.eval()
             with torch.no_grad():
-                hook.log(loss=loss_function(model(x), y), mode="eval")
+                hook.log(loss=loss_function(model(unseen), labels), mode="eval")
             model.train()
         clock.step()
