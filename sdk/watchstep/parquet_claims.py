@@ -15,6 +15,7 @@ from typing import Any
 _MAGIC = b"PAR1"
 _MAX_FIELDS = 500_000
 _MAX_DEPTH = 16
+Bytes = bytes | bytearray | memoryview
 _TRUE, _FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
 
 
@@ -81,7 +82,7 @@ def read_claims(data: bytes) -> Claims:
     return claims_of(data, footer)
 
 
-def read_footer(data: bytes | bytearray) -> Footer:
+def read_footer(data: Bytes) -> Footer:
     """Read a file's footer; only it and the first four bytes are looked at.
 
     Raises:
@@ -101,7 +102,7 @@ def read_footer(data: bytes | bytearray) -> Footer:
         raise ValueError(f"the footer has another form ({error})") from error
 
 
-def _footer(data: bytes | bytearray, size: int) -> Footer:
+def _footer(data: Bytes, size: int) -> Footer:
     footer = _Thrift(data, len(data) - 8 - size, len(data) - 8).struct()
     chunks = [
         _chunk(len(data), _held(chunk, 3, dict))
@@ -113,7 +114,7 @@ def _footer(data: bytes | bytearray, size: int) -> Footer:
     return Footer(_held(footer, 3, int), chunks, metadata)
 
 
-def claims_of(data: bytes | bytearray, footer: Footer, columns: Container[str] | None = None) -> Claims:
+def claims_of(data: Bytes, footer: Footer, columns: Container[str] | None = None) -> Claims:
     """Read what the pages claim.
 
     Args:
@@ -144,7 +145,7 @@ def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
     return Chunk(path, values, start, length, known.get(6), known.get(5))
 
 
-def _column_claim(data: bytes | bytearray, chunk: Chunk) -> ColumnClaim:
+def _column_claim(data: Bytes, chunk: Chunk) -> ColumnClaim:
     seen = unpacked = 0
     for kind, held, pages in _pages(data, chunk.start, chunk.start + chunk.length):
         seen += held if kind != _DICTIONARY else 0
@@ -159,7 +160,7 @@ _HEADERS = {0: 5, _DICTIONARY: 7, 3: 8}
 """Page types, and the field of the header that is theirs: data, dictionary, data of version 2."""
 
 
-def _pages(data: bytes | bytearray, place: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _pages(data: Bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Type, values and unpacked bytes of each page between two places."""
     while place < end:
         reader = _Thrift(data, place, end)
@@ -186,7 +187,7 @@ def _held(struct: Any, number: int, kind: type) -> Any:
 class _Thrift:
     """Reads one struct as a dict by field number, believing no length beyond its end."""
 
-    def __init__(self, data: bytes | bytearray, place: int, end: int) -> None:
+    def __init__(self, data: Bytes, place: int, end: int) -> None:
         self._data = data
         self.place = place
         self._end = end
@@ -195,8 +196,12 @@ class _Thrift:
     def struct(self, depth: int = 0) -> dict[int, Any]:
         fields: dict[int, Any] = {}
         number = 0
+        data, end = self._data, self._end  # a run's footers are read one by one: calls saved here are felt
         while True:
-            head = self._byte()
+            if self.place >= end:
+                raise ValueError("a header is cut short")
+            head = data[self.place]
+            self.place += 1
             if head == 0:
                 return fields
             number = number + (head >> 4) if head >> 4 else self._zigzag()
@@ -207,10 +212,10 @@ class _Thrift:
         self._left -= 1
         if self._left < 0 or depth > _MAX_DEPTH:
             raise ValueError("a header is too large or too deep")
-        if kind in {_TRUE, _FALSE, _BYTE}:
-            return self._byte()
-        if kind <= _I64:
+        if _BYTE < kind <= _I64:
             return self._zigzag()
+        if _TRUE <= kind <= _BYTE:
+            return self._byte()
         if kind == _DOUBLE:
             return self._bytes(8)
         if kind == _BINARY:
@@ -250,5 +255,10 @@ class _Thrift:
         raise ValueError("a header holds a number that is too long")
 
     def _zigzag(self) -> int:
-        value = self._varint()
+        place = self.place
+        value = self._data[place] if place < self._end else 128
+        if value < 128:
+            self.place = place + 1
+        else:
+            value = self._varint()
         return (value >> 1) ^ -(value & 1)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from watchstep.arrow_arrays import from_codes, from_numbers, from_words, to_numbers
 from watchstep.block import STAGES, Block, Places
 from watchstep.errors import FormatError
 from watchstep.histogram import Histograms
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _MAX_CATALOGUE = 16 * 1024 * 1024
 __all__ = [
     "CATALOGUE",
+    "CONSTANT",
     "MAX_BYTES",
     "MAX_ROWS",
     "catalogue_bytes",
@@ -44,6 +46,9 @@ __all__ = [
     "to_table",
     "whole",
 ]
+
+CONSTANT = ("mode", "worker", "shard_index", "shard_count", "replica", "stage")
+"""Columns that mostly have one value in an object; its footer says so, and they need not be read."""
 
 _META = b"watchstep"
 CATALOGUE = b"watchstep.tensors"
@@ -96,7 +101,7 @@ def encode(block: Block, catalogue: bytes | None = None) -> bytes:
         compression="zstd",
         use_dictionary=["tensor", "mode", "stage"],
         use_byte_stream_split=[*VALUE_COLUMNS, *(PROBE + name for name in block.probes)],
-        write_statistics=["step", "tensor"],
+        write_statistics=["step", "tensor", *CONSTANT],
         write_page_checksum=True,
     )
     return sink.getvalue()
@@ -106,28 +111,25 @@ def to_table(block: Block) -> pa.Table:
     """The rows as an Arrow table, one column a figure, as they stand in a segment."""
     import pyarrow as pa
 
-    def words(index: np.ndarray, values: list[str]) -> Any:
-        return pa.DictionaryArray.from_arrays(pa.array(index.astype(np.int32)), pa.array(values, pa.string()))
-
     held = block.statistics
     columns: dict[str, Any] = {
-        "step": block.step,
-        "mode": words(block.mode, list(MODES)),
-        "worker": block.worker,
-        "tensor": words(block.tensor, [info.name for info in block.catalogue]),
-        "time_ns": block.time_ns,
-        "shard_index": block.places.shard_index,
-        "shard_count": block.places.shard_count,
-        "replica": block.places.replica,
-        "stage": words(block.places.stage, list(STAGES)),
+        "step": from_numbers(block.step),
+        "mode": from_codes(block.mode, MODES),
+        "worker": from_numbers(block.worker),
+        "tensor": from_codes(block.tensor, [info.name for info in block.catalogue]),
+        "time_ns": from_numbers(block.time_ns),
+        "shard_index": from_numbers(block.places.shard_index),
+        "shard_count": from_numbers(block.places.shard_count),
+        "replica": from_numbers(block.places.replica),
+        "stage": from_codes(block.places.stage, STAGES),
     }
-    columns.update({name: getattr(held, name) for name in COUNT_COLUMNS})
-    columns.update({name: pa.array(getattr(held, name), from_pandas=True) for name in VALUE_COLUMNS})
-    offsets = pa.array(held.histogram.offsets.astype(np.int32))
-    columns["histogram_bins"] = pa.ListArray.from_arrays(offsets, pa.array(held.histogram.bins))
-    columns["histogram_counts"] = pa.ListArray.from_arrays(offsets, pa.array(held.histogram.counts))
+    columns.update({name: from_numbers(getattr(held, name)) for name in COUNT_COLUMNS})
+    columns.update({name: from_numbers(getattr(held, name), nan_is_null=True) for name in VALUE_COLUMNS})
+    offsets = from_numbers(held.histogram.offsets.astype(np.int32))
+    columns["histogram_bins"] = pa.ListArray.from_arrays(offsets, from_numbers(held.histogram.bins))
+    columns["histogram_counts"] = pa.ListArray.from_arrays(offsets, from_numbers(held.histogram.counts))
     columns.update(
-        {PROBE + name: pa.array(column, from_pandas=True) for name, column in block.probes.items()}
+        {PROBE + name: from_numbers(column, nan_is_null=True) for name, column in block.probes.items()}
     )
     return pa.table(columns)
 
@@ -252,41 +254,41 @@ def _ints(table: Any, name: str, dtype: Any) -> Any:
     column = table.column(name)
     if column.null_count:
         raise ValueError(f"column {name} has nulls")
-    return np.ascontiguousarray(column.to_numpy().astype(dtype, casting="same_kind"))
+    return np.ascontiguousarray(to_numbers(column).astype(dtype, casting="same_kind"))
 
 
 def _floats(table: Any, name: str) -> Any:
-    return np.ascontiguousarray(table.column(name).to_numpy().astype(np.float64))
+    return np.ascontiguousarray(to_numbers(table.column(name)).astype(np.float64))
 
 
 def _words(table: Any, name: str, known: dict[Any, int], dtype: Any) -> Any:
     import pyarrow as pa
 
     column = table.column(name)
-    merged = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
+    merged = pa.concat_arrays(column.chunks) if column.num_chunks else from_words([])
     if not pa.types.is_dictionary(merged.type):
         merged = merged.dictionary_encode()
     if merged.null_count:
         raise ValueError(f"column {name} has nulls")
     place = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
-    return place[merged.indices.to_numpy()]
+    return place[to_numbers(merged.indices)]
 
 
 def _histograms(table: Any) -> Histograms:
     import pyarrow as pa
 
-    empty = pa.array([], pa.list_(pa.int64()))
+    empty = pa.ListArray.from_arrays(from_numbers(np.zeros(1, np.int32)), from_numbers(np.empty(0, np.int64)))
     parts = [
         pa.concat_arrays(column.chunks) if column.num_chunks else empty
         for column in (table.column("histogram_bins"), table.column("histogram_counts"))
     ]
     bins, counts = parts
-    offsets = bins.offsets.to_numpy().astype(np.int64)
-    if not np.array_equal(offsets, counts.offsets.to_numpy()):
+    offsets = to_numbers(bins.offsets).astype(np.int64)
+    if not np.array_equal(offsets, to_numbers(counts.offsets)):
         raise ValueError("histogram columns do not match")
     first, last = int(offsets[0]), int(offsets[-1])
     return Histograms(
         offsets - first,
-        bins.values.to_numpy()[first:last].astype(np.int16),
-        counts.values.to_numpy()[first:last].astype(np.int64),
+        to_numbers(bins.values)[first:last].astype(np.int16),
+        to_numbers(counts.values)[first:last].astype(np.int64),
     )

@@ -42,6 +42,12 @@ def test_a_range_is_read_by_itself(store: Store) -> None:
         store.get_range("a", 10, 1)
 
 
+def test_ranges_are_read_at_once(store: Store) -> None:
+    store.put("a", b"0123456789")
+    assert store.get_ranges("a", [(2, 3), (9, 1), (0, 4)]) == [b"234", b"9", b"0123"]
+    assert store.get_ranges("a", [(0, 1), (8, 100)]) == [b"0", b"89"]
+
+
 def test_a_limit_refuses_a_large_object(store: Store) -> None:
     store.put("a", b"0123456789")
     assert store.get("a", limit=10) == b"0123456789"
@@ -50,7 +56,12 @@ def test_a_limit_refuses_a_large_object(store: Store) -> None:
 
 
 def test_a_missing_object_is_named(store: Store) -> None:
-    for read in (store.get, store.size, lambda key: store.get_range(key, 0, 1)):
+    for read in (
+        store.get,
+        store.size,
+        lambda key: store.get_range(key, 0, 1),
+        lambda key: store.get_ranges(key, [(0, 1)]),
+    ):
         with pytest.raises(NotFoundError, match="run/nothing: not found"):
             read("run/nothing")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.arrow_arrays import from_words, to_numbers
 from watchstep.block import STAGES
 from watchstep.derived import DERIVED
 from watchstep.errors import ConfigError
@@ -82,13 +83,12 @@ def batch_of(columns: Mapping[str, NDArray[Any]]) -> StatisticsBatch:
     return StatisticsBatch(**counts, **values, histogram=Histograms.empty(rows))
 
 
-def from_table(table: pa.Table, tensors: NDArray[np.int32], places: Mapping[str, int]) -> Columns:
+def from_table(table: pa.Table, places: Mapping[str, int]) -> Columns:
     """A table's columns (but for histograms) as arrays.
 
     Args:
         table: columns of a segment.
-        tensors: int32; the run's index of each tensor of the object's own catalogue.
-        places: name → index in the object's own catalogue.
+        places: name → the run's index of it, for each tensor of the object's own catalogue.
 
     Raises:
         ValueError, KeyError: a word or a number is such as a segment cannot hold.
@@ -97,18 +97,24 @@ def from_table(table: pa.Table, tensors: NDArray[np.int32], places: Mapping[str,
     for name in table.column_names:
         column = table.column(name)
         if name == "tensor":
-            codes = {word: int(tensors[place]) for word, place in places.items()}
-            found[name] = _words(column, codes, np.int32)
+            found[name] = _words(column, places, np.int32)
         elif name in _WORDS:
             known = {word: place for place, word in enumerate(_WORDS[name])}
             found[name] = _words(column, known, np.int8)
-        elif name in VALUE_COLUMNS or name.startswith(PROBE):
-            found[name] = column.to_numpy()
-        elif column.null_count:
+        elif column.null_count and not (name in VALUE_COLUMNS or name.startswith(PROBE)):
             raise ValueError(f"column {name} has nulls")
         else:
-            found[name] = column.to_numpy()
+            found[name] = to_numbers(column)
     return found
+
+
+def constants(values: Mapping[str, int], names: Iterable[str], rows: int) -> Columns:
+    """Columns of one value each, n rows that take no memory; only those of ``names``."""
+    return {
+        name: np.broadcast_to(np.array(values[name], np.int8 if name in _WORDS else np.int32), rows)
+        for name in names
+        if name in values
+    }
 
 
 def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.bool_]:
@@ -121,20 +127,20 @@ def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.boo
     if not pa.types.is_dictionary(merged.type):
         merged = merged.dictionary_encode()
     chosen = np.array([word in words for word in merged.dictionary.to_pylist()] or [False], np.bool_)
-    found: NDArray[np.bool_] = chosen[merged.indices.to_numpy()]
+    found: NDArray[np.bool_] = chosen[to_numbers(merged.indices)]
     return found
 
 
 def _words(column: Any, known: Mapping[str, int], dtype: type) -> NDArray[Any]:
     import pyarrow as pa
 
-    merged = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], pa.string())
+    merged = pa.concat_arrays(column.chunks) if column.num_chunks else from_words([])
     if not pa.types.is_dictionary(merged.type):
         merged = merged.dictionary_encode()
     if merged.null_count:
         raise ValueError("a column of words has nulls")
     place: NDArray[Any] = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
-    found: NDArray[Any] = place[merged.indices.to_numpy()]
+    found: NDArray[Any] = place[to_numbers(merged.indices)]
     return found
 
 

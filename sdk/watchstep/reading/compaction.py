@@ -27,9 +27,8 @@ from watchstep.reading.manifest import (
     generation_of,
     manifest_key,
 )
-from watchstep.reading.part import CONSTANT
 from watchstep.reading.run import open_run
-from watchstep.segment import catalogue_bytes, metadata, to_table
+from watchstep.segment import CONSTANT, catalogue_bytes, metadata, to_table
 from watchstep.segment_checks import PROBE
 from watchstep.statistics import VALUE_COLUMNS
 from watchstep.store import Store

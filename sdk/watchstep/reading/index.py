@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,8 +12,8 @@ from numpy.typing import NDArray
 from watchstep.block import Block, concatenate
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.layout import SEGMENTS, SegmentKey
-from watchstep.reading.ahead import READERS, ahead
-from watchstep.reading.columns import IDENTITY, Columns, from_table, is_one_of, joined
+from watchstep.reading.ahead import ahead, readers_of
+from watchstep.reading.columns import IDENTITY, Columns, constants, from_table, is_one_of, joined
 from watchstep.reading.generations import Generations
 from watchstep.reading.manifest import Manifest, generation_of
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
@@ -57,6 +56,40 @@ class Located:
     cut: int = _NO_CUT
 
 
+class _Scan:
+    """Which columns and rows one scan is for; what follows from a catalogue is found once, for most objects share it."""
+
+    def __init__(self, names: tuple[str, ...], want: Want, tensors: list[TensorInfo]) -> None:
+        self.names = names
+        self._want = want
+        self._index = {info.name: place for place, info in enumerate(tensors)}
+        self._places: dict[int, dict[str, int]] = {}
+        chosen = [want.tensors is None or info.name in want.tensors for info in tensors]
+        self._chosen = np.array(chosen or [False], np.bool_)
+
+    def places(self, catalogue: tuple[TensorInfo, ...]) -> dict[str, int]:
+        """Name → the run's index, of each tensor of a catalogue that some object holds on to."""
+        if id(catalogue) not in self._places:
+            self._places[id(catalogue)] = {info.name: self._index[info.name] for info in catalogue}
+        return self._places[id(catalogue)]
+
+    def is_wanted(self, places: dict[str, int]) -> bool:
+        """Whether any tensor of an object is."""
+        return bool(self._chosen[list(places.values())].any())
+
+    def chosen(self, held: Columns, located: Located) -> Columns:
+        """The rows that are wanted, of an object's columns."""
+        step, want = held["step"], self._want
+        rows = np.ones(len(step), np.bool_) if self._chosen.all() else self._chosen[held["tensor"]]
+        one = located.object
+        if want.first > one.first or min(want.last, located.cut - 1) < one.last:
+            rows &= (step >= want.first) & (step <= want.last) & (step < located.cut)
+        if rows.all():
+            return held
+        kept = np.flatnonzero(rows)
+        return {name: column[kept] for name, column in held.items()}
+
+
 class RunIndex:
     """The objects of a run that hold statistics. Footers are kept, columns are not.
 
@@ -66,6 +99,7 @@ class RunIndex:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._readers = readers_of(store)
         self._segments: dict[SegmentKey, ParquetObject] = {}
         self._catalogues = Catalogues()
         self._generations = Generations(store, self._catalogues)
@@ -88,11 +122,10 @@ class RunIndex:
         self._segments = {key: held for key, held in self._segments.items() if not self._covers(key)}
         known = self._segments
         new = [k for k in listed if k not in known and k.path not in self.damaged and not self._covers(k)]
-        with ThreadPoolExecutor(READERS) as pool:
-            opened = pool.map(lambda key: self._opened(key.path, listed[key]), new)
-            for key, found in zip(new, opened, strict=True):
-                if found is not None:
-                    self._segments[key] = found
+        opened = ahead(lambda key: self._opened(key.path, listed[key]), new, self._readers)
+        for key, found in zip(new, opened, strict=True):
+            if found is not None:
+                self._segments[key] = found
         if any(key not in self._segments and key.path not in self.damaged for key in new):
             return self.refresh() or True  # one was deleted since it was listed: a newer generation has it
         if new or followed:
@@ -229,13 +262,12 @@ class RunIndex:
         Raises:
             StoreError: the store cannot be read.
         """
-        index = {info.name: place for place, info in enumerate(self.tensors())}
-        names = tuple(dict.fromkeys((*IDENTITY, *want.columns)))
+        scan = _Scan(tuple(dict.fromkeys((*IDENTITY, *want.columns))), want, self.tensors())
 
         def one(located: Located) -> Columns | None:
-            return self._columns(located, names, want, index)
+            return self._columns(located, scan)
 
-        for found in ahead(one, self._due(want)):
+        for found in ahead(one, self._due(want), self._readers):
             if found is not None:
                 yield found
 
@@ -257,7 +289,7 @@ class RunIndex:
                 self.damaged[located.object.key] = error.what
                 return None
 
-        return [found for found in ahead(one, self._due(want, attempt)) if found is not None]
+        return [found for found in ahead(one, self._due(want, attempt), self._readers) if found is not None]
 
     def rows(self, attempt: str) -> Block:
         """All rows of one attempt, by step, worker, mode and tensor."""
@@ -306,23 +338,27 @@ class RunIndex:
             return None
         return Located(located.attempt, compacted.recent, located.cut)
 
-    def _columns(
-        self, located: Located, names: tuple[str, ...], want: Want, index: dict[str, int]
-    ) -> Columns | None:
-        table = self._table(located, names, want)
+    def _columns(self, located: Located, scan: _Scan) -> Columns | None:
+        held = located.object
+        places = scan.places(held.catalogue)
+        if not scan.is_wanted(places):
+            return None
+        unread = {*held.constant, "tensor"} if isinstance(held, PartObject) else {*held.constant}
+        table = self._read(held, held.columns & set(scan.names) - unread)
         if table is None:
             return None
-        catalogue = located.object.catalogue
-        tensors = np.array([index[info.name] for info in catalogue], np.int32)
-        places = {info.name: place for place, info in enumerate(catalogue)}
         try:
-            with whole(located.object.key):
-                found = from_table(table, tensors, places)
+            with whole(held.key):
+                found = from_table(table, places)
+                found |= constants(held.constant, scan.names, table.num_rows)
         except FormatError as error:
-            self.damaged[located.object.key] = error.what
+            self.damaged[held.key] = error.what
             return None
-        lacking = {name: np.full(table.num_rows, np.nan) for name in names if name not in found}
-        return {**found, **lacking}  # only probes can be lacking: the rest was checked with the footer
+        if isinstance(held, PartObject):
+            found["tensor"] = np.fromiter(places.values(), np.int32)[held.places()]
+        # Only probes can be lacking: the rest was checked with the footer.
+        lacking = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in found}
+        return scan.chosen({**found, **lacking}, located)
 
     def _table(self, located: Located, names: tuple[str, ...] | None, want: Want) -> pa.Table | None:
         """The rows that are wanted of one object; ``names`` None is all columns."""
@@ -343,9 +379,7 @@ class RunIndex:
             chosen &= is_one_of(table["tensor"], want.tensors)
         return table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen)))
 
-    def _read(
-        self, held: ParquetObject | PartObject, columns: frozenset[str] | tuple[str, ...]
-    ) -> pa.Table | None:
+    def _read(self, held: ParquetObject | PartObject, columns: Collection[str]) -> pa.Table | None:
         try:
             return held.read(columns)
         except FormatError as error:

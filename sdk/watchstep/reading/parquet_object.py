@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from watchstep.block import STAGES
 from watchstep.errors import FormatError
-from watchstep.parquet_claims import Footer, claims_of, read_footer
-from watchstep.segment import CATALOGUE, MAX_BYTES, MAX_ROWS, catalogue_of, check_version, whole
+from watchstep.parquet_claims import Chunk, Footer, claims_of, read_footer
+from watchstep.segment import CATALOGUE, CONSTANT, MAX_BYTES, MAX_ROWS, catalogue_of, check_version, whole
 from watchstep.segment_checks import check_claims, checked_columns
 from watchstep.store import Store
-from watchstep.tensors import TensorInfo
+from watchstep.tensors import MODES, TensorInfo
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,6 +25,8 @@ _WHOLE = 256 * 1024
 
 _TAIL = 64 * 1024
 """What is fetched of a larger one at first: room for the footer and the catalogue of some 2,000 tensors."""
+
+_WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 
 _GAP = 64 * 1024
 """Bytes between two columns that are fetched with them rather than asked for around."""
@@ -54,6 +59,7 @@ class ParquetObject:
         last: its largest step; -1 where it has no row.
         columns: names of the columns that can be read.
         catalogue: the tensors that its rows speak of.
+        constant: columns with one value in all rows, and the value (of words, the index); they need not be read.
     """
 
     store: Store
@@ -64,6 +70,7 @@ class ParquetObject:
     last: int
     columns: frozenset[str]
     catalogue: tuple[TensorInfo, ...]
+    constant: Mapping[str, int]
     footer: Footer
     parsed: Any
 
@@ -78,10 +85,12 @@ class ParquetObject:
         import pyarrow.parquet as pq
 
         chosen = sorted(set(columns))
-        data = bytearray(self.size)  # zeros cost no memory until they are written
-        for start, length in self._ranges(frozenset(chosen)):
-            data[start : start + length] = self.store.get_range(self.key, start, length)
+        data = _room(self.size)
+        ranges = self._ranges(frozenset(chosen))
+        fetched = self.store.get_ranges(self.key, ranges)
         with whole(self.key):
+            for (start, length), held in zip(ranges, fetched, strict=True):
+                data[start : start + length] = held
             check_claims(claims_of(data, self.footer, frozenset(chosen)), chosen)
             file = pq.ParquetFile(
                 pa.BufferReader(pa.py_buffer(data)), metadata=self.parsed, page_checksum_verification=True
@@ -127,14 +136,27 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
             raise ValueError(f"claims {footer.rows} rows")
         file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)))
         columns = frozenset(checked_columns(file.schema_arrow))
-        first, last = _reach([chunk for chunk in footer.chunks if chunk.path == "step" and chunk.values])
         return ParquetObject(
-            store, key, size, footer.rows, first, last, columns, catalogue, footer, file.metadata
+            store=store,
+            key=key,
+            size=size,
+            rows=footer.rows,
+            **_reach([chunk for chunk in footer.chunks if chunk.path == "step" and chunk.values]),
+            columns=columns,
+            catalogue=catalogue,
+            constant=_constants(footer),
+            footer=footer,
+            parsed=file.metadata,
         )
 
 
-def _with_footer(store: Store, key: str, size: int) -> bytearray:
-    data = bytearray(size)
+def _room(size: int) -> memoryview:
+    """Memory for an object of which only parts are written, and only these are looked at: nothing clears it."""
+    return np.empty(size, np.uint8).data
+
+
+def _with_footer(store: Store, key: str, size: int) -> memoryview:
+    data = _room(size)
     data[:4] = b"PAR1"
     start = 0 if size <= _WHOLE else size - _TAIL
     data[start:] = _exactly(store, key, start, size - start)
@@ -151,12 +173,28 @@ def _exactly(store: Store, key: str, start: int, length: int) -> bytes:
     return held
 
 
-def _reach(chunks: Sequence[Any]) -> tuple[int, int]:
+def _constants(footer: Footer) -> dict[str, int]:
+    """Columns of which the footer says that all rows hold one value, and it is one that they can hold."""
+    found: dict[str, int] = {}
+    for name in CONSTANT:
+        chunks = [chunk for chunk in footer.chunks if chunk.path == name and chunk.values]
+        limits = {limit for chunk in chunks for limit in (chunk.least, chunk.most)}
+        value = limits.pop() if len(limits) == 1 else None
+        if value is None:
+            continue
+        if name not in _WORDS:
+            found[name] = int.from_bytes(value, "little", signed=True)
+        elif value in (words := [word.encode() for word in _WORDS[name]]):
+            found[name] = words.index(value)
+    return found
+
+
+def _reach(chunks: Sequence[Chunk]) -> dict[str, int]:
     """Smallest and largest step, by the statistics that every segment's footer carries."""
     if not chunks:
-        return 0, -1
-    if any(chunk.least is None or chunk.most is None for chunk in chunks):
+        return {"first": 0, "last": -1}
+    limits = [limit for chunk in chunks for limit in (chunk.least, chunk.most) if limit is not None]
+    if len(limits) < 2 * len(chunks):
         raise ValueError("its footer does not say which steps it holds")
-    least = [int.from_bytes(chunk.least, "little", signed=True) for chunk in chunks]
-    most = [int.from_bytes(chunk.most, "little", signed=True) for chunk in chunks]
-    return min(least), max(most)
+    steps = [int.from_bytes(limit, "little", signed=True) for limit in limits]
+    return {"first": min(steps), "last": max(steps)}

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from watchstep.arrow_arrays import from_codes, from_numbers
 from watchstep.block import STAGES
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.reading.manifest import Part
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
-CONSTANT = ("mode", "worker", "shard_index", "shard_count", "replica", "stage")
-"""Columns that mostly have one value in a part."""
 
 
 class PartLostError(StoreError):
@@ -42,6 +42,7 @@ class PartObject:
         self._lock = threading.Lock()
         self.key, self.rows, self.first, self.last = part.key, part.rows, part.first, part.last
         self.columns = frozenset(part.columns)
+        self.constant = part.constant
         self.catalogue = tuple(catalogue[place] for place, _ in part.tensors)
 
     def read(self, columns: Iterable[str]) -> pa.Table:
@@ -61,6 +62,11 @@ class PartObject:
             table = table.append_column(name, self._constant(name))
         return table
 
+    def places(self) -> NDArray[np.int32]:
+        """Place in the part's own catalogue of each row's tensor; nothing is read."""
+        counts = [rows for _, rows in self._part.tensors]
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
     def _open(self) -> ParquetObject:
         with self._lock:
             if self._opened is None:
@@ -71,15 +77,7 @@ class PartObject:
             return self._opened
 
     def _constant(self, name: str) -> Any:
-        import pyarrow as pa
-
         if name == "tensor":
-            counts = [rows for _, rows in self._part.tensors]
-            places = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-            names = [info.name for info in self.catalogue]
-            return pa.DictionaryArray.from_arrays(pa.array(places), pa.array(names, pa.string()))
-        value = self._part.constant[name]
-        if name in _WORDS:
-            words = pa.array(_WORDS[name], pa.string())
-            return pa.DictionaryArray.from_arrays(pa.array(np.full(self.rows, value, np.int32)), words)
-        return pa.array(np.full(self.rows, value, np.int32))
+            return from_codes(self.places(), [info.name for info in self.catalogue])
+        values = np.full(self.rows, self.constant[name], np.int32)
+        return from_codes(values, _WORDS[name]) if name in _WORDS else from_numbers(values)

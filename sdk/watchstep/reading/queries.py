@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.arrow_arrays import from_numbers, from_words
 from watchstep.block import STAGES, Block, concatenate
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.histogram import exponent_of_bin, is_negative_bin, sum_rows
@@ -85,22 +86,21 @@ def as_table(index: RunIndex, held: Columns, figures: Sequence[str], chosen: NDA
     keys = [held[name][rows] for name in ("stage", "replica", "worker", "tensor", "mode", "step")]
     rows = rows[np.lexsort(keys)]
     names = [info.name for info in index.tensors()]
-    words = {"mode": MODES, "stage": STAGES, "tensor": names}
+    words: dict[str, Sequence[str]] = {"mode": MODES, "stage": STAGES, "tensor": names}
 
     def word(name: str) -> pa.Array:
-        places = pa.array(held[name][rows].astype(np.int32))
-        return pa.DictionaryArray.from_arrays(places, pa.array(words[name], pa.string())).cast(pa.string())
+        return from_words([words[name][place] for place in held[name][rows]])
 
     columns = {
-        "step": pa.array(held["step"][rows], pa.int64()),
+        "step": from_numbers(held["step"][rows].astype(np.int64)),
         "mode": word("mode"),
         "tensor": word("tensor"),
-        "worker": pa.array(held["worker"][rows], pa.int32()),
-        "replica": pa.array(held["replica"][rows], pa.int32()),
+        "worker": from_numbers(held["worker"][rows].astype(np.int32)),
+        "replica": from_numbers(held["replica"][rows].astype(np.int32)),
         "stage": word("stage"),
     }
     return pa.table(
-        {**columns, **{name: pa.array(held[name][rows], pa.float64(), from_pandas=True) for name in figures}}
+        {**columns, **{name: from_numbers(held[name][rows], nan_is_null=True) for name in figures}}
     )
 
 

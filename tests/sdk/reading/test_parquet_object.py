@@ -1,0 +1,39 @@
+"""One object of statistics: what its footer tells need not be read, and what it does not tell is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sdk.blocks import Row, block_of
+from tests.sdk.reading.stored import FIRST, LOSS, new_run, small_run, write
+from watchstep import open_run, segment
+from watchstep.reading.parquet_object import ParquetObject
+from watchstep.segment import CONSTANT
+from watchstep.store import Store
+
+
+def test_a_footer_tells_which_columns_are_constant(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    write(store, [block_of([Row(0, FIRST, [1.0], mode="eval", worker=3), Row(1, LOSS, [2.0], worker=4)])])
+    (located,) = open_run(tmp_path / "default" / "r").index.objects()
+    assert located.object.constant == {"shard_index": 0, "shard_count": 1, "replica": 0, "stage": 0}
+    one = open_run(small_run(tmp_path, "one"))
+    assert [held.object.constant.keys() for held in one.index.objects()] == [set(CONSTANT)] * 3
+
+
+def test_segments_that_do_not_tell_it_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    due = open_run(small_run(tmp_path, "told")).series(FIRST.name, "max")
+    monkeypatch.setattr(segment, "CONSTANT", ())
+    untold = open_run(small_run(tmp_path, "untold"))
+    assert [held.object.constant for held in untold.index.objects()] == [{}] * 3
+    assert untold.series(FIRST.name, "max") == due
+
+
+def test_an_object_that_became_shorter_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(small_run(tmp_path))
+    monkeypatch.setattr(Store, "get_ranges", lambda *_: [memoryview(b"PAR1")])
+    assert run.series(FIRST.name, "max").num_rows == 0
+    assert len(run.damaged) == 3
+    assert all(isinstance(held.object, ParquetObject) for held in run.index.objects())
