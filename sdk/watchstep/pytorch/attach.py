@@ -14,7 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
@@ -22,8 +22,9 @@ from watchstep.capture.identity import ATTEMPT
 from watchstep.capture.process_end import live
 from watchstep.errors import WatchstepError
 from watchstep.hook import Hook
-from watchstep.pytorch import backward_losses, optimizer_steps
+from watchstep.pytorch import backward_losses, gradient_scaler, optimizer_steps
 from watchstep.pytorch.backward_losses import FoundLoss
+from watchstep.pytorch.watch import Watch
 
 _log = logging.getLogger("watchstep")
 _MOST_LOSSES = 8
@@ -37,6 +38,7 @@ class Attachment:
         self._losses: list[FoundLoss] = []
         optimizer_steps.listen(self)
         backward_losses.listen(self)
+        gradient_scaler.listen(self)
 
     def found(self, loss: FoundLoss) -> None:
         """Keep the losses of the step under way."""
@@ -44,23 +46,39 @@ class Attachment:
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The first step: start to record, unless the program does so itself."""
-        self._leave()
-        if live() or get_worker_info() is not None or not _claim():
-            return
-        try:
-            hook = Hook()
-            hook.watch(_model_of(optimizer), optimizer)
-            watch = hook._watches[0]  # noqa: SLF001 - the first watch learns what came before it
-            watch.adopt_loss(self._losses)
+        watch = self._start(optimizer)
+        if watch is not None:
             watch.before_step(optimizer, has_closure=has_closure)
-        except WatchstepError as error:
-            _log.error("watchstep: not recording: %s", error)
-        self._losses = []
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Nothing: from the first step on the hook listens itself."""
 
+    def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """Nothing yet: the optimizer steps or is skipped."""
+
+    def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
+        """The first step is one that a gradient scaler leaves out: start with that."""
+        watch = self._start(optimizer)
+        if watch is not None:
+            watch.skipped(optimizer, scale)
+
+    def _start(self, optimizer: Optimizer) -> Watch | None:
+        self._leave()
+        losses, self._losses = self._losses, []
+        if live() or get_worker_info() is not None or not _claim():
+            return None
+        try:
+            hook = Hook()
+            hook.watch(_model_of(optimizer), optimizer)
+            watch = hook._watches[0]  # noqa: SLF001 - the first watch learns what came before it
+            watch.adopt_loss(losses)
+        except WatchstepError as error:
+            _log.error("watchstep: not recording: %s", error)
+            return None
+        return watch
+
     def _leave(self) -> None:
+        gradient_scaler.forget(self)
         optimizer_steps.forget(self)
         backward_losses.forget(self)
         _waiting.clear()

@@ -217,3 +217,17 @@ def test_a_bucket_that_is_not_there(tmp_path: Path, s3: object) -> None:
     done = watchstep("run", "--store", "s3://missing/runs", "--", "true")
     assert done.returncode == 2
     assert "no such bucket" in done.stderr
+
+
+def test_a_first_step_that_a_gradient_scaler_skips_is_recorded(tmp_path: Path) -> None:
+    body = PROGRAM.replace("losses = []", "losses = []\nscaler = torch.amp.GradScaler('cpu', 8.0)")
+    body = body.replace(
+        "    loss.backward()\n    optimizer.step()",
+        "    scaler.scale(loss * (torch.inf if step < 2 else 1)).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()",
+    )
+    assert run_program(tmp_path, body).returncode == 0
+    run = recorded(tmp_path)
+    assert run.steps() == list(range(20))
+    assert run.tensor("gradient_scaler:skipped").steps() == [0, 1]
+    assert run.tensor("body.weight:gradient").steps() == list(range(2, 20))

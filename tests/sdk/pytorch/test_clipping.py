@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -263,3 +265,37 @@ def test_clipping_in_compiled_code(tmp_path: Path) -> None:
 
     assert losses(tmp_path) == losses(None)
     torch.compiler.reset()
+
+
+OLDER_PYTORCH = """
+import sys
+from pathlib import Path
+import torch
+from torch.nn.utils import clip_grad
+from watchstep import CaptureConfig, Hook, open_run
+
+inner, value = clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_
+del clip_grad._clip_grads_with_norm_  # PyTorch before 2.6 has none
+clip_grad.clip_grad_value_ = lambda parameters, value: None  # as no PyTorch is: nothing to exchange
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hook = Hook(Path(sys.argv[1]), config=CaptureConfig(overhead_budget=None, gradients="before_clipping"))
+hook.watch(model, optimizer)
+clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_ = inner, value
+model(torch.ones(3, 2)).sum().backward()
+largest = model.weight.grad.max().item()
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+optimizer.step()
+hook.close()
+run = open_run(hook.run_url)
+assert hook.health["notes"]["clipping"] == "not observed in this version of PyTorch: clip_grad_value_"
+assert run.tensor("gradient_norm").statistics()["mean"].to_pylist() == [norm.item()]
+assert run.tensor("weight:gradient").statistics()["max"].to_pylist() == [largest]
+"""
+
+
+def test_a_pytorch_whose_clipping_is_made_otherwise(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER_PYTORCH, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,60 @@
+"""Records whose condition is known only when the device has answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.sdk.blocks import gradient
+from watchstep.capture.bounded_queue import BoundedQueue
+from watchstep.capture.health import Health
+from watchstep.capture.record import Group, join
+from watchstep.capture.recorder import Recorder
+from watchstep.kernels.ready import Ready
+from watchstep.statistics import scalars
+
+
+@dataclass(frozen=True)
+class Known:
+    """A condition that is answered already."""
+
+    answer: bool
+
+    def holds(self) -> bool:
+        return self.answer
+
+
+def rows(recorder: Recorder, queue: BoundedQueue) -> dict[str, float]:
+    recorder.finish()
+    recorder.begin()
+    item = queue.take()
+    assert item is not None
+    block = join(list(item.records))
+    return {block.info(row).name: block.statistics.mean[row] for row in range(len(block))}
+
+
+def recorder() -> tuple[Recorder, BoundedQueue]:
+    queue = BoundedQueue(1 << 20)
+    return Recorder(0, queue, Health(), "ignore"), queue
+
+
+def test_what_does_not_hold_is_left_out() -> None:
+    told, queue = recorder()
+    for name, answer in (("a", True), ("b", False)):
+        told.add(Group.of((gradient(name),)), Ready(scalars([1.0])), condition=Known(answer))
+    assert rows(told, queue) == {"a.weight:gradient": 1.0}
+
+
+def test_a_step_may_hold_nothing() -> None:
+    told, queue = recorder()
+    told.add(Group.of((gradient("a"),)), Ready(scalars([1.0])), condition=Known(False))
+    assert rows(told, queue) == {}
+
+
+def test_of_awaited_and_logged_numbers_the_programs_own_wins() -> None:
+    told, queue = recorder()
+    told.awaited_scalar("norm", Ready(scalars([1.0])), derived=True)
+    told.scalar("norm", 2.0)
+    told.awaited_scalar("norm", Ready(scalars([3.0])), derived=True)
+    told.awaited_scalar("other", Ready(scalars([4.0])), condition=Known(True))
+    told.awaited_scalar("never", Ready(scalars([5.0])), condition=Known(False))
+    assert rows(told, queue) == {"norm": 2.0, "other": 4.0}
