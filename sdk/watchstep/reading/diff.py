@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.arrow_arrays import from_codes
 from watchstep.errors import ConfigError
 from watchstep.reading.columns import COUNTED, Columns
 from watchstep.reading.index import Want
 from watchstep.reading.run import Run
+from watchstep.segment_checks import PROBE
 from watchstep.statistics import COUNT_COLUMNS, Floats
 from watchstep.tensors import MODES
 
@@ -45,6 +47,8 @@ class Difference:
 def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
     """Compare the figures of two runs, row by row of the default views, shards as they were recorded.
 
+    Of the probes, those that both runs have are compared.
+
     Two figures differ where ``|a - b| > tolerance * scale``, or where one of them is missing. The scale is the larger
     magnitude; of counts, the number of elements; of a mean, the mean magnitude, for a mean that cancels out to next to
     nothing has no digits of its own. Memory: some 300 bytes for each row of both.
@@ -58,12 +62,14 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
             f"tolerance {tolerance}: below zero", "use 0 for equal to the last bit, or e.g. 1e-5"
         )
     names = [*dict.fromkeys([*run_a.tensors(), *run_b.tensors()])]
-    a, b = (_rows(run, names) for run in (run_a, run_b))
+    probes = sorted({*run_a.index.probes()} & {*run_b.index.probes()})
+    figures = (*COUNTED, *(PROBE + probe for probe in probes))
+    a, b = (_rows(run, names, figures) for run in (run_a, run_b))
     left, right = _common(a, b)
     a, b = ({name: column[rows] for name, column in held.items()} for held, rows in ((a, left), (b, right)))
     order = np.lexsort([a[name] for name in ("worker", "mode", "tensor", "step")])
     a, b = ({name: column[order] for name, column in held.items()} for held in (a, b))
-    table = _table(a, b, names, tolerance)
+    table = _table(a, b, (names, figures), tolerance)
     known_a, known_b = set(run_a.tensors()), set(run_b.tensors())
     return Difference(
         table["step"][0].as_py() if table.num_rows else None,
@@ -75,9 +81,9 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
     )
 
 
-def _rows(run: Run, names: list[str]) -> Columns:
+def _rows(run: Run, names: list[str], figures: tuple[str, ...]) -> Columns:
     index = run.index
-    held = index.consistently(lambda: index.collect(Want((*COUNTED, "shard_index"))))
+    held = index.consistently(lambda: index.collect(Want((*figures, "shard_index"))))
     place = {name: rank for rank, name in enumerate(names)}
     ranks = np.array([place[info.name] for info in index.tensors()] or [0], np.int64)
     return {**held, "tensor": ranks[held["tensor"]]}
@@ -112,11 +118,13 @@ def _scale(a: Columns, b: Columns, figure: str) -> Floats:
     return scale
 
 
-def _table(a: Columns, b: Columns, names: list[str], tolerance: float) -> pa.Table:
+def _table(a: Columns, b: Columns, known: tuple[list[str], tuple[str, ...]], tolerance: float) -> pa.Table:
+    """See `Difference.table`; ``known`` are the names of tensors and figures."""
     import pyarrow as pa
 
+    names, compared = known
     rows, figures, relatives = [], [], []
-    for place, figure in enumerate(COUNTED):
+    for place, figure in enumerate(compared):
         x, y = a[figure].astype(np.float64), b[figure].astype(np.float64)
         scale = _scale(a, b, figure)
         with np.errstate(all="ignore"):
@@ -132,20 +140,17 @@ def _table(a: Columns, b: Columns, names: list[str], tolerance: float) -> pa.Tab
 
     def values(held: Columns) -> Floats:
         whole = np.full(len(row), np.nan)
-        for place, name in enumerate(COUNTED):
+        for place, name in enumerate(compared):
             whole[figure_at == place] = held[name][row[figure_at == place]]
         return whole
-
-    def words(places: NDArray[np.int64], known: list[str]) -> pa.Array:
-        return pa.DictionaryArray.from_arrays(pa.array(places.astype(np.int32)), pa.array(known, pa.string()))
 
     return pa.table(
         {
             "step": a["step"][row],
-            "mode": words(a["mode"][row], list(MODES)),
-            "tensor": words(a["tensor"][row], names),
+            "mode": from_codes(a["mode"][row], MODES),
+            "tensor": from_codes(a["tensor"][row], names),
             "worker": a["worker"][row],
-            "figure": words(figure_at, list(COUNTED)),
+            "figure": from_codes(figure_at, compared),
             "a": pa.array(values(a), from_pandas=True),
             "b": pa.array(values(b), from_pandas=True),
             "relative": pa.array(np.concatenate(relatives)[order], from_pandas=True),

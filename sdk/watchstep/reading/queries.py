@@ -65,16 +65,14 @@ def columns_of(index: RunIndex, figures: Sequence[str], want: Want, *, merge: bo
     """Identity columns of the wanted rows, and figures by name; shards merged where asked for.
 
     Raises:
-        ConfigError: there is no such figure, or it is a probe's and is to be merged.
+        ConfigError: there is no such figure.
     """
     probes = index.probes()
     needs = tuple(name for figure in figures for name in needs_of(figure, probes))
     held = index.collect(Want(needs, want.tensors, want.first, want.last))
     if merge and (held["shard_count"] > 1).any():
-        unmerged = [figure for figure in figures if not set(needs_of(figure, probes)) <= set(COUNTED)]
-        if unmerged:
-            raise ConfigError(f"figure {unmerged[0]!r}: shards of it do not merge", "ask with merge=False")
-        held = merged(index.collect(Want(COUNTED, want.tensors, want.first, want.last)))
+        others = tuple(name for name in needs if name not in COUNTED)
+        held = merged(index.collect(Want((*COUNTED, *others), want.tensors, want.first, want.last)))
     return {**held, **{figure: figure_of(held, figure) for figure in figures}}
 
 

@@ -232,10 +232,12 @@ class Run:
 
         Args:
             tensor: its name.
-            figure: a recorded figure, a derived one (`watchstep.derived.DERIVED`), or a probe.
+            figure: a recorded figure, a derived one (`watchstep.derived.DERIVED`), or a probe (``update_ratio``, or as
+                SQL names it, ``probe.update_ratio``).
             worker: only rows of this worker, as it measured them.
             mode: only rows of this mode.
-            merge: shards become the whole tensor's figure; replicas and workers with whole tensors stay apart.
+            merge: shards become the whole tensor's figure; replicas and workers with whole tensors stay apart. Probes
+                do not merge: of merged shards they are null.
 
         Returns:
             step, mode, tensor, worker (the lowest, where shards merged), replica, stage, and the figure; null where

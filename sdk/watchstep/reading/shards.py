@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from watchstep.reading.columns import COUNTED, IDENTITY, Columns, batch_of
+from watchstep.segment_checks import PROBE
 from watchstep.statistics import merge_rows
 
 
@@ -12,12 +13,14 @@ def merged(columns: Columns) -> Columns:
     """Merge the shards of each (step, mode, tensor, replica, stage), workers in ascending order.
 
     Args:
-        columns: `IDENTITY` and `COUNTED`, n rows.
+        columns: `IDENTITY` and `COUNTED`, probes and ``time_ns`` where they are wanted, n rows.
 
     Returns:
-        The same columns. A merged row takes the lowest worker of its shards, as rules see it.
+        The same columns. A merged row takes the lowest worker of its shards, as rules see it, and that one's time. Its
+        probes are NaN: what a probe counted of shards does not follow for the whole.
     """
     names = (*IDENTITY, *COUNTED)
+    others = [name for name in columns if name not in names]
     sharded = columns["shard_count"] > 1
     parts = {name: columns[name][sharded] for name in names}
     order = np.lexsort([parts[key] for key in ("worker", "stage", "replica", "tensor", "mode", "step")])
@@ -31,4 +34,7 @@ def merged(columns: Columns) -> Columns:
     found = {name: parts[name][first] for name in IDENTITY}
     found["shard_count"] = np.ones_like(found["shard_count"])
     found |= {name: getattr(figures, name) for name in COUNTED}
-    return {name: np.concatenate([columns[name][~sharded], found[name]]) for name in names}
+    for name in others:
+        of_first = columns[name][sharded][order][first]
+        found[name] = np.full(len(first), np.nan) if name.startswith(PROBE) else of_first
+    return {name: np.concatenate([columns[name][~sharded], found[name]]) for name in (*names, *others)}

@@ -13,12 +13,12 @@ from watchstep.errors import ConfigError
 from watchstep.histogram import exponent_of_bin, is_negative_bin
 from watchstep.reading.run import Run
 from watchstep.reading.tensor import Tensor
+from watchstep.segment_checks import PROBE
 from watchstep.statistics import StatisticsBatch
 from watchstep.tensors import LOSSES, METRICS
 
 FIGURES = ("mean", "std", "rms", "abs_max")
-"""Figures of a tensor that become scalars; losses and metrics have their value alone."""
-
+"""Figures of a tensor that become scalars, its probes beside them; losses and metrics have their value alone."""
 
 _NOT_IN_TAGS = re.compile(r"[^-/\w.]")
 
@@ -26,9 +26,9 @@ _NOT_IN_TAGS = re.compile(r"[^-/\w.]")
 def export(run: Run, folder: str | os.PathLike[str], figures: tuple[str, ...] = FIGURES) -> int:
     """Write a run as event files, one folder for each mode and worker.
 
-    Scalars are ``<tensor>/<figure>`` (of losses and metrics: ``<name>``), histograms ``<tensor>``; of a name's
-    characters, those that TensorBoard does not take (``:`` for one) become ``_``. Figures that do not exist are left
-    out.
+    Scalars are ``<tensor>/<figure>`` and ``<tensor>/<probe>`` (of losses and metrics: ``<name>``), histograms
+    ``<tensor>``; of a name's characters, those that TensorBoard does not take (``:`` for one) become ``_``. Figures
+    that do not exist are left out.
 
     Args:
         run: the run.
@@ -69,6 +69,8 @@ def _export_tensor(tensor: Tensor, target: Path, figures: tuple[str, ...], write
     alone = bool({LOSSES, METRICS} & set(tensor.info.collections))
     name = _NOT_IN_TAGS.sub("_", tensor.name)  # tensorboardX does so for scalars, and not for histograms
     tags = {"mean": name} if alone else {figure: f"{name}/{figure}" for figure in figures}
+    probes = [] if alone else [column for column in table.column_names if column.startswith(PROBE)]
+    tags |= {probe: f"{name}/{probe.removeprefix(PROBE)}" for probe in probes}
     columns = {tag: table[figure].to_pylist() for figure, tag in tags.items()}
     written = 0
     for row in range(len(rows)):

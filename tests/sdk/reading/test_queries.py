@@ -84,8 +84,10 @@ def test_probes_do_not_merge(tmp_path: Path) -> None:
     ]
     write(new_run(tmp_path), [block_of(rows)])
     run = open_run(tmp_path / "default" / "r")
-    with pytest.raises(ConfigError, match="do not merge"):
-        run.series(FIRST.name, "cosine")
+    merged = run.at_step(["cosine", "max", "time_ns"])
+    assert merged.select(["cosine", "max", "time_ns"]).to_pylist() == [
+        {"cosine": None, "max": 1.0, "time_ns": 0.0}
+    ]
     assert run.series(FIRST.name, "cosine", merge=False)["cosine"].to_pylist() == [0.0, 1.0]
 
 
