@@ -334,6 +334,7 @@ def _run_document(
             "collections": {name: chosen.as_data() for name, chosen in config.chosen.items()},
             "snapshots": vars(config.snapshots),
             "overhead_budget": config.overhead_budget,
+            "gradients": config.gradients,
         },
         environment={
             "python": platform.python_version(),

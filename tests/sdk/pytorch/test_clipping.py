@@ -179,13 +179,9 @@ def test_the_programs_own_norm_wins(tmp_path: Path) -> None:
     assert table["mean"].to_pylist() == [100.0, 101.0, 102.0, 103.0]
 
 
-def test_a_skipped_step_leaves_no_trace_of_its_clipping(tmp_path: Path) -> None:
-    def clip(model: nn.Sequential) -> Tensor:
-        if len(training.before) == 2:
-            model[0].weight.grad.fill_(torch.inf)  # type: ignore[union-attr, operator]
-        return clip_grad_norm_(model.parameters(), 0.01)
-
-    training = Clipped(clip)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_step_leaves_no_trace_of_its_clipping(fused: bool, tmp_path: Path) -> None:
+    training = Clipped(by_norm, fused=fused)
     training.scaler = GradScaler("cpu", 2.0**10)
     overflow = training.scaler.unscale_
 
