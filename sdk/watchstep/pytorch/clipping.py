@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 _INNER = "func"
-"""What `torch.nn.utils.clip_grad` calls the function inside, from PyTorch 2.3 to 2.13 at least."""
+"""What `torch.nn.utils.clip_grad` calls the function inside, in PyTorch 2.13 and long before."""
 
 
 class ClipListener(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything is recorded
 
 from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
-from watchstep import Cadence, CaptureConfig, Hook, Run
+from watchstep import Cadence, CaptureConfig, Hook, Run, open_run
 
 BEFORE = replace(EVERY_STEP, gradients="before_clipping")
 STEPS = 4
@@ -295,3 +296,62 @@ def test_a_pytorch_whose_clipping_is_made_otherwise(tmp_path: Path) -> None:
         [sys.executable, "-c", OLDER_PYTORCH, tmp_path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from watchstep import CaptureConfig, Hook
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 2))
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+scaler = torch.amp.GradScaler("cpu", 1024.0)
+config = CaptureConfig(overhead_budget=None, gradients="before_clipping")
+with Hook(sys.argv[1], run="r", config=config) as hook:
+    if dist.get_rank() == 0:  # what one worker records alone must not wait for another
+        hook.watch(model, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = scaler.scale(model(torch.randn(4, 8)).pow(2).mean())
+        (loss * torch.inf if step == 1 else loss).backward()
+        if step != 2:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+assert not hook.health["faults"], hook.health
+assert dist.get_rank() or "gradient_norm" in hook.health["notes"], hook.health
+dist.destroy_process_group()
+"""
+
+
+def test_shards_are_measured_before_clipping_and_without_the_scale(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(SHARDED)
+    done = subprocess.run(
+        [
+            Path(sys.executable).with_name("torchrun"),
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            program,
+            tmp_path / "runs",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "runs" / "default" / "r")
+    assert run.tensor("gradient_scaler:skipped").steps() == [1]
+    assert run.tensor("0.weight:gradient").steps() == [0, 2, 3]
+    assert "gradient_norm" not in run.collections["metrics"]
