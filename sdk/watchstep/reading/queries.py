@@ -136,9 +136,10 @@ class _Cells:
 
     def __init__(self, index: RunIndex, names: list[str], edges: NDArray[np.int64], reduce: Reduce) -> None:
         place = {name: row for row, name in enumerate(names)}
-        self._row = np.array([place.get(info.name, -1) for info in index.tensors()] or [-1], np.int64)
         self._edges, self._reduce = edges, reduce
         self._shape = (len(names), len(edges) - 1)
+        rows = np.array([place.get(info.name, -1) for info in index.tensors()] or [-1], np.int64)
+        self._start = rows * self._shape[1]
         self._count = np.zeros(self._shape[0] * self._shape[1], np.int64)
         self._held = np.full(len(self._count), 0.0 if reduce == "mean" else np.nan)
 
@@ -147,16 +148,22 @@ class _Cells:
         chosen = np.isfinite(values)
         if mode is not None:
             chosen &= held["mode"] == MODES.index(mode)
-        step, row = held["step"], self._row[held["tensor"]]
+        step, tensor = held["step"], held["tensor"]
         if not chosen.all():
-            values, step, row = values[chosen], step[chosen], row[chosen]
-        cell = row * self._shape[1] + self._bin_of(step)
-        self._count += np.bincount(cell, minlength=len(self._count))
+            values, step, tensor = values[chosen], step[chosen], tensor[chosen]
+        if not len(values):
+            return
+        cell = self._bin_of(step) + self._start[tensor]
+        low = int(cell.min())  # an object holds few of the tensors: only their cells are touched
+        cell -= low
+        counts = np.bincount(cell)
+        here = slice(low, low + len(counts))
+        self._count[here] += counts
         if self._reduce == "mean":
-            self._held += np.bincount(cell, values, len(self._count))
+            self._held[here] += np.bincount(cell, values)
         else:
             pick = np.fmin if self._reduce == "min" else np.fmax
-            pick.at(self._held, cell, values)
+            pick.at(self._held[here], cell, values)
 
     def _bin_of(self, step: NDArray[np.int64]) -> NDArray[np.intp]:
         first, last = int(self._edges[0]), int(self._edges[-1])
