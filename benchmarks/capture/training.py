@@ -59,7 +59,8 @@ def _add(report: Report, workload: str, variant: str, series: Series, base: Seri
     if series.farewell and base.farewell:
         extra = series.farewell.peak - base.farewell.peak
         note = f"uninstrumented {base.farewell.peak:.0f} MiB"
-        report.add(f"{workload}/{variant}/memory", Figure(extra, "MiB", note=note))
+        bound = kind.memory_bound / 2**20 if kind.memory_bound else None
+        report.add(f"{workload}/{variant}/memory", Figure(extra, "MiB", bound, note=note))
         if series.farewell.account:
             name = f"{workload}/{variant}/account"
             _add_account(report, name, series.farewell.account / base.least(period), measured - 1, noise)

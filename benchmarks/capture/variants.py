@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.capture import instruments, peers
 from benchmarks.capture.instruments import Instrument
 from benchmarks.capture.models import Training
+from watchstep import CaptureConfig
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Variant:
         period: steps after which what it does repeats; a round is a multiple of it.
         mean: whether the mean over all rounds counts, and not the least: for what is measured at some steps only, a
             round with few of them would tell too little.
+        memory_bound: bytes that it says it takes at most; None where nothing is said.
         peer: whether it is no part of Watchstep, and gets fewer rounds.
     """
 
@@ -30,6 +32,7 @@ class Variant:
     targets: Mapping[str, float] = field(default_factory=dict)
     period: int = 1
     mean: bool = False
+    memory_bound: int | None = CaptureConfig().memory_bound
     peer: bool = False
 
 
@@ -37,8 +40,8 @@ BASE = "none"
 AGAIN = "none_again"
 
 VARIANTS = {
-    BASE: Variant("uninstrumented", instruments.Nothing),
-    AGAIN: Variant("uninstrumented, once more: the noise", instruments.Nothing),
+    BASE: Variant("uninstrumented", instruments.Nothing, memory_bound=None),
+    AGAIN: Variant("uninstrumented, once more: the noise", instruments.Nothing, memory_bound=None),
     "gate": Variant(
         "gate alone",
         instruments.Gate,
@@ -63,8 +66,12 @@ VARIANTS = {
         {"mlp": 1.15},
         period=10,
     ),
-    "separate_operations": Variant("separate torch operations", instruments.SeparateOperations, peer=True),
-    "wandb": Variant("wandb.watch, log_freq=1, offline", peers.Wandb, peer=True),
-    "tensorboard": Variant("TensorBoard add_histogram", peers.TensorBoard, peer=True),
-    "underflow_overflow": Variant("transformers DebugUnderflowOverflow", peers.UnderflowOverflow, peer=True),
+    "separate_operations": Variant(
+        "separate torch operations", instruments.SeparateOperations, memory_bound=None, peer=True
+    ),
+    "wandb": Variant("wandb.watch, log_freq=1, offline", peers.Wandb, memory_bound=None, peer=True),
+    "tensorboard": Variant("TensorBoard add_histogram", peers.TensorBoard, memory_bound=None, peer=True),
+    "underflow_overflow": Variant(
+        "transformers DebugUnderflowOverflow", peers.UnderflowOverflow, memory_bound=None, peer=True
+    ),
 }

@@ -21,6 +21,11 @@ weight. ``gradient_cosine``: cosine of the angle to the gradient that was measur
 """
 
 
+_MIB = 1024 * 1024
+_BESIDES = (64 + 2 * 16 + 128) * _MIB
+"""Of the memory bound: a segment of 50,000 rows while it is made, samples, libraries."""
+
+
 def _default_collections() -> dict[str, Cadence | Collection]:
     every_step = (tensors.LOSSES, tensors.METRICS)
     rarely = Cadence(every=100)  # fixed: replicas compare the same steps
@@ -133,6 +138,16 @@ class CaptureConfig:
                 f"overhead_budget={self.overhead_budget}",
                 "use a share of the step's time, such as 0.01, or None",
             )
+
+    @property
+    def memory_bound(self) -> int:
+        """Bytes of memory that recording takes at most, whatever the store does; on the host.
+
+        The queue and the backlog, one segment while it is made, snapshots, the samples that updates and gradients are
+        compared by, and what libraries take when they are loaded (some 100 MiB, measured).
+        """
+        bounds = self.bounds
+        return bounds.queue_bytes + bounds.backlog_bytes + self.snapshots.memory_bytes + _BESIDES
 
     @property
     def chosen(self) -> Mapping[str, Collection]:

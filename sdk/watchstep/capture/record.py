@@ -16,6 +16,9 @@ from watchstep.tensors import MODES, Mode, Placement, TensorInfo
 _ROW_BYTES = 700
 """What one row of statistics takes in memory, with a histogram of about 40 bins."""
 
+_RECORD_BYTES = 1500
+"""What a record takes besides: Python's objects, and the heads of arrays."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -78,7 +81,7 @@ class Record:
     @property
     def bytes(self) -> int:
         """About how much memory it holds."""
-        return _ROW_BYTES * len(self.group.tensors)
+        return _RECORD_BYTES + _ROW_BYTES * len(self.group.tensors)
 
 
 def to_block(record: Record) -> Block:
