@@ -156,6 +156,8 @@ class SnapshotWriter:
                 if self._items:
                     self._health.count("dropped_snapshots", len(self._items))
                 self._changed.notify_all()
+        if self._thread is not None and not self._items:
+            self._thread.join(1.0)  # one that ends while the interpreter is torn down may abort it
 
     def _start_or_wake(self) -> None:
         if self._thread is None:

@@ -101,7 +101,10 @@ class Writer:
         self._uploader.hurry()
         self._closing.set()
         self._queue.wake.set()
-        self._settled.wait(seconds + _SETTLING_SECONDS)
+        if self._settled.wait(seconds + _SETTLING_SECONDS) and self._worked.is_set():
+            # A thread that ends while the interpreter is torn down aborts it, if it has ever been in C++.
+            for thread in self._threads:
+                thread.join(_SETTLING_SECONDS)
         return self._complete
 
     def forget(self) -> None:
