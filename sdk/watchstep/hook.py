@@ -33,6 +33,7 @@ from watchstep.store import Store, checked_scheme
 from watchstep.tensors import MODES, Mode
 
 if TYPE_CHECKING:
+    from watchstep.pytorch.given_tensors import GivenTensors
     from watchstep.pytorch.watch import Watch
 
 STORE = "WATCHSTEP_STORE"
@@ -113,6 +114,7 @@ class Hook:
         address = ServiceAddress.from_environment()
         bounds = self.config.bounds
         self._watches: list[Watch] = []
+        self._given: GivenTensors | None = None
         session = self._session = Session.begin(self.config, self._identity.worker, self._on_stop)
         self._health, self._recorder = session.health, session.recorder
         control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
@@ -231,11 +233,12 @@ class Hook:
             mode: where it is not the hook's own.
             **given: name=tensor; a `torch.Tensor`, or what numpy makes an array of.
         """
-        from watchstep.pytorch.given_tensors import record_given
+        from watchstep.pytorch.given_tensors import GivenTensors
 
+        given_tensors = self._given = self._given or GivenTensors(self._session)
         for name, value in {**(values or {}), **given}.items():
             try:
-                record_given(self._session, name, value, collection, mode or self.mode)
+                given_tensors.record(name, value, collection, mode or self.mode)
             except Exception as error:  # noqa: BLE001 - one value that is none must not take the others with it
                 self._health.fault(f"record {name!r}"[:80], error)
 

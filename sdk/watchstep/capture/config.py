@@ -12,12 +12,14 @@ from watchstep.capture.cadence import ADAPTIVE, Cadence
 from watchstep.capture.collections import BUILT_IN, STATE_ROLES, Collection, checked
 from watchstep.errors import ConfigError
 
-PROBES = ("channels", "update_ratio", "gradient_cosine")
+PROBES = ("channels", "update_ratio", "gradient_cosine", "class_counts")
 """Figures that cannot be had from the row, in columns of their own.
 
 ``channels``: of an activation module's output, ``channels``, ``dead_channels`` (zero for every example) and
 ``saturated_channels`` (at a bound for every example). ``update_ratio``: root mean square of an update over that of the
-weight. ``gradient_cosine``: cosine of the angle to the gradient that was measured before.
+weight. ``gradient_cosine``: cosine of the angle to the gradient that was measured before. ``class_counts``: of labels that
+are classes, over all batches looked at so far: ``labels_counted``, ``classes``, ``largest_class``, ``smallest_class``, and
+which that is, ``rarest_class``.
 """
 
 

@@ -9,47 +9,62 @@ import torch
 from torch import Tensor
 
 from watchstep import tensors
-from watchstep.capture.record import Group
+from watchstep.capture.record import Group, Probe
 from watchstep.capture.session import Session
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import dtype_name
+from watchstep.pytorch.probes.class_counts import ClassCounts
 from watchstep.tensors import MODES, Mode, TensorInfo
 
 _ROLES = {tensors.INPUTS: "input", tensors.OUTPUTS: "output", tensors.LABELS: "label"}
 
 
-def record_given(session: Session, name: str, value: Any, collection: str | None, mode: Mode) -> None:
-    """Record one tensor, if its collection is due.
+class GivenTensors:
+    """Records what the program gives, into one session."""
 
-    Args:
-        session: the recording.
-        name: of the tensor.
-        value: a tensor, or what numpy makes an array of.
-        collection: where it is not told by the name.
-        mode: of the row.
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._classes: dict[tuple[str, Mode], ClassCounts] = {}
 
-    Raises:
-        ValueError: the mode or collection is not one.
-        TypeError: the name or the value is not one.
-    """
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r}: use one of {', '.join(MODES)}")
-    if not isinstance(name, str) or not name:
-        raise TypeError("a name must be a string")
-    held = collection or (name if name in _ROLES else tensors.CUSTOM)
-    if collection is not None and collection not in session.config.collections:
-        raise ValueError(f"collection {collection!r}: name it in CaptureConfig.collections")
-    charged = session.schedule.due((held,), session.recorder.step, mode)
-    if charged is None:
-        return
-    since = session.schedule.now()
-    tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    info = TensorInfo(
-        name=name,
-        collections=(held,),
-        role=_ROLES.get(name, "custom"),
-        shape=tuple(tensor.shape),
-        dtype=dtype_name(tensor.dtype),
-    )
-    session.recorder.add(Group.of((info,)), TorchKernel().measure([tensor]), mode)
-    session.schedule.spent(charged, since)
+    def record(self, name: str, value: Any, collection: str | None, mode: Mode) -> None:
+        """Record one tensor, if its collection is due.
+
+        Args:
+            name: of the tensor.
+            value: a tensor, or what numpy makes an array of.
+            collection: where it is not told by the name.
+            mode: of the row.
+
+        Raises:
+            ValueError: the mode or collection is not one.
+            TypeError: the name or the value is not one.
+        """
+        session = self._session
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r}: use one of {', '.join(MODES)}")
+        if not isinstance(name, str) or not name:
+            raise TypeError("a name must be a string")
+        held = collection or (name if name in _ROLES else tensors.CUSTOM)
+        if collection is not None and collection not in session.config.collections:
+            raise ValueError(f"collection {collection!r}: name it in CaptureConfig.collections")
+        charged = session.schedule.due((held,), session.recorder.step, mode)
+        if charged is None:
+            return
+        since = session.schedule.now()
+        tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        info = TensorInfo(
+            name=name,
+            collections=(held,),
+            role=_ROLES.get(name, "custom"),
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+        )
+        probes = self._count(tensor, name, mode) if info.role == "label" else ()
+        session.recorder.add(Group.of((info,)), TorchKernel().measure([tensor]), mode, probes)
+        session.schedule.spent(charged, since)
+
+    def _count(self, labels: Tensor, name: str, mode: Mode) -> tuple[Probe, ...]:
+        if "class_counts" not in self._session.config.probes:
+            return ()
+        counted = self._classes.setdefault((name, mode), ClassCounts()).look(labels)
+        return () if counted is None else (counted,)

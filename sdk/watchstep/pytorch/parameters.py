@@ -181,11 +181,15 @@ class Parameters:
         return measure_unscaled(self._kernel, found, scaling.scale, powers_of_two=scaling.powers_of_two)
 
     def before_update(self, optimizer: Optimizer, step: int, condition: Condition | None = None) -> None:
-        """Keep samples of the weights whose update is due, if a condition holds that is known later."""
+        """Keep samples of the weights whose update is due, if a condition holds that is known later.
+
+        Parameters that do not require a gradient have no update to speak of: they are frozen on purpose.
+        """
         kept = []
         most = elements_of_each(len(self._named))
-        for charged, part in self._due(self.of(optimizer).updates, step):
+        for charged, whole in self._due(self.of(optimizer).updates, step):
             since = self._schedule.now()
+            part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
             samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
             kept.append(_Before(charged, part, condition, samples))
             self._schedule.spent(charged, since)
@@ -197,6 +201,8 @@ class Parameters:
         for before in self._before.pop(optimizer, []):
             since = self._schedule.now()
             part = before.part
+            if not part.members:
+                continue
             after = views([named.parameter for named in part.members], most)
             with torch.no_grad():
                 changes = [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.sdk.training import EVERY_STEP, recorded
 from watchstep import Hook
 from watchstep.pytorch.probes.channels import ChannelProbe
+from watchstep.pytorch.probes.class_counts import ClassCounts
 from watchstep.pytorch.probes.gradient_cosine import GradientCosine
 from watchstep.pytorch.probes.samples import views
 
@@ -108,3 +109,49 @@ def test_a_sample_sees_every_column() -> None:
     assert len(sample) <= 1000
     assert len((sample.long() % 512).unique()) > 300
     assert sample.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+
+
+def classes_of(*batches: Tensor) -> list[float] | None:
+    """What is counted after some batches: labels, classes, the largest, the smallest, and which that is."""
+    counts, found = ClassCounts(), None
+    for batch in batches:
+        found = counts.look(batch)
+    return None if found is None else [column.item() for column in found.collect().values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_classes_are_counted_over_all_batches(dtype: torch.dtype) -> None:
+    batches = [torch.tensor([0, 1, 1], dtype=dtype), torch.tensor([[1], [1], [0]], dtype=dtype)]
+    assert classes_of(batches[0]) == [3, 2, 2, 1, 0]
+    assert classes_of(*batches) == [6, 2, 4, 2, 0]
+
+
+def test_labels_that_a_loss_leaves_out_do_not_count() -> None:
+    assert classes_of(torch.tensor([-100, 7, 7, 2])) == [3, 2, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0]), torch.tensor([3, 1000]), torch.tensor([-1])],
+)
+def test_what_is_no_class_makes_the_counts_unknown(labels: Tensor) -> None:
+    found = (
+        classes_of(labels, torch.tensor([0, 1]).to(labels.dtype)) if labels.min() >= 0 else classes_of(labels)
+    )
+    assert found is not None
+    assert all(np.isnan(found))
+
+
+@pytest.mark.parametrize("labels", [torch.ones(2, 3), torch.tensor(1), torch.tensor([True, False])])
+def test_one_label_for_each_example_or_none(labels: Tensor) -> None:
+    assert classes_of(labels) is None
+
+
+def test_class_counts_are_recorded_with_labels(tmp_path: Path) -> None:
+    with Hook(tmp_path, config=EVERY_STEP) as hook:
+        for _ in range(2):
+            hook.record(labels=torch.tensor([0, 0, 1]), inputs=torch.ones(3))
+            hook.step()
+    rows = recorded(hook).tensor("labels").statistics().to_pydict()
+    assert rows["probe.labels_counted"] == [3.0, 6.0]
+    assert rows["probe.smallest_class"] == [1.0, 2.0]
