@@ -27,6 +27,7 @@ from watchstep.pytorch.clipped_gradients import ClippedGradients
 from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.gradient_scaler import Scaling
 from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.module_hook import ModuleHook
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters import Parameters, Updated
 from watchstep.pytorch.scalars import record_tensor
@@ -68,7 +69,7 @@ class Watch:
         self._clipped = ClippedGradients(session, self._parameters)
         self._scaler = ScalerMetrics(session)
         snapshots.prepare(session, list(names.parameters().values()))
-        self._handle = self._model.register_forward_pre_hook(self._before_forward)
+        self._handle = self._model.register_forward_pre_hook(ModuleHook(self._before_forward))
         self._activations = ActivationHooks(session, names, kernel, self._mode)
         optimizer_steps.listen(self)
         backward_losses.listen(self)
@@ -188,7 +189,7 @@ class Watch:
         return "eval" if said == "train" and not self._model.training else said
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling() or device_kernel.capturing():
+        if device_kernel.capturing():
             return
         try:
             mode = self._mode()
