@@ -1,0 +1,105 @@
+"""Classes of which one comes many times as often as another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.finding import Finding, finding_at
+
+_COLUMNS = ("labels_counted", "classes", "largest_class", "smallest_class", "rarest_class")
+
+
+class ClassImbalanceParams(Params):
+    """Parameters of `ClassImbalance`."""
+
+    ratio: float = Field(10.0, gt=1, description="How many times the smallest class the largest may be.")
+    deviations: float = Field(
+        3.0, ge=0, description="By how many standard deviations chance could make the ratio seem larger."
+    )
+
+
+class Classes(NamedTuple):
+    """How many classes a stream of labels has shown, and how many labels there were when the last of them came."""
+
+    seen: int = 0
+    labels: float = 0.0
+
+
+class ClassImbalanceState(State):
+    """The classes of each stream, by ``tensor@worker/mode``."""
+
+    streams: dict[str, Classes] = Field(default_factory=dict)
+
+
+class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
+    """Fires when the labels so far show one class more than ten times as often as another, beyond chance.
+
+    Of counts n (largest class) and k (smallest)::
+
+        (sqrt(n) - deviations / 2) ^ 2 > ratio * (sqrt(k) + deviations / 2) ^ 2
+
+    Roots of counts have a standard deviation of one half (Anscombe 1948), so both sides are bounds that chance hardly
+    reaches; where there are many classes the smallest of many is unlucky, and the bound of k grows by the normal
+    quantile of that many draws, ``sqrt(2 ln classes)``. The ratio of 10 is that of SageMaker's ClassImbalance. The
+    counts run over all batches looked at, so a batch's chance does not count.
+
+    Data that come in the order of their classes show a new class late: nothing is judged until there are twice as
+    many labels as when the last new class came. Whether a loss weighs its classes is not to be seen from labels; a
+    program that does so on purpose leaves this rule out.
+    """
+
+    name = "class_imbalance"
+    summary = "one class comes more than ten times as often as another"
+    needs = Needs(collections=("labels",), roles=("label",), probes=("class_counts",))
+    merge = "per_worker"
+    params_type = ClassImbalanceParams
+    state_type = ClassImbalanceState
+
+    def evaluate(
+        self,
+        params: ClassImbalanceParams,
+        state: ClassImbalanceState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[ClassImbalanceState, list[Finding]]:
+        """Judge the counts so far, row by row."""
+        none = np.full(len(block), np.nan)
+        labels, classes, largest, smallest, rarest = (block.probes.get(name, none) for name in _COLUMNS)
+        streams, findings = dict(state.streams), []
+        for row in map(int, np.flatnonzero(classes > 1)):
+            name = f"{block.info(row).name}@{block.worker[row]}/{block.mode_name(row)}"
+            before = streams.get(name, Classes())
+            if classes[row] > before.seen:
+                streams[name] = Classes(int(classes[row]), float(labels[row]))
+                continue
+            surely = max(0.0, np.sqrt(largest[row]) - params.deviations / 2) ** 2
+            unlucky = params.deviations / 2 + np.sqrt(2 * np.log(classes[row])) / 2
+            if (
+                labels[row] >= 2 * before.labels
+                and surely > params.ratio * (np.sqrt(smallest[row]) + unlucky) ** 2
+            ):
+                seen = (float(largest[row]), float(smallest[row]), float(labels[row]))
+                findings.append(self._finding(params, block, row, int(rarest[row]), seen))
+        return ClassImbalanceState(streams=streams), findings
+
+    def _finding(
+        self,
+        params: ClassImbalanceParams,
+        block: Block,
+        row: int,
+        rarest: int,
+        seen: tuple[float, float, float],
+    ) -> Finding:
+        largest, smallest, labels = seen
+        message = (
+            f"of {labels:.0f} {block.info(row).name} so far {smallest:.0f} are class {rarest}, and {largest:.0f} are of "
+            f"the largest class: more than {params.ratio:g} to 1"
+        )
+        value = largest / smallest
+        return finding_at(self.name, block, row, value=value, threshold=params.ratio, message=message)
