@@ -1,0 +1,102 @@
+"""How far a training loss has come since it began, and what it does now."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.statistics import Floats
+from watchstep_rules.loss_series import LossSeries, noise
+
+_SHORT = 20
+
+
+class Beginning(NamedTuple):
+    """What is kept of a series.
+
+    Attributes:
+        seen: losses so far.
+        start: median of the first ones, None before there are so many, or where one was not finite.
+        lowest: lowest mean of twenty losses in a row.
+        signed: a loss was below zero: this is no measure of error.
+    """
+
+    seen: int = 0
+    start: float | None = None
+    lowest: float = float("inf")
+    signed: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Columns over the rows of a series, float64 of shape (n,), NaN before there are enough losses.
+
+    Attributes:
+        start: median of the first losses.
+        level: mean of the last half of the patience.
+        earlier: mean of the half before.
+        before_that: mean of half a patience before that, NaN where it reaches into the beginning.
+        noise: standard deviation from loss to loss, over the patience.
+        lowest: lowest mean of twenty losses so far.
+        signed: bool: a loss was below zero by then.
+    """
+
+    start: Floats
+    level: Floats
+    earlier: Floats
+    before_that: Floats
+    noise: Floats
+    lowest: Floats
+    signed: NDArray[np.bool_]
+    half: int
+
+    @property
+    def uncertainty(self) -> Floats:
+        """Standard error of ``earlier - level``, were losses independent."""
+        return self.noise * math.sqrt(2 / self.half)
+
+
+def lookback(warmup: int, patience: int) -> int:
+    """How many earlier losses `progress` needs."""
+    return max(warmup, patience + patience // 2, _SHORT)
+
+
+def progress(series: LossSeries, past: Beginning, warmup: int, patience: int) -> tuple[Progress, Beginning]:
+    """Follow a series.
+
+    Args:
+        series: the losses; their context holds `lookback` rows.
+        past: as the last call returned it.
+        warmup: first losses whose median is the start.
+        patience: losses that are looked at, at least 4.
+    """
+    half = max(2, patience // 2)
+    seen = past.seen + 1 + np.arange(len(series.values))
+    level = series.trailing(half, lambda windows: windows.mean(axis=1))
+    window = series.trailing(2 * half, lambda windows: windows.mean(axis=1))
+    longer = series.trailing(3 * half, lambda windows: windows[:, :half].mean(axis=1))
+    spread = series.trailing(2 * half, noise)
+    short = series.trailing(_SHORT, lambda windows: windows.mean(axis=1))
+    medians = series.trailing(warmup, lambda windows: np.median(windows, axis=1))
+    start = np.full(len(seen), np.nan if past.start is None else past.start)
+    if past.seen < warmup <= past.seen + len(seen):
+        start[warmup - past.seen - 1 :] = medians[warmup - past.seen - 1]
+    lowest = np.fmin.accumulate(np.concatenate([[past.lowest], short]))[1:]
+    signed = np.logical_or.accumulate(np.concatenate([[past.signed], series.values < 0]))[1:]
+    young = seen < warmup + 2 * half
+    columns = Progress(
+        start=start,
+        level=np.where(young, np.nan, level),
+        earlier=2 * window - level,
+        before_that=np.where(seen < warmup + 3 * half, np.nan, longer),
+        noise=spread,
+        lowest=lowest,
+        signed=signed,
+        half=half,
+    )
+    begun = float(start[-1]) if np.isfinite(start[-1]) else None
+    return columns, Beginning(int(seen[-1]), begun, float(lowest[-1]), bool(signed[-1]))

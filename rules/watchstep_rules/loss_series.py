@@ -1,0 +1,145 @@
+"""Losses as rules read them: one series for each name and worker, with figures over the last values of each row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.block import Block
+from watchstep.statistics import Floats
+
+Kind = Literal["train", "eval"]
+_VALIDATION = ("val", "eval", "test", "dev")
+_WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class LossSeries:
+    """One loss of one worker.
+
+    Attributes:
+        key: ``name@worker/mode``.
+        name: the loss's.
+        worker: its rank.
+        rows: its rows in the block, int64 of shape (n,).
+        steps: their steps, int64 of shape (n,).
+        values: their losses, float64 of shape (n,); NaN where any element was not finite.
+        before: the losses that the context holds, oldest first.
+    """
+
+    key: str
+    name: str
+    worker: int
+    rows: NDArray[np.intp]
+    steps: NDArray[np.int64]
+    values: Floats
+    before: Floats
+
+    def trailing(self, width: int, figure: Callable[[Floats], Floats]) -> Floats:
+        """A figure of the last ``width`` losses at each row, the row's own included; NaN where there are fewer.
+
+        Args:
+            width: how many losses; the rule's lookback must be at least that, less one.
+            figure: of a matrix of shape (rows, width), one number for each row.
+        """
+        lacking = max(0, width - 1 - len(self.before))
+        padded = np.concatenate(
+            [np.full(lacking, np.nan), self.before[len(self.before) + lacking - width + 1 :], self.values]
+        )
+        # Copied, so that sums run in the same order however many rows there are: findings must not depend on the split.
+        windows = np.lib.stride_tricks.sliding_window_view(padded, width)
+        with np.errstate(all="ignore"):
+            parts = [
+                figure(np.ascontiguousarray(windows[first : first + _ROWS_AT_ONCE]))
+                for first in range(0, len(windows), _ROWS_AT_ONCE)
+            ]
+        return np.concatenate(parts)
+
+
+def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
+    """The losses in a block, by key.
+
+    Args:
+        context: earlier rows.
+        block: rows to judge.
+        kind: of training: those in modes train and global; or of validation: those in mode eval, and in any mode where a
+            part of the name begins as ``val`` does (``val_loss``, ``loss/validation``).
+    """
+    past = _by_key(context, kind)
+    losses = _losses(block)
+    return [
+        LossSeries(
+            key=key,
+            name=block.info(int(rows[0])).name,
+            worker=int(block.worker[rows[0]]),
+            rows=rows,
+            steps=block.step[rows],
+            values=losses[rows],
+            before=_losses(context)[past[key]] if key in past else np.empty(0),
+        )
+        for key, rows in sorted(_by_key(block, kind).items())
+    ]
+
+
+def _losses(block: Block) -> Floats:
+    held = block.statistics
+    whole = (held.finite > 0) & (held.nonfinite == 0)
+    return np.where(whole, held.mean, np.nan)
+
+
+def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
+    chosen = np.flatnonzero(block.mask_of_tensors([info.role == "loss" for info in block.catalogue]))
+    series = block.series_key()[chosen]
+    found = {}
+    for number in np.unique(series):
+        rows = chosen[series == number]
+        name, mode = block.info(int(rows[0])).name, block.mode_name(int(rows[0]))
+        if _kind(name, mode) == kind:
+            found[f"{name}@{block.worker[rows[0]]}/{mode}"] = rows
+    return found
+
+
+def _kind(name: str, mode: str) -> Kind | None:
+    if mode == "predict":
+        return None
+    parts = re.split(r"[^a-z]+", name.lower())
+    return "eval" if mode == "eval" or any(part.startswith(_VALIDATION) for part in parts) else "train"
+
+
+def first_steps(known: Mapping[str, int], series: list[LossSeries]) -> dict[str, int]:
+    """The step at which each loss was first seen, by name, those of earlier blocks included."""
+    steps = dict(known)
+    for one in series:
+        steps[one.name] = min(steps.get(one.name, int(one.steps[0])), int(one.steps[0]))
+    return steps
+
+
+def is_whole(series: LossSeries, known: Mapping[str, int]) -> NDArray[np.bool_]:
+    """At which rows a loss is what the program as a whole makes smaller.
+
+    Of several losses that is the one whose name says so: the parts of a sum, and the two sides of a game (GAN), need not
+    fall.
+
+    Args:
+        series: the loss.
+        known: as `first_steps` gives it.
+    """
+    if series.name.rpartition("/")[2].lower() in _WHOLE:
+        return np.ones(len(series.rows), np.bool_)
+    others = [step for name, step in known.items() if name != series.name]
+    return series.steps < min(others, default=np.iinfo(np.int64).max)
+
+
+def noise(windows: Floats) -> Floats:
+    """Standard deviation from loss to loss, what changes slowly left out: ``rms(difference) / sqrt(2)`` (von Neumann, 1941).
+
+    Args:
+        windows: shape (rows, width), width at least 2.
+    """
+    return np.sqrt(np.mean(np.diff(windows, axis=1) ** 2, axis=1) / 2)

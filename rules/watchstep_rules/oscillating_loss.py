@@ -1,0 +1,237 @@
+"""A loss that swings without coming to rest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.statistics import Floats
+from watchstep_rules import constant_prediction
+from watchstep_rules.constant_prediction import LabelState
+from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.finding import Finding, finding_at
+from watchstep_rules.loss_series import LossSeries, first_steps, is_whole, loss_series
+
+_EVALUATIONS = 8
+
+
+class OscillatingLossParams(Params):
+    """Parameters of `OscillatingLoss`."""
+
+    window: int = Field(40, ge=3, le=1000, description="Losses that are looked at together.")
+    swing: float = Field(
+        0.75,
+        gt=0,
+        description="Distance of their tenth from their ninetieth percentile, against their median.",
+    )
+    above_labels: float = Field(
+        2.0,
+        ge=1,
+        description="How many times the loss of a constant prediction the median is, and the first loss.",
+    )
+    above_first: float = Field(
+        30.0, gt=1, description="How many times the first loss the median is, where labels are not recorded."
+    )
+    alternation: float = Field(
+        0.7, gt=0, lt=1, description="Correlation, in magnitude, of losses that follow each other by turns."
+    )
+
+
+class Origin(NamedTuple):
+    """What is kept of a series: losses so far, the first one, the highest of the first ten, whether any was below zero."""
+
+    seen: int = 0
+    first: float | None = None
+    high: float = 0.0
+    signed: bool = False
+
+
+class OscillatingLossState(State):
+    """The origin of each series, by ``name@worker/mode``; the step of each loss's first row; the labels so far."""
+
+    series: dict[str, Origin] = Field(default_factory=dict)
+    names: dict[str, int] = Field(default_factory=dict)
+    labels: LabelState = LabelState()
+
+
+class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
+    """Fires when a loss swings in one of three ways that batch noise does not make.
+
+    *Overshoot*: over ``window`` training losses, ``p90 - p10 >= swing * median``, with at least a fifth as many crossings
+    of the median as losses, while the median is ``above_labels`` times what the best constant prediction gives and
+    also that many times the first loss; without labels, ``above_first`` times the first loss. Noise of batches swings around
+    what the model is worth, and a model is worth more than it was before its first update. A loss that climbs all the
+    while diverges, which is another rule's.
+
+    *Alternation*: the autocorrelation of the window at lag 1 is below ``-alternation`` and at lag 2 above it, or at lags
+    p/2 and p for p = 4, 6, 8; the swing is a tenth of the median or more, and the median above half of the first losses'
+    highest. Independent losses have correlations of ``1/sqrt(window)``: 0.7 is more than four times that. Two
+    batches in fixed order alternate too, but their loss falls.
+
+    *Validation*: of eight evaluations in a row, all but one are turning points, each a quarter of their median or more away from
+    the one before, their median a tenth of the first one or more. A validation set does not change, so what swings is the model.
+
+    In all of them the second half of the window swings at least half as far as the first (alternation: eight tenths), and
+    its median is at most half as much again: what shrinks settles, what grows explodes. Losses that were below
+    zero, and one of several losses unless its name says that it is the sum, are left alone. Overshoot and alternation
+    around a ravine are what gradient descent does above ``2 / curvature`` (Cohen et al., ICLR 2021). SageMaker has no such rule;
+    AutoTrainer (ICSE 2021) counts turns of the accuracy. Slow swings, as of cyclic learning rates and of games, turn too
+    seldom for any of the three.
+    """
+
+    name = "oscillating_loss"
+    summary = "the loss swings without coming to rest"
+    needs = Needs(collections=("losses", "labels"), roles=("loss", "label"), probes=("class_counts",))
+    merge = "sealed"
+    params_type = OscillatingLossParams
+    state_type = OscillatingLossState
+
+    def lookback(self, params: OscillatingLossParams) -> int:
+        """The window."""
+        return max(params.window, _EVALUATIONS)
+
+    def evaluate(
+        self,
+        params: OscillatingLossParams,
+        state: OscillatingLossState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[OscillatingLossState, list[Finding]]:
+        """Judge each loss by itself, those of training and of validation."""
+        losses = loss_series(context, block, "train")
+        evaluations = loss_series(context, block, "eval")
+        labels, baselines = constant_prediction.follow(state.labels, block)
+        names = first_steps(state.names, losses)
+        kept, findings = dict(state.series), {}
+        for series in [*losses, *evaluations]:
+            origin = _origins(series, kept.get(series.key, Origin()))
+            kept[series.key] = origin[-1]
+            if series.key.endswith("/eval"):
+                width, swings = _EVALUATIONS, _evaluations(series, origin)
+            else:
+                width = params.window
+                known = constant_prediction.at(baselines, series.steps)
+                swings = _overshoots(params, series, origin, known) | _alternates(params, series, origin)
+            swings &= is_whole(series, names) & ~np.array([each.signed for each in origin])
+            low, high = _ends(series, width)
+            for place in map(int, np.flatnonzero(swings)):
+                row = int(series.rows[place])
+                message = f"{series.name} has swung between {low[place]:.3g} and {high[place]:.3g} over {width} records"
+                findings[row] = finding_at(
+                    self.name,
+                    block,
+                    row,
+                    value=float(high[place] - low[place]),
+                    threshold=float(origin[place].first or 0.0),
+                    message=message,
+                )
+        state = OscillatingLossState(series=kept, names=names, labels=labels)
+        return state, [findings[row] for row in sorted(findings)]
+
+
+def _origins(series: LossSeries, past: Origin) -> list[Origin]:
+    """The origin as of each row."""
+    found = []
+    for value in series.values.tolist():
+        finite = np.isfinite(value)
+        past = Origin(
+            past.seen + 1,
+            value if past.first is None and finite else past.first,
+            max(past.high, value) if finite and past.seen < 10 else past.high,
+            past.signed or value < 0,
+        )
+        found.append(past)
+    return found
+
+
+def _ends(series: LossSeries, width: int) -> tuple[Floats, Floats]:
+    """Tenth and ninetieth percentile of the last losses."""
+    return (
+        series.trailing(width, lambda windows: np.quantile(windows, 0.1, axis=1)),
+        series.trailing(width, lambda windows: np.quantile(windows, 0.9, axis=1)),
+    )
+
+
+def _goes_on(windows: Floats, least: float) -> NDArray[np.bool_]:
+    """Whether the second half of each window swings at least so much of the first's swing, and has not grown away."""
+    half = windows.shape[1] // 2
+    halves = windows[:, :half], windows[:, -half:]
+    first, second = (np.quantile(part, 0.9, axis=1) - np.quantile(part, 0.1, axis=1) for part in halves)
+    before, after = (np.median(part, axis=1) for part in halves)
+    going: NDArray[np.bool_] = (second >= least * first) & (after <= 1.5 * before)
+    return going
+
+
+def _climbs(windows: Floats) -> NDArray[np.bool_]:
+    """Whether losses grow with their place, beyond a correlation of 0.35: twice what 40 independent ones have."""
+    apart = windows - windows.mean(axis=1, keepdims=True)
+    place = np.arange(windows.shape[1]) - (windows.shape[1] - 1) / 2
+    together = (apart * place).sum(axis=1)
+    climbs: NDArray[np.bool_] = together > 0.35 * np.sqrt((apart**2).sum(axis=1) * (place**2).sum())
+    return climbs
+
+
+def _overshoots(
+    params: OscillatingLossParams,
+    series: LossSeries,
+    origin: list[Origin],
+    known: list[tuple[float, ...] | None],
+) -> NDArray[np.bool_]:
+    def turns(windows: Floats) -> Floats:
+        above = windows > np.median(windows, axis=1, keepdims=True)
+        often = (above[:, 1:] != above[:, :-1]).sum(axis=1) >= params.window / 5
+        return np.where(often & ~_climbs(windows) & _goes_on(windows, 0.5), 1.0, 0.0)
+
+    median = series.trailing(params.window, lambda windows: np.median(windows, axis=1))
+    low, high = _ends(series, params.window)
+    first = np.array([np.nan if each.first is None else each.first for each in origin])
+    bar = np.array(
+        [
+            params.above_labels * max(one, losses[-1]) if losses else params.above_first * one
+            for one, losses in zip(first.tolist(), known, strict=True)
+        ]
+    )
+    swings: NDArray[np.bool_] = (high - low >= params.swing * median) & (median >= bar) & (median > 0)
+    found: NDArray[np.bool_] = swings & (series.trailing(params.window, turns) == 1)
+    return found
+
+
+def _alternates(params: OscillatingLossParams, series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
+    def regular(windows: Floats) -> Floats:
+        apart = windows - windows.mean(axis=1, keepdims=True)
+        whole = (apart**2).mean(axis=1)
+        alternates = np.zeros(len(windows), np.bool_)
+        for period in (2, 4, 6, 8):
+            if 2 * period > windows.shape[1]:
+                break
+            near, far = (
+                (apart[:, lag:] * apart[:, :-lag]).mean(axis=1) / whole for lag in (period // 2, period)
+            )
+            alternates |= (near < -params.alternation) & (far > params.alternation)
+        return np.where(alternates & _goes_on(windows, 0.8), 1.0, 0.0)
+
+    median = series.trailing(params.window, lambda windows: np.median(windows, axis=1))
+    low, high = _ends(series, params.window)
+    begun = np.array([each.high for each in origin])
+    wide: NDArray[np.bool_] = (high - low >= 0.1 * median) & (median >= begun / 2) & (median > 0)
+    found: NDArray[np.bool_] = wide & (series.trailing(params.window, regular) == 1)
+    return found
+
+
+def _evaluations(series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
+    def turns(windows: Floats) -> Floats:
+        moves = np.diff(windows, axis=1)
+        turning = (np.sign(moves[:, 1:]) * np.sign(moves[:, :-1]) < 0).sum(axis=1)
+        median = np.median(windows, axis=1)
+        wide = (np.abs(moves) >= 0.25 * median[:, None]).sum(axis=1) >= _EVALUATIONS - 2
+        swings = (turning >= _EVALUATIONS - 3) & wide & (median > 0) & _goes_on(windows, 0.5)
+        return np.where(swings, median, np.nan)
+
+    first = np.array([np.nan if each.first is None else each.first for each in origin])
+    found: NDArray[np.bool_] = series.trailing(_EVALUATIONS, turns) >= 0.1 * first
+    return found
