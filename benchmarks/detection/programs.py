@@ -1,4 +1,4 @@
-"""Programs to detect faults in: a file that exports ``CASES``, each with a training and what is wrong with it."""
+"""Programs to detect faults in: trainings, and what is wrong with each of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,36 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 Built = tuple[Any, Any, Any, Iterable[Any]]
 """Model, optimizer, loss function (of the model's output and the labels), batches of inputs and labels."""
+
+VALIDATED_EVERY = 10
+
+
+class Recorder(Protocol):
+    """What a training tells of itself: a `watchstep.Hook`, or the oracle."""
+
+    def watch(self, model: Any, optimizer: Any = None, *, name: str | None = None) -> None:
+        """Take a model and the optimizer whose steps count."""
+
+    def log(self, values: Any = None, /, *, mode: Any = None, **scalars: Any) -> None:
+        """Take numbers by name; those with "loss" in their name are losses."""
+
+    def record(self, values: Any = None, /, **given: Any) -> None:
+        """Take tensors by name."""
+
+
+class Clock(Protocol):
+    """What a training tells that a step is done."""
+
+    def step(self) -> None:
+        """A step of the program's own work is done."""
+
+
+Train = Callable[[Recorder, int, Clock], None]
+"""A whole training: recorder, seed, clock."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +45,56 @@ class Program:
 
     Attributes:
         id: its name.
-        build: seed → model, optimizer, loss function, batches.
-        steps: how many batches there are.
-        kind: ``faulty``, or else healthy.
+        train: the training.
+        kind: ``faulty``, or else healthy: ``fixed`` for the twin of a faulty one.
         truth: symptoms that must be reported.
         also: symptoms that are neither rewarded nor punished.
         onset: the first step at which the fault can be seen.
+        source: where the fault was published, or why a healthy training looks odd.
+        fault: what is wrong, or what was mended.
     """
 
     id: str
-    build: Callable[[int], Built]
-    steps: int
+    train: Train
     kind: str
-    truth: frozenset[str]
-    also: frozenset[str]
-    onset: int
+    truth: frozenset[str] = frozenset()
+    also: frozenset[str] = frozenset()
+    onset: int = 0
+    source: str = ""
+    fault: str = ""
+
+
+def plain(build: Callable[[int], Built]) -> Train:
+    """The plain training loop, around what ``build`` makes of a seed."""
+
+    def train(recorder: Recorder, seed: int, clock: Clock) -> None:
+        model, optimizer, loss_function, batches = build(seed)
+        loop(recorder, clock, (model, optimizer, loss_function, batches))
+
+    return train
+
+
+def loop(recorder: Recorder, clock: Clock, built: Built) -> None:
+    """Train as an author would, who logs the loss and validates every ten steps where there is something to."""
+    import torch
+
+    model, optimizer, loss_function, batches = built
+    validation = getattr(batches, "val", None)
+    recorder.watch(model, optimizer)
+    for step, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = loss_function(model(x), y)
+        loss.backward()
+        optimizer.step()
+        recorder.log(loss=loss)
+        recorder.record(labels=y)
+        if validation is not None and step % VALIDATED_EVERY == 0:
+            unseen, labels = validation
+            model.eval()
+            with torch.no_grad():
+                recorder.log(loss=loss_function(model(unseen), labels), mode="eval")
+            model.train()
+        clock.step()
 
 
 def load(path: Path) -> dict[str, Program]:
@@ -51,8 +112,7 @@ def load(path: Path) -> dict[str, Program]:
     return {
         name: Program(
             name,
-            case.build,
-            case.steps,
+            plain(case.build),
             case.kind,
             frozenset(case.truth),
             frozenset(getattr(case, "also", ())),

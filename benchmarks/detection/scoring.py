@@ -37,6 +37,12 @@ class Tally:
     false: int = 0
     late: list[int] = field(default_factory=list)
 
+    @property
+    def precision(self) -> float | None:
+        """Share of reports that were right; None where there were none."""
+        reported = self.found + self.false
+        return self.found / reported if reported else None
+
 
 @dataclass(frozen=True)
 class Score:
