@@ -34,7 +34,7 @@ class LossNotDecreasingParams(Params):
 
 
 class LossNotDecreasingState(State):
-    """The beginning of each series, by ``name@worker/mode``; the step of each loss's first row; the labels so far."""
+    """The beginning of each series, by ``name/mode``; the step of each loss's first row; the labels so far."""
 
     series: dict[str, Beginning] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)

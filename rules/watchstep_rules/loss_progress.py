@@ -21,13 +21,13 @@ class Beginning(NamedTuple):
     Attributes:
         seen: losses so far.
         start: median of the first ones, None before there are so many, or where one was not finite.
-        lowest: lowest mean of twenty losses in a row.
+        lowest: lowest mean of twenty losses in a row, None before there are so many.
         signed: a loss was below zero: this is no measure of error.
     """
 
     seen: int = 0
     start: float | None = None
-    lowest: float = float("inf")
+    lowest: float | None = None
     signed: bool = False
 
 
@@ -85,7 +85,7 @@ def progress(series: LossSeries, past: Beginning, warmup: int, patience: int) ->
     start = np.full(len(seen), np.nan if past.start is None else past.start)
     if past.seen < warmup <= past.seen + len(seen):
         start[warmup - past.seen - 1 :] = medians[warmup - past.seen - 1]
-    lowest = np.fmin.accumulate(np.concatenate([[past.lowest], short]))[1:]
+    lowest = np.fmin.accumulate(np.concatenate([[np.nan if past.lowest is None else past.lowest], short]))[1:]
     signed = np.logical_or.accumulate(np.concatenate([[past.signed], series.values < 0]))[1:]
     young = seen < warmup + 2 * half
     columns = Progress(
@@ -98,5 +98,8 @@ def progress(series: LossSeries, past: Beginning, warmup: int, patience: int) ->
         signed=signed,
         half=half,
     )
-    begun = float(start[-1]) if np.isfinite(start[-1]) else None
-    return columns, Beginning(int(seen[-1]), begun, float(lowest[-1]), bool(signed[-1]))
+    return columns, Beginning(int(seen[-1]), _known(start[-1]), _known(lowest[-1]), bool(signed[-1]))
+
+
+def _known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

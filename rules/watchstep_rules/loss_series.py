@@ -1,4 +1,4 @@
-"""Losses as rules read them: one series for each name and worker, with figures over the last values of each row."""
+"""Losses as rules read them: one series for each name, with figures over the last values of each row."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Kind = Literal["train", "eval"]
 _VALIDATION = ("val", "eval", "test", "dev")
 _WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
 _ROWS_AT_ONCE = 4096
+_WORKER = 0xFFFFFFF << 4
+"""Where a series' key has its worker."""
 
 
 @dataclass(frozen=True)
 class LossSeries:
-    """One loss of one worker.
+    """One loss; at each step that of the lowest worker that recorded it.
 
     Attributes:
-        key: ``name@worker/mode``.
+        key: ``name/mode``.
         name: the loss's.
-        worker: its rank.
         rows: its rows in the block, int64 of shape (n,).
         steps: their steps, int64 of shape (n,).
         values: their losses, float64 of shape (n,); NaN where any element was not finite.
@@ -35,7 +36,6 @@ class LossSeries:
 
     key: str
     name: str
-    worker: int
     rows: NDArray[np.intp]
     steps: NDArray[np.int64]
     values: Floats
@@ -77,7 +77,6 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
         LossSeries(
             key=key,
             name=block.info(int(rows[0])).name,
-            worker=int(block.worker[rows[0]]),
             rows=rows,
             steps=block.step[rows],
             values=losses[rows],
@@ -95,13 +94,14 @@ def _losses(block: Block) -> Floats:
 
 def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
     chosen = np.flatnonzero(block.mask_of_tensors([info.role == "loss" for info in block.catalogue]))
-    series = block.series_key()[chosen]
+    series = block.series_key()[chosen] & ~_WORKER
     found = {}
     for number in np.unique(series):
         rows = chosen[series == number]
         name, mode = block.info(int(rows[0])).name, block.mode_name(int(rows[0]))
         if _kind(name, mode) == kind:
-            found[f"{name}@{block.worker[rows[0]]}/{mode}"] = rows
+            rows = rows[np.lexsort((block.worker[rows], block.step[rows]))]
+            found[f"{name}/{mode}"] = rows[np.unique(block.step[rows], return_index=True)[1]]
     return found
 
 
@@ -142,4 +142,5 @@ def noise(windows: Floats) -> Floats:
     Args:
         windows: shape (rows, width), width at least 2.
     """
-    return np.sqrt(np.mean(np.diff(windows, axis=1) ** 2, axis=1) / 2)
+    spread: Floats = np.sqrt(np.mean(np.diff(windows, axis=1) ** 2, axis=1) / 2)
+    return spread

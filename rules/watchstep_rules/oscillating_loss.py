@@ -51,7 +51,7 @@ class Origin(NamedTuple):
 
 
 class OscillatingLossState(State):
-    """The origin of each series, by ``name@worker/mode``; the step of each loss's first row; the labels so far."""
+    """The origin of each series, by ``name/mode``; the step of each loss's first row; the labels so far."""
 
     series: dict[str, Origin] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)

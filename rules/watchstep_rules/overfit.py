@@ -57,7 +57,7 @@ class Best(NamedTuple):
 
 
 class OverfitState(State):
-    """What is kept of each validation loss, by ``name@worker/mode``, and the newest mean of each training loss."""
+    """What is kept of each validation loss, by ``name/mode``, and the newest mean of each training loss, by name."""
 
     best: dict[str, Best] = Field(default_factory=dict)
     train: dict[str, float] = Field(default_factory=dict)
@@ -81,7 +81,7 @@ class Overfit(Rule[OverfitParams, OverfitState]):
     2016, section 7.8), patience Prechelt's ("Early stopping, but when?", 1998). The share of the first evaluation leaves
     alone a loss that is close to zero, where a few doubtful examples double it.
 
-    A training loss is taken of the same name, or the only one of that worker.
+    A training loss is taken of the same name, or the only one.
     """
 
     name = "overfit"
@@ -108,7 +108,7 @@ class Overfit(Rule[OverfitParams, OverfitState]):
         for series in loss_series(context, block, "train"):
             course = series.trailing(params.window, _mean_of_known)
             known = np.isfinite(course)
-            steps, values = means.setdefault(f"{series.name}@{series.worker}", ([], []))
+            steps, values = means.setdefault(series.name, ([], []))
             steps.extend(series.steps[known].tolist())
             values.extend(course[known].tolist())
         kept, findings = dict(state.best), {}
@@ -143,10 +143,9 @@ def _train_at(means: dict[str, tuple[list[int], list[float]]], series: LossSerie
     known = {}
     for key, (steps, values) in means.items():
         place = bisect_right(steps, step) - 1
-        if place >= 0 and key.endswith(f"@{series.worker}"):
+        if place >= 0:
             known[key] = values[place]
-    own = f"{series.name}@{series.worker}"
-    return known.get(own, next(iter(known.values())) if len(known) == 1 else None)
+    return known.get(series.name, next(iter(known.values())) if len(known) == 1 else None)
 
 
 def _follow(params: OverfitParams, best: Best | None, step: int, loss: float, train: float | None) -> Best:
