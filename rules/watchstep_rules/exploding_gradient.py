@@ -12,7 +12,7 @@ from pydantic import Field
 from watchstep.block import Block, concatenate
 from watchstep.derived import l2
 from watchstep.statistics import Floats
-from watchstep.tensors import MODES
+from watchstep.tensors import MODES, Mode
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.finding import Finding, finding_at
 
@@ -27,6 +27,9 @@ class ExplodingGradientParams(Params):
         ge=1,
         le=1000,
         description="First records, whose largest norm is the other; they may grow to growth squared.",
+    )
+    loss_growth: float = Field(
+        10.0, gt=1, description="… or only to growth, where the loss is so many times its first value."
     )
 
 
@@ -45,10 +48,15 @@ class Past(NamedTuple):
 
 
 class ExplodingGradientState(State):
-    """The past of each series, by ``tensor@worker/mode``, and by mode the largest norm of any, findings left out."""
+    """The past of each series, by ``tensor@worker/mode``, and by mode the largest norm of any, findings left out.
+
+    By mode also the largest norm of the first step; and by ``loss@worker/mode`` each loss's first value.
+    """
 
     series: dict[str, Past] = Field(default_factory=dict)
     largest: dict[str, float] = Field(default_factory=dict)
+    began: dict[str, float] = Field(default_factory=dict)
+    losses: dict[str, float] = Field(default_factory=dict)
 
 
 class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
@@ -66,13 +74,18 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
     (Pascanu et al., ICML 2013, on norm growth before divergence). A layer in its warm-up, where norms settle, or
     without any gradient so far, must instead exceed ``growth ** 2`` times the model's largest.
 
+    A training that diverges from its first steps is its own past. There it is enough that some loss of the step is
+    ``loss_growth`` times its first value, and the norm ``growth`` times the largest of the first step: a saddle that
+    is left behind makes gradients grow as well, but lets the loss fall.
+
     NaN or infinity alone is another rule's; right after a finding it is the same explosion, gone past what the number
     format holds.
     """
 
     name = "exploding_gradient"
+    version = 2
     summary = "a gradient's norm grows far beyond what its layer has had"
-    needs = Needs(collections=("gradients",), roles=("gradient",))
+    needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"))
     merge = "sealed"
     params_type = ExplodingGradientParams
     state_type = ExplodingGradientState
@@ -90,28 +103,39 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[ExplodingGradientState, list[Finding]]:
         """Judge step by step, all layers of a step at once."""
+        losses, risen = _risen(params, state, block)
+        context, block = _gradients(context), _gradients(block)
         past = _Past.of(state, block)
         held = block.statistics
         norm = l2(held)
         whole = (held.nonfinite == 0) & np.isfinite(norm)
         median = _trailing_medians(context, block, params.window)
         limit, hit = np.full(len(block), np.inf), np.zeros(len(block), np.bool_)
+        diverges = np.zeros(len(block), np.bool_)
         (_, mode), step = np.unique(np.stack([block.step, block.mode]), axis=1, return_inverse=True)
         for rows in _groups(step.ravel()):
             name = MODES[mode[step.ravel()[rows[0]]]]
+            began = past.began.setdefault(name, float(np.where(whole[rows], norm[rows], 0.0).max()))
             limit[rows] = past.limits(params, name, rows, median[rows])
+            if began > 0 and (int(block.step[rows[0]]), name) in risen:
+                diverges[rows] = limit[rows] > params.growth * began
+                limit[rows] = np.minimum(limit[rows], params.growth * began)
             hit[rows] = past.follow(params, name, rows, norm[rows], whole[rows], limit[rows])
+        since = {
+            False: "from what the layer had before",
+            True: "from the first step's, and the loss has risen",
+        }
         findings = [
-            self._finding(block, int(row), float(norm[row]) if whole[row] else np.inf, float(limit[row]))
+            self._finding(
+                block, int(row), norm[row] if whole[row] else np.inf, limit[row], since[bool(diverges[row])]
+            )
             for row in np.flatnonzero(hit)
         ]
-        return past.as_state(state), findings
+        return past.as_state(state, losses), findings
 
-    def _finding(self, block: Block, row: int, value: float, limit: float) -> Finding:
-        message = (
-            f"norm of {block.info(row).name} is {value:.3g}, over {limit:.3g}, from what the layer had before"
-        )
-        return finding_at(self.name, block, row, value=value, threshold=limit, message=message)
+    def _finding(self, block: Block, row: int, value: float, limit: float, since: str) -> Finding:
+        message = f"norm of {block.info(row).name} is {value:.3g}, over {limit:.3g}, {since}"
+        return finding_at(self.name, block, row, value=float(value), threshold=float(limit), message=message)
 
 
 @dataclass
@@ -124,6 +148,7 @@ class _Past:
     peak: Floats
     hit: NDArray[np.bool_]
     largest: dict[str, float]
+    began: dict[str, float]
 
     @classmethod
     def of(cls, state: ExplodingGradientState, block: Block) -> _Past:
@@ -137,6 +162,7 @@ class _Past:
             np.array([past.peak for past in held], np.float64),
             np.array([past.hit for past in held], np.bool_),
             dict(state.largest),
+            dict(state.began),
         )
 
     def limits(
@@ -171,10 +197,28 @@ class _Past:
         self.largest[mode] = max(self.largest.get(mode, 0.0), float(calm.max()))
         return hit
 
-    def as_state(self, before: ExplodingGradientState) -> ExplodingGradientState:
+    def as_state(self, before: ExplodingGradientState, losses: dict[str, float]) -> ExplodingGradientState:
         kept = zip(self.names, self.seen.tolist(), self.peak.tolist(), self.hit.tolist(), strict=True)
         series = {**before.series, **{name: Past(*past) for name, *past in kept}}
-        return ExplodingGradientState(series=series, largest=self.largest)
+        return ExplodingGradientState(series=series, largest=self.largest, began=self.began, losses=losses)
+
+
+def _gradients(block: Block) -> Block:
+    return block.where(block.mask_of_tensors([info.role == "gradient" for info in block.catalogue]))
+
+
+def _risen(
+    params: ExplodingGradientParams, state: ExplodingGradientState, block: Block
+) -> tuple[dict[str, float], set[tuple[int, Mode]]]:
+    """The first value of each loss, and steps and modes in which some loss is many times that."""
+    first, risen = dict(state.losses), set()
+    is_loss = block.mask_of_tensors([info.role == "loss" for info in block.catalogue])
+    for row in map(int, np.flatnonzero(is_loss & (block.statistics.finite > 0))):
+        mode, size = block.mode_name(row), abs(float(block.statistics.mean[row]))
+        began = first.setdefault(f"{block.info(row).name}@{block.worker[row]}/{mode}", size)
+        if began > 0 and size >= params.loss_growth * began:
+            risen.add((int(block.step[row]), mode))
+    return first, risen
 
 
 def _groups(label: NDArray[np.intp]) -> list[NDArray[np.intp]]:

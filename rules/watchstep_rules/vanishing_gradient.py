@@ -14,6 +14,8 @@ from watchstep.tensors import MODES
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.finding import Finding, finding_at
 
+_FIRST = 2.0  # times its first size a gradient may have without being one that grows
+
 
 class VanishingGradientParams(Params):
     """Parameters of `VanishingGradient`."""
@@ -33,7 +35,10 @@ class VanishingGradientParams(Params):
 
 
 class VanishingGradientState(State):
-    """The largest size so far: of any layer's gradient, by mode, and of each, by ``tensor@worker/mode``."""
+    """The largest size so far: of any layer's gradient, by mode, and of each, by ``tensor@worker/mode``.
+
+    Of each it is twice its first size at least.
+    """
 
     largest: dict[str, float] = Field(default_factory=dict)
     series: dict[str, float] = Field(default_factory=dict)
@@ -42,24 +47,27 @@ class VanishingGradientState(State):
 class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     """Fires when a layer's gradient has a ``size`` that meets all of these.
 
-    ``size < threshold``, ``size < relative * max over layers of size``, ``size <=`` the layer's largest before.
+    ``size < threshold``, ``size < relative * max over layers of size``, ``size <=`` the layer's largest before, or twice its
+    first.
 
     ``size`` is the mean of ``|g|`` over the elements that are not zero: an embedding of which a batch touches few rows
     is as large as what these rows get. The first test and its 1e-7 are SageMaker's VanishingGradient. The second tells
     a layer that starves from a training that has converged, where all gradients are small together; its 1e-3 is the
     first-to-last-layer ratio of AutoTrainer (Zhang et al., ICSE 2021). The third leaves alone a layer that wakes up,
-    whose gradient grows from record to record (zero-initialised branches while the learning rate warms up).
+    whose gradient grows from record to record (zero-initialised branches while the learning rate warms up); twice the
+    first is what batches make of a gradient that does not grow.
 
     It also fires for every layer while no layer has ever had a size of ``threshold * relative``: such a training has
-    not converged, it never began. That is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
+    not converged, it never began; unless all its losses are zero, as those of an agent are that has not met a reward. That is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
 
     Vectors are left out: the gradient of a bias before batch normalisation, or of a key bias in attention, is zero by
     construction.
     """
 
     name = "vanishing_gradient"
+    version = 2
     summary = "a layer's gradient is close to nothing while others still learn"
-    needs = Needs(collections=("gradients",), roles=("gradient",))
+    needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"))
     merge = "sealed"
     params_type = VanishingGradientParams
     state_type = VanishingGradientState
@@ -73,12 +81,15 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[VanishingGradientState, list[Finding]]:
         """Judge each step's layers against each other, on whatever worker they are."""
-        wide = block.mask_of_tensors([len(info.shape) >= params.min_dimensions for info in block.catalogue])
+        wide = block.mask_of_tensors(
+            [info.role == "gradient" and len(info.shape) >= params.min_dimensions for info in block.catalogue]
+        )
         judged = block.where(wide & (block.statistics.finite > 0))
         if not len(judged):
             return state, []
         size = _size(judged.statistics)
-        kept, _, before = _so_far(state.series, _series_names(judged), judged.series_key(), size)
+        names = _series_names(judged)
+        kept, _, before = _so_far(state.series, names, judged.series_key(), size, least=_FIRST)
         (mode, _), step = np.unique(np.stack([judged.mode, judged.step]), axis=1, return_inverse=True)
         step = step.ravel()
         largest = np.zeros(len(mode))
@@ -86,16 +97,24 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         overall, ever, _ = _so_far(state.largest, {place: MODES[place] for place in mode}, mode, largest)
         floor = params.threshold * params.relative
         never = (ever < floor)[step]
+        waits = never & np.isin(judged.step, _steps_without_loss(block))
         limit = np.where(never, floor, np.minimum(params.threshold, params.relative * largest[step]))
         return VanishingGradientState(largest=overall, series=kept), [
             self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
-            for row in np.flatnonzero((size < limit) & (size <= before))
+            for row in np.flatnonzero((size < limit) & (size <= before) & ~waits)
         ]
 
     def _finding(self, block: Block, row: int, size: float, limit: float, *, never: bool) -> Finding:
         others = "and no layer has learnt yet" if never else "while other layers learn"
         message = f"mean |gradient| of {block.info(row).name} is {size:.3g}, below {limit:.3g}, {others}"
         return finding_at(self.name, block, row, value=size, threshold=limit, message=message)
+
+
+def _steps_without_loss(block: Block) -> NDArray[np.int64]:
+    """Steps whose losses are all exactly zero."""
+    losses = block.where(block.mask_of_tensors([info.role == "loss" for info in block.catalogue]))
+    lost = losses.statistics.mean != 0
+    return np.setdiff1d(losses.step, losses.step[lost])
 
 
 def _size(statistics: StatisticsBatch) -> Floats:
@@ -111,15 +130,20 @@ def _series_names(block: Block) -> dict[int, str]:
 
 
 def _so_far(
-    kept: dict[str, float], names: dict[int, str], label: NDArray[Any], values: Floats
+    kept: dict[str, float], names: dict[int, str], label: NDArray[Any], values: Floats, least: float = 0.0
 ) -> tuple[dict[str, float], Floats, Floats]:
-    """The largest value of each label so far: to be kept, up to and with each place, and before each place."""
+    """The largest value of each label so far: to be kept, up to and with each place, and before each place.
+
+    That of a label without any counts as ``least`` times its first value.
+    """
     kept = dict(kept)
     including, before = np.empty(len(values)), np.empty(len(values))
     order = np.argsort(label, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
         name = names[int(label[rows[0]])]
-        running = np.maximum.accumulate(np.concatenate([[kept.get(name, 0.0)], values[rows]]))
+        running = np.maximum.accumulate(
+            np.concatenate([[kept.get(name, least * values[rows[0]])], values[rows]])
+        )
         before[rows], including[rows] = running[:-1], running[1:]
         kept[name] = float(running[-1])
     return kept, including, before

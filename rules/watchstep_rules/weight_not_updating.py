@@ -17,6 +17,8 @@ from watchstep_rules.layers import is_normalisation, is_weighted
 from watchstep_rules.steps import whole_steps
 
 _HALF = ("float16", "bfloat16")
+_ABRUPT = 0.1  # of the usual update; a cosine to zero leaves less at its last records
+_FORGET = 0.9
 
 
 class WeightNotUpdatingParams(Params):
@@ -46,28 +48,43 @@ class Past(NamedTuple):
         last: root mean square of the last gradient; negative before the first.
         largest: the largest so far.
         dense: whether at least half of the last gradient's elements were not zero.
-        moved: whether it has ever been updated.
+        ratio: of the last update that was not none, over the weight; 0 before the first.
+        usual: the largest such ratio, forgotten by a tenth at each.
     """
 
     last: float = -1.0
     largest: float = 0.0
     dense: bool = False
-    moved: bool = False
+    ratio: float = 0.0
+    usual: float = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether updates that end here end at once, and not as a learning rate that runs down to zero."""
+        return self.ratio >= _ABRUPT * self.usual
+
+    @property
+    def moved(self) -> bool:
+        """Whether it has ever been updated."""
+        return self.ratio > 0
 
 
 class WeightNotUpdatingState(State):
-    """The past of each parameter, by ``name@worker``, and the order of weighted modules whose output was seen."""
+    """The past of each parameter, by ``name@worker``, the order of weighted modules whose output was seen, and losses that are zero."""
 
     parameters: dict[str, Past] = Field(default_factory=dict)
     computed: dict[str, int] = Field(default_factory=dict)
+    nothing_lost: dict[str, bool] = Field(default_factory=dict)
 
 
 class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
     """Fires when updates are missing in one of four ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
 
     - **None at all**: all updates of a step are none while some gradient is alive: the optimizer is skipped, or its
-      learning rate is zero. Also where no weight has ever been updated, whatever the gradients. A gradient is alive
+      learning rate is zero. Also where no weight has ever been updated, whatever the gradients,
+      though some loss is not zero. A gradient is alive
       at ``alive`` times its own largest; below, a plain optimizer's updates round to nothing because it has converged.
+      Updates that were there must have ended at once: a learning rate that a schedule brings down to zero is no fault.
     - **Lost to rounding**: ``rounded`` of an update's elements are zero, though half of the gradient's are not.
       Weights in half precision do that where the learning rate is small; in others a gradient that small has vanished.
     - **Cut off**: layers that require a gradient, and were computed, never got one, while all layers after them learn:
@@ -85,8 +102,8 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
     name = "weight_not_updating"
     summary = "weights stay as they are though there is something to learn"
     needs = Needs(
-        collections=("updates", "gradients", "activations"),
-        roles=("update", "gradient", "output"),
+        collections=("updates", "gradients", "activations", "losses"),
+        roles=("update", "gradient", "output", "loss"),
         probes=("update_ratio",),
     )
     merge = "sealed"
@@ -102,7 +119,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[WeightNotUpdatingState, list[Finding]]:
         """Judge the updates of each step together."""
-        past = _Past(dict(state.parameters), dict(state.computed))
+        past = _Past(dict(state.parameters), dict(state.computed), dict(state.nothing_lost))
         figures = _Figures.of(block)
         findings = []
         for rows in whole_steps(block):
@@ -110,12 +127,15 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
             for row, why in _missing(params, block, figures, updates, past):
                 findings.append(self._finding(params, block, row, float(figures.ratio[row]), why))
             past.move(block, figures, updates, params)
-        return WeightNotUpdatingState(parameters=past.parameters, computed=past.computed), findings
+        return WeightNotUpdatingState(
+            parameters=past.parameters, computed=past.computed, nothing_lost=past.nothing_lost
+        ), findings
 
     def _finding(
         self, params: WeightNotUpdatingParams, block: Block, row: int, ratio: float, why: str
     ) -> Finding:
-        message = f"{block.info(row).name} is {ratio:.3g} of the weight, at most {params.threshold:.3g} is none: {why}"
+        held = f"at most {params.threshold:.3g} is none" if ratio <= params.threshold else "it alone learns"
+        message = f"{block.info(row).name} is {ratio:.3g} of the weight, {held}: {why}"
         return finding_at(self.name, block, row, value=ratio, threshold=params.threshold, message=message)
 
 
@@ -136,16 +156,19 @@ class _Figures(NamedTuple):
 class _Past:
     """The state while a block is judged."""
 
-    def __init__(self, parameters: dict[str, Past], computed: dict[str, int]) -> None:
+    def __init__(
+        self, parameters: dict[str, Past], computed: dict[str, int], nothing_lost: dict[str, bool]
+    ) -> None:
         self.parameters = parameters
         self.computed = computed
+        self.nothing_lost = nothing_lost
 
     def of(self, block: Block, row: int) -> Past:
         """Of a row's parameter."""
         return self.parameters.get(_parameter(block, row), Past())
 
     def follow(self, block: Block, rows: NDArray[np.intp], figures: _Figures) -> list[int]:
-        """Take in a step's gradients and outputs; gives the rows of its updates."""
+        """Take in a step's gradients, outputs and losses; gives the rows of its updates."""
         updates = []
         for row in map(int, rows):
             info = block.info(row)
@@ -154,10 +177,13 @@ class _Past:
             if info.role == "update":
                 updates.append(row)
             elif info.role == "gradient":
-                size, before = float(figures.rms[row]), self.of(block, row)
-                self.parameters[_parameter(block, row)] = Past(
-                    size, max(size, before.largest), bool(figures.zero[row] <= 0.5), before.moved
+                size, before = _short(figures.rms[row]), self.of(block, row)
+                self.parameters[_parameter(block, row)] = before._replace(
+                    last=size, largest=max(size, before.largest), dense=bool(figures.zero[row] <= 0.5)
                 )
+            elif info.role == "loss":
+                name = f"{info.name}@{block.worker[row]}"
+                self.nothing_lost[name] = bool(block.statistics.mean[row] == 0)
             elif is_weighted(info):
                 self.computed[info.module] = info.order
         return updates
@@ -167,9 +193,15 @@ class _Past:
     ) -> None:
         """Take in a step's updates."""
         for row in updates:
-            before = self.of(block, row)
-            if figures.ratio[row] > params.threshold and not before.moved:
-                self.parameters[_parameter(block, row)] = before._replace(moved=True)
+            ratio, before = _short(figures.ratio[row]), self.of(block, row)
+            if ratio > params.threshold:
+                usual = max(ratio, _short(_FORGET * before.usual))
+                self.parameters[_parameter(block, row)] = before._replace(ratio=ratio, usual=usual)
+
+
+def _short(value: float) -> float:
+    """Four digits: what is kept of a tensor is little."""
+    return float(f"{value:.4g}")
 
 
 def _parameter(block: Block, row: int) -> str:
@@ -186,9 +218,10 @@ def _missing(
     held = [past.of(block, row) for row in judged]
     none = [figures.ratio[row] <= params.threshold for row in judged]
     if all(none):
-        if any(one.last > 0 and one.last >= params.alive * one.largest for one in held):
+        if any(one.stopped and one.last > 0 and one.last >= params.alive * one.largest for one in held):
             return [(row, "no weight changes, though there are gradients") for row in judged]
-        if not any(one.moved for one in past.parameters.values()):
+        waits = bool(past.nothing_lost) and all(past.nothing_lost.values())
+        if not waits and not any(one.moved for one in past.parameters.values()):
             return [(row, "no weight has ever changed") for row in judged]
         return []
     found = _cut_off(block, judged, held, past)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
@@ -107,6 +107,10 @@ INFOS = (
     tensor("first.weight", "weights", order=1),
     tensor("first.bias", "biases", order=1, shape=(8,)),
     tensor("second.output", "activations", order=2),
+    tensor("first.weight:update", "updates", order=1),
+    tensor("second.weight:update", "updates", order=2),
+    replace(tensor("act:output", "activations", order=1), module_type="Tanh"),
+    tensor("labels", "labels", shape=(8,)),
 )
 LAST = 24
 ODD = (0.0, 1e-12, 1e9, float("nan"), float("inf"), float("-inf"))
@@ -121,6 +125,22 @@ def elements(random: Random) -> list[float]:
     ]
 
 
+def figures(random: Random) -> dict[str, float]:
+    """What probes say of any row; a rule takes what it knows."""
+    channels = random.choice([2.0, 8.0])
+    return {
+        "channels": channels,
+        "dead_channels": random.choice([0.0, channels, channels]),
+        "saturated_channels": random.choice([0.0, channels, float("nan")]),
+        "update_ratio": random.choice([0.0, 0.0, 1e-3, float("nan")]),
+        "labels_counted": random.choice([100.0, 300.0, 900.0]),
+        "classes": random.choice([2.0, 2.0, 3.0, float("nan")]),
+        "largest_class": random.choice([60.0, 250.0]),
+        "smallest_class": random.choice([1.0, 40.0]),
+        "rarest_class": 1.0,
+    }
+
+
 def segments(random: Random, worker: int, sharded: frozenset[str]) -> list[Block]:
     """One worker's segments: irregular steps, ascending, each whole, in a few segments."""
     steps: list[list[Row]] = []
@@ -129,7 +149,9 @@ def segments(random: Random, worker: int, sharded: frozenset[str]) -> list[Block
         named = random.sample(INFOS, random.randint(1, len(INFOS)))
         places = [Placement(worker, 2) if info.name in sharded else Placement() for info in named]
         pairs = zip(named, places, strict=True)
-        steps.append([Row(step, info, elements(random), mode, worker, place) for info, place in pairs])
+        steps.append(
+            [Row(step, info, elements(random), mode, worker, place, figures(random)) for info, place in pairs]
+        )
     cuts = sorted({0, len(steps), *random.choices(range(len(steps)), k=3)})
     return [block_of([row for step in steps[start:end] for row in step]) for start, end in pairwise(cuts)]
 

@@ -27,7 +27,18 @@ every_rule = pytest.mark.parametrize("name", sorted(RULES))
 
 def eager(params: type[Params]) -> dict[str, Any]:
     """Parameters with which a made run gives a rule much to say: short windows and warm-ups, low thresholds."""
-    wanted = {"window": 3, "warmup": 3, "growth": 1.5, "threshold": 10.0, "relative": 0.9}
+    wanted = {
+        "window": 3,
+        "warmup": 3,
+        "growth": 1.5,
+        "threshold": 10.0,
+        "relative": 0.9,
+        "steps": 2,
+        "examples": 1,
+        "slope": 0.9,
+        "converged": 0.0,
+        "large": 1.1,
+    }
     return {name: value for name, value in wanted.items() if name in params.model_fields}
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.rules.runs import all_at_once, in_steps, norms, steps_of
-from tests.sdk.blocks import Row, block_of, gradient
+from tests.sdk.blocks import Row, block_of, gradient, tensor
 from watchstep.block import Block
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.exploding_gradient import ExplodingGradientParams
@@ -49,6 +49,21 @@ def test_first_records_may_settle() -> None:
 
 def test_an_explosion_within_the_first_records_is_found() -> None:
     assert found(in_steps(norms("a", [1.0, 1e5, 1e22]))) == [1, 2]
+
+
+def test_a_training_that_diverges_from_its_first_step_is_found_by_its_loss() -> None:
+    loss = tensor("loss", "losses", shape=())
+    growing = norms("a", [5.0**step for step in range(6)])
+    for growth, steps in ((25.0, [3, 4, 5]), (0.5, [])):
+        losses = [Row(step, loss, [2.0 * growth**step]) for step in range(6)]
+        assert found(in_steps(growing, losses)) == steps
+    said = all_at_once(
+        RuleConfig(rule="exploding_gradient"),
+        in_steps(growing, [Row(step, loss, [25.0**step]) for step in range(6)]),
+    )
+    assert said.findings[0].message == (
+        "norm of a.weight:gradient is 125, over 100, from the first step's, and the loss has risen"
+    )
 
 
 def test_an_explosion_goes_on_when_it_leaves_the_number_format() -> None:

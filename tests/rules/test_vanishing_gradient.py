@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.rules.runs import all_at_once, in_steps, norms, steps_of
-from tests.sdk.blocks import Row, block_of, gradient
+from tests.sdk.blocks import Row, block_of, gradient, tensor
 from watchstep.block import Block
 from watchstep.tensors import Placement
 from watchstep_rules.config import RuleConfig
@@ -19,7 +19,7 @@ def found(block: Block, name: str = FIRST, **params: object) -> list[int]:
 
 def test_a_layer_that_starves_while_another_learns_is_found() -> None:
     block = in_steps(norms("first", [2e-9, 1e-9, 1e-9]), norms("last", [1e-2] * 3))
-    assert found(block) == [1, 2]
+    assert found(block) == [0, 1, 2]
     assert found(block, LAST) == []
 
 
@@ -48,7 +48,23 @@ def test_it_begins_late_and_is_fine_from_then_on() -> None:
 
 def test_a_layer_that_wakes_up_is_fine() -> None:
     growing = [1e-12 * 1.3**step for step in range(20)]
-    assert found(in_steps(norms("first", growing), norms("last", [1.0] * 20))) == []
+    assert found(in_steps(norms("first", growing), norms("last", [1.0] * 20))) == [
+        0,
+        1,
+        2,
+    ]  # not yet twice its first
+
+
+def test_a_gradient_that_batches_make_larger_and_smaller_does_not_wake_up() -> None:
+    sizes = [2e-9, 3e-9, 1e-9, 3.9e-9, 2e-9]
+    assert found(in_steps(norms("first", sizes), norms("last", [1.0] * 5))) == [0, 1, 2, 3, 4]
+
+
+def test_a_training_without_anything_to_learn_yet_is_fine() -> None:
+    loss = tensor("loss", "losses", shape=())
+    rows = norms("first", [0.0] * 4)
+    assert found(in_steps(rows, [Row(step, loss, [0.0]) for step in range(4)])) == []
+    assert found(in_steps(rows, [Row(step, loss, [0.7]) for step in range(4)])) == [0, 1, 2, 3]
 
 
 def test_a_zero_initialised_layer_is_fine_with_the_default_hold() -> None:
@@ -113,7 +129,7 @@ def test_modes_are_judged_apart() -> None:
 def test_thresholds_are_the_users_to_set() -> None:
     block = in_steps(norms("first", [2e-5, 1e-5]), norms("last", [1.0, 1.0]))
     assert found(block) == []
-    assert found(block, threshold=1e-4) == [1]
+    assert found(block, threshold=1e-4) == [0, 1]
     assert found(block, threshold=1e-4, relative=1e-6) == []
 
 
@@ -122,7 +138,7 @@ def test_the_finding_says_value_and_threshold() -> None:
         RuleConfig(rule="vanishing_gradient"),
         in_steps(norms("first", [2e-9, 1e-9]), norms("last", [1e-5, 1e-5])),
     )
-    (finding,) = said.findings
+    finding = said.findings[-1]
     assert finding.value == 1e-9
     assert finding.threshold == pytest.approx(1e-8)
     assert finding.message == (
