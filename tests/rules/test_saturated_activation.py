@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.rules.runs import all_at_once, in_steps, steps_of
+from tests.sdk.blocks import Row, tensor
+from watchstep_rules.config import RuleConfig
+
+LOSS = tensor("loss", "losses", shape=())
+HEAD = [Row(0, tensor("head:output", "activations", order=9), [1.0])]
+
+
+def layer(
+    outputs: Sequence[Sequence[float]], kind: str = "Tanh", *, at_bounds: float = 0.0, order: int = 1
+) -> list[Row]:
+    """Outputs of ten channels, repeated to forty values of each."""
+    info = replace(tensor("act:output", "activations", order=order), module_type=kind)
+    probes = {"channels": 10.0, "saturated_channels": at_bounds}
+    return [
+        Row(step, info, list(values) * (400 // len(values)), probes=probes)
+        for step, values in enumerate(outputs)
+    ]
+
+
+def found(*rows: list[Row], **params: object) -> list[int]:
+    config = RuleConfig(rule="saturated_activation", params=params)
+    return steps_of(all_at_once(config, in_steps(*rows)), "act:output")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flat", "steep"), [("Tanh", [-0.99, 0.98], [-0.6, 0.7]), ("Sigmoid", [0.01, 0.99], [0.3, 0.8])]
+)
+def test_a_hidden_layer_at_its_bounds_is_found_and_a_steep_one_is_not(
+    kind: str, flat: list[float], steep: list[float]
+) -> None:
+    assert found(layer([steep, flat, flat, flat, flat], kind), HEAD) == [3, 4]
+    assert found(layer([steep] * 9, kind), HEAD) == []
+    assert found(layer([flat, flat, steep, flat, flat], kind), HEAD) == []
+
+
+def test_channels_at_a_bound_for_every_example_are_found() -> None:
+    assert found(layer([[0.5]] * 4, "Hardtanh", at_bounds=5.0), HEAD) == [2, 3]
+    assert found(layer([[0.5]] * 4, "Hardtanh", at_bounds=4.0), HEAD) == []
+
+
+def test_the_output_of_a_classifier_may_be_sure() -> None:
+    assert found(layer([[0.999]] * 5, "Sigmoid", order=10), HEAD) == []
+
+
+def test_units_that_are_switches_at_convergence_are_fine() -> None:
+    falling = [Row(step, LOSS, [1.0 if step < 5 else 0.01]) for step in range(60)]
+    outputs = [[0.5, -0.5]] * 40 + [[-0.99, 0.99]] * 20
+    assert found(layer(outputs), HEAD, falling) == []
+    assert found(layer(outputs), HEAD, [Row(step, LOSS, [1.0]) for step in range(60)])[0] == 42
+
+
+def test_the_finding_says_the_slope() -> None:
+    said = all_at_once(RuleConfig(rule="saturated_activation"), in_steps(layer([[0.99, -0.99]] * 3), HEAD))
+    assert said.findings[0].message == (
+        "act:output has 0.02 of its greatest slope, below 0.1 for 3 records in a row"
+    )
