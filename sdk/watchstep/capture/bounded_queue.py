@@ -46,10 +46,15 @@ class BoundedQueue:
         self.wake = threading.Event()
         self.urgent_at = float("-inf")
 
+    @property
+    def room(self) -> int:
+        """Bytes that are left."""
+        return self._limit - (self._offered - self._taken)
+
     def offer(self, item: FinishedStep, *, urgent: bool = False) -> bool:
         """Hand an item over; False, and nothing kept, where it would go over the bound."""
         size = item.bytes
-        fits = self._offered - self._taken + size <= self._limit
+        fits = size <= self.room
         if fits:
             self._offered += size
             self._items.append((size, item))

@@ -20,6 +20,7 @@ DENSE_FACTOR = 10.0
 _MEMORY = 0.2  # weight of the newest value in running means
 _MEMORY_OF_LESS = 0.5  # … of a cost below its mean: what comes between makes costs too high, never too low
 _SPIKE = 4.0  # a cost is taken as at most so many times its mean: the process was interrupted, not slow
+_LONG = 0.5  # seconds in one step after which a collection's measuring goes by its share within the step
 _PATIENCE = 1.5  # allowance is saved up to so many times the dearest collection's cost
 
 Clock = Callable[[], float]
@@ -86,7 +87,7 @@ class Budget:
         """Whether a collection is measured at a step; the first question of a step settles it for all."""
         if step != self._step:
             self._plan(step)
-        return collection in self._due
+        return collection in self._due and not self._is_endless(self._units[collection])
 
     def spent(self, collection: str, seconds: float) -> None:
         """Measuring a collection took so long."""
@@ -143,6 +144,10 @@ class Budget:
         if self._step < DENSE_STEPS or self._step_time is None:
             return False
         return self._floor > self.share * self._step_time
+
+    def _is_endless(self, unit: _Unit) -> bool:
+        """Whether measuring goes on and on within one step: it is of very many passes, or nothing counts steps."""
+        return unit.in_step > _LONG and unit.in_step > self.share * (self._clock() - self._began)
 
     def _take(self, seconds: float) -> None:
         self._spent += seconds

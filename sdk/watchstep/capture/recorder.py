@@ -17,6 +17,9 @@ from watchstep.statistics import scalars
 from watchstep.stopping import OnStop, StopTraining
 from watchstep.tensors import LOSSES, METRICS, Mode, TensorInfo
 
+_SHARE_OF_STEP = 0.75
+"""Of the queue's room, for tensors of a step that is not over: it may never be, where nothing counts steps."""
+
 
 @dataclass(frozen=True)
 class _Awaited:
@@ -42,6 +45,7 @@ class Recorder:
         self._on_stop = on_stop
         self._stop_request: StopRequest | None = None
         self._pending: list[Record] = []
+        self._pending_bytes = 0
         self._scalars: dict[tuple[Mode, str], tuple[TensorInfo, float | _Awaited]] = {}
         self._finished = False
         self._nonfinite = False
@@ -71,10 +75,16 @@ class Recorder:
         """Record statistics at the current step, if a condition holds that is known later."""
         if not group.tensors:
             return
-        self._pending.append(
-            Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes, condition)
-        )
+        record = Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes, condition)
         self._nonfinite |= bool(measurement.nonfinite)
+        if self._pending_bytes + record.bytes > _SHARE_OF_STEP * self._queue.room:
+            self._health.count("dropped_rows", len(group.tensors))
+            return
+        self._append(record)
+
+    def _append(self, record: Record) -> None:
+        self._pending.append(record)
+        self._pending_bytes += record.bytes
 
     def scalar(self, name: str, value: float, mode: Mode = "train", *, derived: bool = False) -> None:
         """Record a number; a later one of the same name and step replaces it, unless that is only derived."""
@@ -120,7 +130,7 @@ class Recorder:
         if not self._pending:
             return
         item = FinishedStep(self.step, tuple(self._pending))
-        self._pending = []
+        self._pending, self._pending_bytes = [], 0
         urgent = self._nonfinite and not self._was_nonfinite
         self._was_nonfinite, self._nonfinite = self._nonfinite, False
         if not self._queue.offer(item, urgent=urgent):
@@ -138,7 +148,8 @@ class Recorder:
         for mode, entries in by_mode.items():
             infos = tuple(info for info, _ in entries)
             group = self._group_of_scalars.setdefault(infos, Group.of(infos))
-            self.add(group, Ready(scalars([value for _, value in entries])), mode)
+            measured = Ready(scalars([value for _, value in entries]))
+            self._append(Record(self.step, mode, self.worker, time.time_ns(), group, measurement=measured))
 
     def _obey(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from watchstep.capture.record import Condition, Group, Probe
 from watchstep.capture.session import Session
 from watchstep.kernels.interface import Kernel, Measurement
 from watchstep.kernels.once import Once
+from watchstep.pytorch.first_of_step import FirstOfStep
 from watchstep.pytorch.gradient_scaler import PLAIN, Scaling
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.probes.checksums import Checksums
@@ -34,6 +36,18 @@ class _Part:
 
     collections: Collections
     members: list[NamedParameter]
+
+    @functools.cached_property
+    def ids(self) -> tuple[int, ...]:
+        """Of the parameters."""
+        return tuple(id(named.parameter) for named in self.members)
+
+    def only(self, ids: Collection[int]) -> _Part:
+        """Those of some ids, which are of this part."""
+        if len(ids) == len(self.members):
+            return self
+        wanted = set(ids)
+        return _Part(self.collections, [named for named in self.members if id(named.parameter) in wanted])
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,7 @@ class Parameters:
         self._groups: dict[tuple[str, Collections], Group] = {}
         self._states: dict[tuple[int, str], TensorInfo] = {}
         self._clipped: dict[tuple[int, ...], Updated] = {}
+        self._first = FirstOfStep()
         self._cosine = GradientCosine() if "gradient_cosine" in session.config.probes else None
 
     def of(self, optimizer: Optimizer) -> Updated:
@@ -110,9 +125,13 @@ class Parameters:
         if self._cosine is not None:
             self._cosine.forget()
 
+    def measure_again(self) -> None:
+        """Something is wrong: measure what is due although an earlier update of this step has been measured."""
+        self._first.forget()
+
     def measure_weights(self, updated: Updated, step: int) -> None:
         """Weights and biases that are due."""
-        for charged, part in self._due(updated.weights, step):
+        for charged, part in self._due(updated.weights, step, "weight"):
             since = self._schedule.now()
             found: list[Tensor] = [named.parameter for named in part.members]
             self._record("weight", part.collections, _described(part, _weight), found)
@@ -120,7 +139,7 @@ class Parameters:
 
     def measure_checksums(self, updated: Updated, step: int) -> None:
         """Checksums of weights that several workers hold, where they are due: a rule compares them."""
-        for charged, part in self._due(updated.checksums, step):
+        for charged, part in self._due(updated.checksums, step, "checksum"):
             since = self._schedule.now()
             group = self._group("checksum", part.collections, _described(part, _checksum))
             self._recorder.add(group, Checksums.of([named.parameter for named in part.members]))
@@ -137,7 +156,10 @@ class Parameters:
             scaling: what a gradient scaler did to them; the record is of the gradients without it.
             but: ids of parameters whose gradients have been measured already.
         """
-        for found in self._gradients(updated.gradients, step, scaling, but):
+        held = (
+            [part.only([i for i in part.ids if i not in but]) for part in updated.gradients] if but else None
+        )
+        for found in self._gradients(updated.gradients if held is None else held, step, scaling, "gradient"):
             self._recorder.add(found.group, found.measurement, probes=found.probes, condition=scaling.updates)
 
     def watched(self, parameters: Iterable[Tensor]) -> frozenset[int]:
@@ -155,11 +177,11 @@ class Parameters:
         return list(self._gradients(updated.gradients, step))
 
     def _gradients(
-        self, parts: list[_Part], step: int, scaling: Scaling = PLAIN, but: Collection[int] = ()
+        self, parts: list[_Part], step: int, scaling: Scaling = PLAIN, kind: str = ""
     ) -> Iterator[MeasuredGradients]:
-        for charged, part in self._due(parts, step):
+        for charged, part in self._due(parts, step, kind):
             since = self._schedule.now()
-            members = [n for n in part.members if n.parameter.grad is not None and id(n.parameter) not in but]
+            members = [named for named in part.members if named.parameter.grad is not None]
             found = [n.parameter.grad for n in members if n.parameter.grad is not None]
             if found:
                 probes: tuple[Probe, ...] = ()
@@ -187,7 +209,7 @@ class Parameters:
         """
         kept = []
         most = elements_of_each(len(self._named))
-        for charged, whole in self._due(self.of(optimizer).updates, step):
+        for charged, whole in self._due(self.of(optimizer).updates, step, "update"):
             since = self._schedule.now()
             part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
             samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
@@ -225,7 +247,7 @@ class Parameters:
         for named in self.of(optimizer).parameters:
             if named.standing.records:
                 for key, held in optimizer.state.get(named.parameter, {}).items():
-                    if isinstance(held, Tensor) and held.dim() > 0:
+                    if isinstance(held, Tensor) and held.dim() > 0 and self._is_first(key, named, step):
                         info = self._state(named, str(key), held)
                         by_collections.setdefault(info.collections, []).append(
                             (info, named.standing.weight, held)
@@ -244,11 +266,17 @@ class Parameters:
             self._states[place] = self._names.state(named, key, held)
         return self._states[place]
 
-    def _due(self, parts: list[_Part], step: int) -> Iterator[tuple[str, _Part]]:
+    def _is_first(self, key: object, named: NamedParameter, step: int) -> bool:
+        return bool(self._first.left(("state", str(key)), (id(named.parameter),), step))
+
+    def _due(self, parts: list[_Part], step: int, kind: str) -> Iterator[tuple[str, _Part]]:
+        """What is due, and not measured in this step already; of an empty kind, whether it is or not."""
         for part in parts:
             charged = self._schedule.due(part.collections, step)
             if charged is not None:
-                yield charged, part
+                left = part.only(self._first.left((kind, part.collections), part.ids, step)) if kind else part
+                if left.members:
+                    yield charged, left
 
     def _record(
         self,

@@ -24,6 +24,7 @@ from watchstep.pytorch import (
 from watchstep.pytorch.activations import ActivationHooks
 from watchstep.pytorch.backward_losses import FoundLoss, LossNames
 from watchstep.pytorch.clipped_gradients import ClippedGradients
+from watchstep.pytorch.counting_optimizer import CountingOptimizer
 from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.gradient_scaler import Scaling
 from watchstep.pytorch.kernel import TorchKernel
@@ -36,6 +37,7 @@ from watchstep.stopping import StopTraining
 from watchstep.tensors import Mode
 
 _OBSERVED_AFTER = 2  # finished steps after which a silent module is reported as not observed
+_ENDLESS = 500  # backward passes within one step
 
 
 class Watch:
@@ -61,7 +63,8 @@ class Watch:
         self._schedule = session.schedule
         self._gate = GradientGate()
         self._loss_names = LossNames()
-        self._primary: Optimizer | None = optimizer
+        self._backward = (-1, 0)
+        self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
         names = Names(model, name, session.config.chosen)
         self._model = names.model
@@ -93,7 +96,9 @@ class Watch:
             if self._captured():
                 return
             self._begin()
+            self._activations.new_pass()
             self._clipped.after_backward()
+            self._note_endless()
             if self._config.gate and self._gate.loss_is_bad(loss.value):
                 self._look_at_outputs()
             name = self._loss_names.of(loss.place)
@@ -134,7 +139,11 @@ class Watch:
     def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
         """A gradient scaler is about to call the optimizer, or to leave it out."""
         try:
-            if not self._captured() and self._updated(optimizer) is not None and optimizer is self._primary:
+            if (
+                not self._captured()
+                and self._updated(optimizer) is not None
+                and self._counting.counts(optimizer)
+            ):
                 self._scaler.scale(scale)
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("gradient scaler", error)
@@ -142,7 +151,7 @@ class Watch:
     def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
         """A gradient scaler left the optimizer out. The batch is used up: that is a step of the run all the same."""
         try:
-            if self._see_skip(optimizer) and optimizer is self._primary:
+            if self._see_skip(optimizer) and self._counting.counts(optimizer):
                 self._scaler.scale(scale, skipped=True)
             self._finish(optimizer)
         except StopTraining:
@@ -177,6 +186,17 @@ class Watch:
             return False
         self._health.note("cuda_graphs", "steps inside a CUDA graph are not observed: a replay calls no hook")
         return True
+
+    def _note_endless(self) -> None:
+        """Say so where backward passes come and come, and nothing ends a step."""
+        step, passes = self._backward
+        self._backward = (self._recorder.step, passes + 1 if step == self._recorder.step else 1)
+        if passes == _ENDLESS and self.counts_steps:
+            self._health.note(
+                "steps",
+                f"no optimizer of PyTorch's updated this model in {_ENDLESS} backward passes: weights and gradients are "
+                "not recorded; call hook.step() after each update, or all of it is one step",
+            )
 
     def _begin(self) -> None:
         optimizer_steps.settle()
@@ -213,14 +233,13 @@ class Watch:
         updated = self._parameters.of(optimizer)
         if not updated.parameters:
             return None
-        if self._primary is None:
-            self._primary = optimizer
-        if optimizer is self._primary and self.counts_steps:
+        self._counting.updates(optimizer, updated.ids)
+        if self.counts_steps and self._counting.counts(optimizer):
             self._recorder.begin()
         return updated
 
     def _finish(self, optimizer: Optimizer) -> None:
-        if optimizer is self._primary and self.counts_steps:
+        if self.counts_steps and self._counting.counts(optimizer):
             self._recorder.begin()
             self._recorder.finish()
             self._report_unseen()
@@ -246,6 +265,7 @@ class Watch:
             self._scaler.skipped(scaling.is_skipped)
         elif self._config.gate and self._holds_nonfinite(updated):
             self._schedule.demand(step)
+            self._parameters.measure_again()
             self._saw_bad(step)
         self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
         self._parameters.measure_weights(updated, step)

@@ -156,3 +156,16 @@ def test_the_service_can_set_a_cadence() -> None:
 def test_steps_by_hand_like_save_config() -> None:
     cadence = Cadence(every=10, start=5, stop=40, steps=(1, 99))
     assert [step for step in range(120) if cadence.due(step)] == [1, 5, 15, 25, 35, 99]
+
+
+def test_measuring_within_a_step_that_never_ends_goes_by_its_share() -> None:
+    clock = Clock()
+    budget = Budget(["activations"], 0.01, clock=clock)
+    spent = 0.0
+    for _ in range(10_000):
+        if budget.due("activations", 0):
+            clock.now += 0.01
+            spent += 0.01
+            budget.spent("activations", 0.01)
+        clock.now += 0.01
+    assert 0.5 <= spent <= 0.01 * clock.now + 0.02
