@@ -15,6 +15,7 @@ from watchstep_rules.loss_progress import Beginning, Progress, lookback, progres
 from watchstep_rules.loss_series import LossSeries, first_steps, is_whole, loss_series
 
 _MOST_NOISE = 0.4
+_ROUNDING = 1e-9
 
 
 class LossNotDecreasingParams(Params):
@@ -129,7 +130,7 @@ def _verdict(
     level, start, unsure = seen.level, seen.start, seen.uncertainty
     measure = ~seen.signed & (start > 0) & (level > 0)
     said = against_labels((seen.earlier + level) / 2, known)
-    flat = np.abs(level - seen.earlier) <= 2 * unsure
+    flat = np.abs(level - seen.earlier) <= 2 * unsure + _ROUNDING * level
     was_lower = level - seen.lowest > 4 * seen.noise / np.sqrt(20) + params.min_fall * level
     clear = seen.noise <= params.noise * level
     as_began = (start - level <= params.min_fall * start) & (clear | said.above)

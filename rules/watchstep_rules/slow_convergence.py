@@ -51,7 +51,8 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         0 < update < small_update                          and its weights hardly move,
         or update < modest_update and earlier - level > 2 u    or move little, and it falls steadily
 
-    and it does not fall faster and faster (by more than half within half the patience), which is how a plateau ends.
+    and it does not fall faster and faster (by more than half within half the patience), which is how a plateau ends:
+    of a loss that falls steadily that is known after one and a half times the patience.
     Updates near 1e-3 of the weights are what trainings that work take (Karpathy, "A Recipe for Training Neural
     Networks", 2019, and his lectures on activations and gradients). At 5e-4 even a hundred steps in one direction
     change a weight by a twentieth. While the learning rate warms up, updates grow: where the newest are twice the
@@ -131,7 +132,7 @@ def _slow(
     takes_off &= step > 2 * seen.uncertainty
     falls = step > 2 * seen.uncertainty
     tiny = (update > 0) & (update < params.small_update)
-    modest = (update > 0) & (update < params.modest_update) & falls
+    modest = (update > 0) & (update < params.modest_update) & falls & np.isfinite(seen.before_that)
     return measure & clear & hardly & (tiny | modest) & ~takes_off
 
 

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.rules.losses import Curve, chi_squared, falling, in_pieces, noisy, run_of
+from tests.rules.runs import all_at_once, steps_of
+from tests.sdk.blocks import Row, block_of, tensor
+from watchstep.block import Block
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.loss_not_decreasing import LossNotDecreasingParams
+
+LN10, LN2 = math.log(10), math.log(2)
+TEN = [50] * 10
+TARGETS = np.random.default_rng(5).normal(size=64)
+FLAT = np.ones(200)
+RNG = np.random.default_rng
+
+
+def found(block: Block, hold: int = 5, name: str = "loss", **params: object) -> list[int]:
+    config = RuleConfig.model_validate(
+        {"rule": "loss_not_decreasing", "params": params, "for": {"steps": hold}}
+    )
+    return [change.step for change in all_at_once(config, block).transitions if change.phase == "firing"]
+
+
+FAULTY = {
+    "labels that were shuffled": run_of(noisy(LN10 * FLAT, 0.02)),
+    "no update at all, no noise": run_of(LN10 * FLAT),
+    "a large loss": run_of(noisy(5e4 * FLAT, 0.1)),
+    "a tiny loss": run_of(noisy(5e-6 * FLAT, 0.1)),
+    "saturated from the start": run_of(noisy(8 * FLAT, 0.25), labels=[100, 100]),
+    "only the bias is learnt": run_of(noisy(falling(0.79, LN2, 250, 20), 0.005), labels=[100, 100]),
+    "only the mean is learnt": run_of(
+        chi_squared(falling(1.5 * TARGETS.var(), TARGETS.var(), 250, 8), 64), labels=TARGETS
+    ),
+    "the sign is wrong": run_of(noisy(1.1 ** np.arange(120) / 5, 0.05)),
+}
+
+PLATEAU = np.concatenate([falling(2.9, 2.77, 60, 10), np.full(40, 2.76), falling(2.76, 0.1, 200, 30)])
+GAME = 0.7 + 0.1 * np.sin(np.arange(400) / 25)
+HEALTHY = {
+    "converges": run_of(noisy(falling(LN10, 0.1, 400, 40), 0.2)),
+    "converges to nearly nothing": run_of(noisy(falling(1.0, 1e-7, 400, 10), 0.3)),
+    "converges to zero": run_of(np.maximum(0, falling(1.0, -0.1, 400, 10)), labels=TEN),
+    "plateau before it takes off": run_of(noisy(PLATEAU, 0.01)),
+    "plateau that sinks steadily": run_of(falling(0.7, 0.6, 400, 400)),
+    "begins trained": run_of(np.abs(noisy(0.05 * FLAT, 0.8)), labels=TEN),
+    "begins trained, labels unknown": run_of(chi_squared(0.05 * FLAT, 2)),
+    "weak signal": run_of(chi_squared(falling(1.3, 0.85, 300, 20) * TARGETS.var(), 16), labels=TARGETS),
+    "one example a batch": run_of(chi_squared(falling(1.0, 0.7, 300, 30), 1)),
+    "a policy's gain": run_of(RNG(1).normal(-0.05, 0.3, 400)),
+    "a log-likelihood": run_of(noisy(falling(0.4, -2.0, 300, 30), 0.02)),
+    "two sides of a game": run_of(noisy(GAME, 0.01), labels=[100]),
+    "warm-up": run_of(noisy(LN10 * np.exp(-((np.arange(300) / 150) ** 2)), 0.02)),
+    "a floor that cannot be lowered": run_of(50 + noisy(falling(11, 1.5, 300, 40), 0.05)),
+    "no finite loss": run_of(np.full(200, np.nan)),
+    "too few losses to tell": run_of(np.ones(100)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_loss_that_stays_where_it_began_is_found(name: str) -> None:
+    assert found(FAULTY[name])
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_loss_that_learns_or_cannot_be_judged_is_fine(name: str) -> None:
+    assert found(HEALTHY[name]) == []
+
+
+def test_the_same_noise_with_and_without_progress_are_told_apart() -> None:
+    def curve(end: float) -> Curve:
+        return noisy(falling(2.3, end, 300, 60), 0.05)
+
+    assert found(run_of(curve(2.3)))
+    assert found(run_of(curve(1.6))) == []
+
+
+def test_of_several_losses_only_the_one_called_so_is_judged() -> None:
+    def of(*names: str) -> Block:
+        infos = [tensor(name, "losses", shape=()) for name in names]
+        return block_of([Row(step, info, [1.0]) for step in range(200) for info in infos])
+
+    assert found(of("g_loss"))
+    assert found(of("d_loss", "g_loss")) == []
+    said = all_at_once(RuleConfig(rule="loss_not_decreasing"), of("kl_loss", "loss"))
+    assert steps_of(said, "loss")
+    assert not steps_of(said, "kl_loss")
+
+
+def test_of_several_workers_the_lowest_is_judged() -> None:
+    info = tensor("loss", "losses", shape=())
+    rows = [
+        Row(step, info, [loss], worker=worker)
+        for step in range(200)
+        for worker, loss in enumerate((0.99**step, 1.0))
+    ]
+    assert found(block_of(rows)) == []
+
+
+def test_validation_losses_are_not_judged() -> None:
+    info = tensor("val_loss", "losses", shape=())
+    assert found(block_of([Row(step, info, [1.0]) for step in range(300)])) == []
+
+
+def test_the_finding_says_where_it_began_and_where_it_is() -> None:
+    said = all_at_once(RuleConfig(rule="loss_not_decreasing"), run_of(2 * FLAT))
+    finding = said.findings[0]
+    assert (finding.step, finding.value, finding.threshold) == (109, 2.0, 2.0)
+    assert finding.message == "loss is 2 on average, it began at 2, and has not moved for 100 steps"
+    rising = all_at_once(RuleConfig(rule="loss_not_decreasing"), FAULTY["the sign is wrong"])
+    assert "and still rises" in rising.findings[0].message
+
+
+def test_patience_is_the_users_to_set() -> None:
+    assert found(run_of(FLAT[:60])) == []
+    assert found(run_of(FLAT[:60]), patience=40) == [53]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FAULTY) + sorted(HEALTHY)),
+    cuts=st.lists(st.integers(1, 199), max_size=12, unique=True),
+)
+def test_a_run_in_pieces_is_judged_as_the_whole(name: str, cuts: list[int]) -> None:
+    block = {**FAULTY, **HEALTHY}[name]
+    config = RuleConfig(rule="loss_not_decreasing")
+    last = int(block.step.max())
+    assert in_pieces(config, block, [cut for cut in cuts if cut <= last]) == in_pieces(config, block, [])
+
+
+@pytest.mark.parametrize("params", [{"patience": 3}, {"min_fall": 0}, {"growth": 1}, {"noise": 0}, {"x": 1}])
+def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LossNotDecreasingParams.model_validate(params)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.rules.losses import falling, in_pieces, noisy, run_of
+from tests.rules.runs import all_at_once
+from watchstep.block import Block
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.slow_convergence import SlowConvergenceParams
+
+LN10 = math.log(10)
+TEN = [50] * 10
+STEPS = 250
+
+
+def found(block: Block, **params: object) -> bool:
+    config = RuleConfig.model_validate({"rule": "slow_convergence", "params": params, "for": {"steps": 5}})
+    return bool(all_at_once(config, block).findings)
+
+
+def ramp(first: float, last: float) -> list[float]:
+    return np.geomspace(first, last, STEPS // 5).tolist()
+
+
+SINKING = falling(LN10, 0, STEPS, 4000)
+FAULTY = {
+    "sinks below its noise": run_of(noisy(SINKING, 0.02), update=1e-4, labels=TEN),
+    "sinks below its noise, labels unknown": run_of(noisy(SINKING, 0.02), update=1e-4),
+    "does not seem to move": run_of(noisy(np.full(STEPS, 35.0), 0.15), update=1e-5),
+    "sinks steadily, updates are modest": run_of(falling(1.2, 0, STEPS, 2000), update=1e-3),
+    "the learning rate has decayed too soon": run_of(
+        noisy(falling(2.30, 2.24, STEPS, 10), 0.01), update=ramp(1e-2, 1e-8)
+    ),
+}
+HEALTHY = {
+    "learns": run_of(noisy(falling(LN10, 0.1, STEPS, 60), 0.1), update=1e-4),
+    "has converged": run_of(noisy(falling(LN10, 0.05, STEPS, 10), 0.2), update=1e-6),
+    "updates are ordinary": run_of(noisy(SINKING, 0.02), update=5e-3),
+    "no update at all": run_of(noisy(SINKING, 0.02), update=0.0),
+    "updates are not known": run_of(noisy(SINKING, 0.02)),
+    "warm-up": run_of(noisy(SINKING, 0.02), update=ramp(1e-8, 1e-3)),
+    "a plateau ends": run_of(2.3 - np.exp((np.arange(STEPS) - 260) / 20), update=1e-3),
+    "begins trained": run_of(noisy(np.full(STEPS, 0.04), 0.2), update=1e-4, labels=TEN),
+    "a policy's gain": run_of(noisy(np.full(STEPS, -0.1), 1.0), update=1e-4),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_steps_too_small_to_get_anywhere_are_found(name: str) -> None:
+    assert found(FAULTY[name])
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_others_are_fine(name: str) -> None:
+    assert not found(HEALTHY[name])
+
+
+def test_thresholds_are_the_users_to_set() -> None:
+    block = run_of(noisy(SINKING, 0.02), update=5e-3)
+    assert found(block, small_update=1e-2)
+    assert not found(FAULTY["sinks below its noise"], small_update=1e-5, modest_update=1e-5)
+    assert not found(FAULTY["sinks below its noise"], max_fall=0.001)
+
+
+def test_the_finding_says_how_far_it_came_and_how_small_updates_are() -> None:
+    said = all_at_once(RuleConfig(rule="slow_convergence"), run_of(np.full(120, 2.0), update=1e-4))
+    assert said.findings[0].message == (
+        "loss has gone from 2 to 2, and no weight changes by more than 0.0001 of its size in a step"
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FAULTY) + sorted(HEALTHY)),
+    cuts=st.lists(st.integers(1, STEPS - 1), max_size=12, unique=True),
+)
+def test_a_run_in_pieces_is_judged_as_the_whole(name: str, cuts: list[int]) -> None:
+    block = {**FAULTY, **HEALTHY}[name]
+    config = RuleConfig(rule="slow_convergence")
+    assert in_pieces(config, block, cuts) == in_pieces(config, block, [])
+
+
+@pytest.mark.parametrize("params", [{"patience": 3}, {"max_fall": 1}, {"small_update": 0}, {"x": 1}])
+def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        SlowConvergenceParams.model_validate(params)
