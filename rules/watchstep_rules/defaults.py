@@ -13,5 +13,9 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="poor_initialization", severity="warning"),
     RuleConfig(rule="weight_not_updating", severity="warning", hold=Hold(steps=3)),
     RuleConfig(rule="class_imbalance", severity="info"),
+    RuleConfig(rule="loss_not_decreasing", severity="warning", hold=Hold(steps=5)),
+    RuleConfig(rule="slow_convergence", severity="warning", hold=Hold(steps=5)),
+    RuleConfig(rule="oscillating_loss", severity="warning", hold=Hold(steps=3)),
+    RuleConfig(rule="overfit", severity="warning", hold=Hold(steps=2)),
 )
 """Only what cannot be a false alarm stops a job by default: a training does not come back from NaN."""

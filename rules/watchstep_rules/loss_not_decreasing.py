@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
@@ -58,8 +60,8 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     alone. So is one that has been clearly lower before (two sides of a game), that was ever below zero (a policy's
     gain, a log-likelihood), that is well below any constant prediction (a model that begins trained), that has labels
     of one kind only, and one of several losses, unless its name says that it is the sum. Noise hides whether a loss fell: one that is
-    noisier than the parameter is judged only where labels tell what a constant prediction is worth, and one whose noise
-    is four tenths of it or more, not at all.
+    noisier than the parameter is judged only where labels tell that it is worse than any constant prediction (then it has
+    stayed where it began if it is within two standard errors), and one whose noise is four tenths of it or more, not at all.
 
     SageMaker's LossNotDecreasing asks for 0.1 % in 10 steps, which noise alone decides; 5 % is half of what separates a
     network that only shifts its output's bias from one that uses its input (labels of 10 classes: entropy 2.30, at
@@ -133,7 +135,9 @@ def _verdict(
     flat = np.abs(level - seen.earlier) <= 2 * unsure + _ROUNDING * level
     was_lower = level - seen.lowest > 4 * seen.noise / np.sqrt(20) + params.min_fall * level
     clear = seen.noise <= params.noise * level
-    as_began = (start - level <= params.min_fall * start) & (clear | said.above)
+    of_noise = 2 * seen.noise * math.sqrt(1 / params.warmup + 1 / seen.half)
+    fallen = start - level
+    as_began = (fallen <= params.min_fall * start) & clear | (fallen <= of_noise) & said.above
     at_constant = said.constant & (level >= start / 2)
     learnt = level - unsure < 0.9 * said.lowest
     plain = seen.noise <= _MOST_NOISE * level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from tests.sdk.blocks import Row, block_of, tensor
 from watchstep.block import Block
 from watchstep_rules.config import RuleConfig
 
-Curve = NDArray[np.float64]
+Curve = NDArray[np.floating[Any]]
 LOSS = tensor("loss", "losses", shape=())
 LABELS = tensor("labels", "labels", shape=(16,))
 UPDATE = tensor("first.weight:update", "updates", order=1)

@@ -25,7 +25,7 @@ def found(block: Block, **params: object) -> bool:
 
 
 def ramp(first: float, last: float) -> list[float]:
-    return np.geomspace(first, last, STEPS // 5).tolist()
+    return [float(ratio) for ratio in np.geomspace(first, last, STEPS // 5)]
 
 
 SINKING = falling(LN10, 0, STEPS, 4000)
