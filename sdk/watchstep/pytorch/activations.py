@@ -21,6 +21,7 @@ from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import LiveOutputs
 from watchstep.pytorch.module_hook import ModuleHook
 from watchstep.pytorch.names import Names, dtype_name
+from watchstep.pytorch.observable import dense_values
 from watchstep.pytorch.placement import standing
 from watchstep.pytorch.probes.channels import ChannelProbe
 from watchstep.tensors import Mode, TensorInfo
@@ -188,8 +189,6 @@ def _recomputes() -> bool:
 
 def _real(held: Any) -> list[Tensor]:
     """The floating-point and complex tensors in what a module gives."""
-    if isinstance(held, Tensor):
-        return [held] if held.is_floating_point() or held.is_complex() else []
     found = list(_flat(held))
     return [tensor for tensor in found if tensor.is_floating_point() or tensor.is_complex()]
 
@@ -201,7 +200,9 @@ def _numeric(held: Any) -> list[Tensor]:
 
 def _flat(held: Any) -> Iterator[Tensor]:
     if isinstance(held, Tensor):
-        yield held
+        values = dense_values(held)
+        if values is not None:
+            yield values
     elif isinstance(held, dict):
         for value in held.values():
             yield from _flat(value)

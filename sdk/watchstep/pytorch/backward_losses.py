@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from watchstep.pytorch.observable import observable
+
 Place = tuple[str, int]
 _UNSCALED = "_watchstep_unscaled"
 _MOST_PLACES = 16
@@ -73,12 +75,7 @@ def install() -> None:
 def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not torch.compiler.is_compiling()
-            and _listeners
-            and isinstance(tensors, Tensor)
-            and tensors.numel() == 1
-        ):
+        if observable() and _listeners and isinstance(tensors, Tensor) and tensors.numel() == 1:
             _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
         return backward(tensors, *args, **kwargs)
 

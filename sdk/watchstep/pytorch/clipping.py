@@ -12,9 +12,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
+
+from watchstep.pytorch.observable import observable
 
 _INNER = "func"
 """What `torch.nn.utils.clip_grad` calls the function inside, in PyTorch 2.13 and long before."""
@@ -78,7 +79,7 @@ def _exchange(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., 
 
 
 def _quiet() -> bool:
-    return torch.compiler.is_compiling() or not _listeners
+    return not _listeners or not observable()
 
 
 def _before(clip: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
+from watchstep.pytorch.observable import observable
 
 
 class ModuleHook:
-    """Calls a function when its module is called, but not where the module is compiled, traced or exported."""
+    """Calls a function when its module is called, but not where it computes no numbers."""
 
     __slots__ = ("_call",)
 
@@ -23,9 +23,8 @@ class ModuleHook:
 
     def __call__(self, *given: Any) -> None:
         """Called by the module."""
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # noqa: SLF001 - what torch.jit.is_tracing asks
-            return
-        self._call(*given)
+        if observable():
+            self._call(*given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nullcontext().__exit__

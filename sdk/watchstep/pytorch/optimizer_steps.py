@@ -9,9 +9,10 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from watchstep.pytorch.observable import observable
 
 
 class StepListener(Protocol):
@@ -61,7 +62,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
+    if not observable():
         return  # a compiled step is not observed: what is traced has no memory to look at
     depth = _depth.get(optimizer, 0)
     _depth[optimizer] = depth + 1
@@ -74,7 +75,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
+    if not observable():
         return
     depth = _depth.get(optimizer, 1) - 1
     _depth[optimizer] = depth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Watch:
         self._gate = GradientGate()
         self._loss_names = LossNames()
         self._backward = (-1, 0)
+        self._thread: int | None = None
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
         names = Names(model, name, session.config.chosen)
@@ -93,8 +95,8 @@ class Watch:
     def found(self, loss: FoundLoss) -> None:
         """A loss at ``backward()``."""
         try:
-            if self._captured():
-                return
+            if self._captured() or self._thread not in {None, threading.get_ident()}:
+                return  # another training's, in a thread beside this one's
             self._begin()
             self._activations.new_pass()
             self._clipped.after_backward()
@@ -217,6 +219,7 @@ class Watch:
             if mode != "train":
                 self._schedule.forward(mode, self._recorder.step)
             elif torch.is_grad_enabled():
+                self._thread = threading.get_ident()
                 self._begin()
                 self._activations.live.forget()
         except Exception as error:  # noqa: BLE001 - as above
@@ -234,6 +237,7 @@ class Watch:
         if not updated.parameters:
             return None
         self._counting.updates(optimizer, updated.ids)
+        self._thread = threading.get_ident()
         if self.counts_steps and self._counting.counts(optimizer):
             self._recorder.begin()
         return updated

@@ -27,7 +27,7 @@ def views(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
     """Evenly spaced elements of each tensor, as views of it where its elements lie densely.
 
     Args:
-        tensors: strided; of a `DTensor` the local part is taken.
+        tensors: strided; of a `DTensor` the local part is taken, of complex ones real and imaginary parts.
         most: elements of each, at most.
     """
     return [_spaced(_flat(tensor), tensor, most) for tensor in tensors]
@@ -38,6 +38,8 @@ def _flat(tensor: Tensor) -> Tensor:
     held = tensor.detach()
     if hasattr(held, "to_local"):
         held = held.to_local()
+    if held.is_complex():
+        held = torch.view_as_real(held.resolve_conj())
     strides = held.stride()
     by_stride = sorted(range(held.dim()), key=lambda place: -strides[place])
     return held.permute(by_stride).reshape(-1)
@@ -48,6 +50,7 @@ def _spaced(flat: Tensor, tensor: Tensor, most: int) -> Tensor:
         return flat
     stride = -(-flat.numel() // most)
     width = tensor.shape[-1] if tensor.dim() else 1
+    width *= 2 if tensor.is_complex() else 1
     while math.gcd(stride, max(1, width)) > 1:  # else only some columns would ever be seen
         stride += 1
     return flat[::stride]

@@ -1,0 +1,123 @@
+"""Passes that compute no numbers, tensors of no one shape, and trainings side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.sdk.training import EVERY_STEP, Training, recorded, small_model
+from watchstep import Hook
+
+X = torch.linspace(-1, 1, 64).view(8, 8)
+
+
+class Jagged(nn.Module):
+    """Its only layer is given two sequences of different length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+        out: Tensor = self.layer(nested).values()
+        return out
+
+
+def transformed(model: nn.Module) -> None:
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+
+    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        held: Tensor = torch.func.functional_call(model, dict(given), (x,)).sum()
+        return held
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, X)
+    torch.func.jacrev(lambda x: model(x).sum(0))(X)
+
+
+def pretended(model: nn.Module) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(X).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def weightless(model: nn.Module) -> None:
+    held = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    torch.func.functional_call(model, held, (X.to("meta"),))
+
+
+BESIDES: dict[str, Callable[[nn.Module], None]] = {
+    held.__name__: held for held in (transformed, pretended, weightless)
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_passes_without_numbers_leave_no_trace(tmp_path: Path, name: str) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+    losses = training.run(3, lambda *_: BESIDES[name](training.model))
+    run = recorded(hook)
+    assert losses == Training().run(3)
+    assert run.tensor("0:output").statistics()["count"].to_pylist() == [32 * 16] * 3
+    assert run.tensor("loss").statistics()["mean"].to_pylist() == losses
+
+
+def test_nested_outputs_are_their_values(tmp_path: Path) -> None:
+    hook, model = Hook(tmp_path, config=EVERY_STEP), Jagged()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook.watch(model, optimizer)
+    due = model(X)
+    due.sum().backward()
+    optimizer.step()
+    run = recorded(hook)
+    row = run.tensor("layer:output").statistics().to_pylist()[0]
+    assert (row["count"], row["max"]) == (32, due.max().item())
+
+
+def test_updates_of_complex_weights_are_both_their_parts(tmp_path: Path) -> None:
+    hook, model = Hook(tmp_path, config=EVERY_STEP), nn.Linear(8, 2, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hook.watch(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X.to(torch.complex64)).abs().pow(2).sum().backward()
+        assert model.weight.grad is not None
+        optimizer.step()
+    run = recorded(hook)
+    update, gradient = (
+        run.tensor(f"weight:{kind}").statistics().to_pylist() for kind in ("update", "gradient")
+    )
+    assert update[0]["count"] == 2 * model.weight.numel()
+    assert update[1]["abs_sum"] == pytest.approx(0.5 * gradient[1]["abs_sum"], rel=1e-4)
+
+
+def test_trainings_in_two_threads_do_not_hear_each_other(tmp_path: Path) -> None:
+    hooks = [Hook(tmp_path, config=EVERY_STEP, run=f"run-{seed}") for seed in range(2)]
+    trainings = [Training(small_model(seed)) for seed in range(2)]
+    together = threading.Barrier(2)
+
+    def train(hook: Hook, training: Training) -> None:
+        hook.watch(training.model, training.optimizer)
+
+        def each(_step: int, _loss: Tensor) -> None:
+            together.wait()
+
+        training.run(20, each)
+
+    threads = [threading.Thread(target=train, args=pair) for pair in zip(hooks, trainings, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for hook, training in zip(hooks, trainings, strict=True):
+        run = recorded(hook)
+        assert run.tensors("losses") == ["loss"]
+        assert run.tensor("loss").statistics()["mean"].to_pylist() == training.losses
+        assert run.steps() == list(range(20))
