@@ -35,6 +35,12 @@ class SaturatedActivationParams(Params):
     converged: float = Field(
         0.1, ge=0, lt=1, description="Share of its first value at which a loss has converged: no fault then."
     )
+    stuck: float = Field(
+        0.75,
+        ge=0,
+        lt=1,
+        description="The same for an activation that no weighted layer follows: above it, it is judged too.",
+    )
 
 
 class Streak(NamedTuple):
@@ -63,7 +69,8 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
     A layer is saturated where that is below 0.1, or where half of its channels are within one percent of a bound for
     every example (SageMaker's SaturatedActivation asks for half of the nodes). Saturation of hidden layers early in
     training is what Glorot and Bengio (2010) found to stop learning. An activation after the last weighted layer is
-    left alone: the output of a classifier that is sure lies at a bound. So is any layer once the loss is down to a
+    left alone once the loss has come down by a quarter: the output of a classifier that is sure lies at a bound, that
+    of a network whose targets lie beyond the bounds does so too, and its loss stays where it was. So is any layer once the loss is down to a
     tenth of its start: units that have become switches are how such a network represents what it learnt.
     """
 
@@ -92,13 +99,14 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
             )
             _follow(losses, block, rows)
             stuck = not any(loss.converged(params.converged) for loss in losses.values())
+            at_start = bool(losses) and not any(loss.converged(params.stuck) for loss in losses.values())
             for row in map(int, rows):
                 if np.isnan(slope[row]) and np.isnan(share[row]):
                     continue
                 name = f"{block.info(row).name}@{block.worker[row]}"
                 flat = bool(slope[row] < params.slope) or bool(share[row] >= params.share)
                 before = streaks.get(name, Streak())
-                hit = flat and stuck and block.info(row).order < last
+                hit = flat and (stuck if block.info(row).order < last else at_start)
                 streak = Streak(before.steps + 1, before.values + float(values[row])) if hit else Streak()
                 streaks[name] = streak
                 if streak.steps >= params.steps and streak.values >= params.examples:

@@ -33,6 +33,11 @@ class WeightNotUpdatingParams(Params):
         le=1,
         description="Share of elements that an update leaves as they are, from which on it is lost to rounding.",
     )
+    patience: int = Field(
+        20,
+        ge=1,
+        description="Records through which all updates are none, from which on a rate that ran down is a fault too.",
+    )
     alive: float = Field(
         1e-3,
         gt=0,
@@ -70,25 +75,32 @@ class Past(NamedTuple):
 
 
 class WeightNotUpdatingState(State):
-    """The past of each parameter, by ``name@worker``, the order of weighted modules whose output was seen, and losses that are zero."""
+    """The past of each parameter, by ``name@worker``, the order of weighted modules whose output was seen, and losses that are zero.
+
+    ``still`` counts records in a row in which all updates were none.
+    """
 
     parameters: dict[str, Past] = Field(default_factory=dict)
     computed: dict[str, int] = Field(default_factory=dict)
     nothing_lost: dict[str, bool] = Field(default_factory=dict)
+    still: int = 0
 
 
 class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
-    """Fires when updates are missing in one of four ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
+    """Fires when updates are missing in one of five ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
 
     - **None at all**: all updates of a step are none while some gradient is alive: the optimizer is skipped, or its
       learning rate is zero. Also where no weight has ever been updated, whatever the gradients,
       though some loss is not zero. A gradient is alive
       at ``alive`` times its own largest; below, a plain optimizer's updates round to nothing because it has converged.
-      Updates that were there must have ended at once: a learning rate that a schedule brings down to zero is no fault.
+      Updates that were there must have ended at once: a learning rate that a schedule brings down to zero is
+      no fault, unless it stays there through ``patience`` records.
     - **Lost to rounding**: ``rounded`` of an update's elements are zero, though half of the gradient's are not.
       Weights in half precision do that where the learning rate is small; in others a gradient that small has vanished.
     - **Cut off**: layers that require a gradient, and were computed, never got one, while all layers after them learn:
       what they give is detached from the loss.
+    - **Masked**: the gradient of a layer's weight has always been zero, though its bias has one, and layers before it
+      get theirs. Zero inputs do that as well, from their layer on.
     - **Vectors alone**: all that learns are biases and scales of weighted layers and normalisation, and nothing of the
       last weighted layer that was computed: the loop that was to freeze some layers froze others as well. Tuning of
       biases, which trains the head, is another thing.
@@ -119,7 +131,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[WeightNotUpdatingState, list[Finding]]:
         """Judge the updates of each step together."""
-        past = _Past(dict(state.parameters), dict(state.computed), dict(state.nothing_lost))
+        past = _Past(dict(state.parameters), dict(state.computed), dict(state.nothing_lost), state.still)
         figures = _Figures.of(block)
         findings = []
         for rows in whole_steps(block):
@@ -128,7 +140,10 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
                 findings.append(self._finding(params, block, row, float(figures.ratio[row]), why))
             past.move(block, figures, updates, params)
         return WeightNotUpdatingState(
-            parameters=past.parameters, computed=past.computed, nothing_lost=past.nothing_lost
+            parameters=past.parameters,
+            computed=past.computed,
+            nothing_lost=past.nothing_lost,
+            still=past.still,
         ), findings
 
     def _finding(
@@ -157,11 +172,16 @@ class _Past:
     """The state while a block is judged."""
 
     def __init__(
-        self, parameters: dict[str, Past], computed: dict[str, int], nothing_lost: dict[str, bool]
+        self,
+        parameters: dict[str, Past],
+        computed: dict[str, int],
+        nothing_lost: dict[str, bool],
+        still: int,
     ) -> None:
         self.parameters = parameters
         self.computed = computed
         self.nothing_lost = nothing_lost
+        self.still = still
 
     def of(self, block: Block, row: int) -> Past:
         """Of a row's parameter."""
@@ -217,8 +237,12 @@ def _missing(
     judged = [row for row in updates if len(block.info(row).shape) > 1] or updates
     held = [past.of(block, row) for row in judged]
     none = [figures.ratio[row] <= params.threshold for row in judged]
+    past.still = past.still + 1 if all(none) else 0
     if all(none):
-        if any(one.stopped and one.last > 0 and one.last >= params.alive * one.largest for one in held):
+        long = past.still >= params.patience
+        if any(
+            (one.stopped or long) and one.last > 0 and one.last >= params.alive * one.largest for one in held
+        ):
             return [(row, "no weight changes, though there are gradients") for row in judged]
         waits = bool(past.nothing_lost) and all(past.nothing_lost.values())
         if not waits and not any(one.moved for one in past.parameters.values()):
@@ -229,7 +253,7 @@ def _missing(
         alive = one.dense and one.last >= params.alive * one.largest and block.info(row).dtype in _HALF
         if alive and figures.zero[row] >= params.rounded:
             found.append((row, f"rounding loses {figures.zero[row]:.0%} of its elements"))
-    return found or _vectors_alone(block, updates, past)
+    return found or _masked(block, judged, none, past) or _vectors_alone(block, updates, past)
 
 
 def _cut_off(block: Block, judged: list[int], held: list[Past], past: _Past) -> list[tuple[int, str]]:
@@ -241,6 +265,20 @@ def _cut_off(block: Block, judged: list[int], held: list[Past], past: _Past) -> 
         return []
     why = "its layer is computed, but never gets a gradient, while all after it do"
     return [(row, why) for row in without if block.info(row).module in past.computed]
+
+
+def _masked(block: Block, judged: list[int], none: list[bool], past: _Past) -> list[tuple[int, str]]:
+    """A zero gradient is no dead layer's where its bias has one, and layers before it learn."""
+    learning = [block.info(row).order for row in judged if past.of(block, row).moved]
+    found = []
+    for row, is_none in zip(judged, none, strict=True):
+        info, held = block.info(row), past.of(block, row)
+        bias = past.parameters.get(f"{info.module}.bias@{block.worker[row]}", Past())
+        if is_none and is_weighted(info) and held.last == held.largest == 0 and bias.last > 0:
+            found.append((row, info.order))
+    first = min([*learning, *(order for _, order in found)], default=0)
+    why = "its gradient has always been zero, though that of its bias is not, and layers before it get theirs"
+    return [(row, why) for row, order in found if order > first]
 
 
 def _vectors_alone(block: Block, updates: list[int], past: _Past) -> list[tuple[int, str]]:

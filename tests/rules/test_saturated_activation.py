@@ -47,7 +47,14 @@ def test_channels_at_a_bound_for_every_example_are_found() -> None:
 
 
 def test_the_output_of_a_classifier_may_be_sure() -> None:
-    assert found(layer([[0.999]] * 5, "Sigmoid", order=10), HEAD) == []
+    sure = layer([[0.5]] * 20 + [[0.999]] * 9, "Sigmoid", order=10)
+    assert found(sure, HEAD) == []
+    assert found(sure, HEAD, [Row(step, LOSS, [0.95**step]) for step in range(29)]) == []
+
+
+def test_an_output_that_cannot_reach_its_targets_is_found() -> None:
+    bounded = layer([[0.999]] * 5, "Sigmoid", order=10)
+    assert found(bounded, HEAD, [Row(step, LOSS, [54.0 - step]) for step in range(5)]) == [2, 3, 4]
 
 
 def test_units_that_are_switches_at_convergence_are_fine() -> None:

@@ -50,6 +50,11 @@ def test_a_learning_rate_that_a_schedule_brings_to_zero_is_fine() -> None:
     assert found(updates("a", cosine), gradients("a", [0.1] * 24)) == []
 
 
+def test_a_schedule_that_ends_long_before_the_training_is_found() -> None:
+    falling = [10.0**-step for step in range(2, 9)] + [0.0] * 30
+    assert found(updates("a", falling), gradients("a", [0.1] * 37)) == list(range(25, 37))
+
+
 def test_a_converged_training_is_fine() -> None:
     decay = [10.0**-step for step in range(6)]
     assert found(updates("a", [*decay[:4], 0.0, 0.0]), gradients("a", decay)) == []
@@ -88,6 +93,18 @@ def test_a_layer_whose_output_nothing_uses_is_no_cut() -> None:
     last = updates("c", [1e-3] * 3, order=3)
     learn = gradients("a", [0.1] * 3, order=1) + gradients("c", [0.1] * 3, order=3)
     assert found(first, unused, last, learn, outputs("b", order=2), name="b") == []
+
+
+def test_a_gradient_that_is_masked_is_found_and_a_layer_without_any_is_not() -> None:
+    def bias(size: float) -> list[Row]:
+        info = tensor("b.bias:gradient", "gradients", role="gradient", order=2, shape=(8,))
+        return [Row(step, info, [size]) for step in range(3)]
+
+    first, masked = updates("a", [1e-3] * 3, order=1), updates("b", [0.0] * 3, order=2)
+    given = gradients("a", [0.1] * 3, order=1) + gradients("b", [0.0] * 3, order=2)
+    assert found(first, masked, given, bias(0.1), name="b") == [1, 2]
+    assert found(first, masked, given, bias(0.0), name="b") == []
+    assert found(masked, gradients("b", [0.0] * 3, order=2), losses([0.0] * 3), bias(0.1), name="b") == []
 
 
 def vector(name: str, kind: str, *, order: int) -> list[Row]:
