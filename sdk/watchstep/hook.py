@@ -87,6 +87,7 @@ class Hook:
         on_stop: OnStop | None = None,
         overhead_budget: float | None = None,
         config: CaptureConfig | None = None,
+        first_step: int = 0,
     ) -> None:
         """Start to record.
 
@@ -100,6 +101,8 @@ class Hook:
             overhead_budget: share of the program's own time that recording may take, 0.01 where nothing says otherwise;
                 or ``WATCHSTEP_OVERHEAD_BUDGET``, where "none" measures everything at every step.
             config: what to record, how often.
+            first_step: the number of the first step, where a training goes on from a checkpoint: steps of earlier attempts
+                before it stay part of the run.
 
         Raises:
             ConfigError, RuleError: an argument or variable is wrong. A store that cannot be reached is no such error.
@@ -115,7 +118,9 @@ class Hook:
         bounds = self.config.bounds
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
-        session = self._session = Session.begin(self.config, self._identity.worker, self._on_stop)
+        session = self._session = Session.begin(
+            self.config, self._identity.worker, self._on_stop, _checked_step(first_step)
+        )
         self._health, self._recorder = session.health, session.recorder
         control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
         target = Target(
@@ -274,7 +279,7 @@ class Hook:
     def close(self) -> None:
         """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
         self._ending.end()
-        process_end.ended()
+        self._let_go()
 
     def __enter__(self) -> Hook:  # noqa: PYI034 - Self comes with Python 3.11
         return self
@@ -286,7 +291,12 @@ class Hook:
             self.close()
         else:
             self._ending.end("failed", f"{type(error).__name__}: {error}")
-            process_end.ended()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The program may keep a closed hook for what it tells; the models and optimizers need not stay with it."""
+        self._watches, self._given = [], None
+        process_end.ended()
 
     def _open_store(self) -> Store:
         prefix = run_prefix(self._identity.project, self._identity.run)
@@ -309,6 +319,12 @@ def _checked_on_stop(on_stop: Any) -> OnStop:
     if callable(on_stop) or on_stop in {"ignore", "raise"}:
         return on_stop  # type: ignore[no-any-return]
     raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "raise" or a function')
+
+
+def _checked_step(step: Any) -> int:
+    if type(step) is not int or not 0 <= step < 2**62:
+        raise ConfigError(f"first_step={step!r}", "use the number of the step that comes next, from 0")
+    return step
 
 
 def _budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfig:

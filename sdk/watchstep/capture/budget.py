@@ -34,6 +34,7 @@ class _Unit:
     last: int = -1
     cost: float | None = None
     measured: int = 0
+    measured_at: int = -1
     in_step: float = 0.0
 
     @property
@@ -80,6 +81,7 @@ class Budget:
         self._began = clock()
         self._spent_in_step = 0.0
         self._floor = 0.0
+        self._floors = 0.0
         self._lock = threading.Lock()
         self._written = 0.0
 
@@ -93,16 +95,20 @@ class Budget:
         """Measuring a collection took so long."""
         unit = self._units.get(collection)
         if unit is None:
-            self._take(seconds)
+            self.asked(
+                seconds
+            )  # its cadence is fixed: kept whatever it costs, and not at the others' expense
             return
-        if self._step != unit.last:
+        if self._step != unit.measured_at:
             unit.measured += 1
-            unit.last = self._step
+            unit.last = unit.measured_at = self._step
         unit.in_step += seconds
         if unit.is_cold:
             self.asked(seconds)
         else:
-            self._take(seconds)
+            counted = seconds if unit.cost is None else min(seconds, _SPIKE * unit.cost)
+            self._take(counted)
+            self.asked(seconds - counted)
 
     def asked(self, seconds: float) -> None:
         """What comes once, or is asked for besides, took so long: it is told, and takes nothing off the allowance."""
@@ -111,6 +117,7 @@ class Budget:
 
     def floor(self, seconds: float) -> None:
         """What every step costs whatever is measured: the gate and the empty hooks."""
+        self._floors += seconds
         self._floor += _MEMORY * (min(seconds, _SPIKE * self._floor or seconds) - self._floor)
         self._take(min(seconds, _SPIKE * self._floor or seconds))
 
@@ -127,10 +134,11 @@ class Budget:
             "share": self._spent / self._program if self._program else 0.0,
             "spent_seconds": self._spent,
             "program_seconds": self._program,
-            "floor_share": self._floor / self._step_time if self._step_time else 0.0,
+            "floor_share": self._floors / self._program if self._program else 0.0,
             "every": {
                 u.name: round(steps / u.measured, 1) if u.measured else None for u in self._units.values()
             },
+            "last": {u.name: u.measured_at for u in self._units.values() if u.measured},
         }
 
     @property
@@ -141,9 +149,9 @@ class Budget:
     @property
     def floor_exceeds(self) -> bool:
         """Whether the gate and the empty hooks alone cost more than the budget, once the first steps are over."""
-        if self._step < DENSE_STEPS or self._step_time is None:
+        if self._steps < DENSE_STEPS:
             return False
-        return self._floor > self.share * self._step_time
+        return self._floors > self.share * self._program
 
     def _is_endless(self, unit: _Unit) -> bool:
         """Whether measuring goes on and on within one step: it is of very many passes, or nothing counts steps."""
@@ -162,7 +170,7 @@ class Budget:
                 unit.last = self._step  # also where there was nothing to measure: it has had its turn
         self._step = step
         if self._step_time is not None:
-            factor = DENSE_FACTOR if step < DENSE_STEPS else 1.0
+            factor = DENSE_FACTOR if self._steps < DENSE_STEPS else 1.0
             self._saved += max(factor * self.share * self._step_time, self.allowance + self._floor)
         dearest = max((unit.cost or 0.0 for unit in self._units.values()), default=0.0)
         self._saved = min(self._saved, _PATIENCE * dearest)

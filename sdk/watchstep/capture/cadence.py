@@ -24,9 +24,10 @@ class Cadence:
     steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise ConfigError(
-                f"cadence: every={self.every}", "use 1 or more; leave the collection out for never"
+                f"cadence: every={self.every}",
+                "use a whole number from 1; leave the collection out for never",
             )
 
     def due(self, step: int) -> bool:

@@ -30,6 +30,20 @@ BUILT_IN = (
 )
 """Collections whose tensors are known without selectors; selectors make them smaller."""
 
+ROLES = (
+    "weight",
+    "bias",
+    "gradient",
+    "output",
+    "input",
+    "update",
+    "momentum",
+    "second_moment",
+    "state",
+    "checksum",
+)
+"""Roles of what can be selected."""
+
 STATE_ROLES = frozenset({"momentum", "second_moment", "state"})
 _ASKED_FOR = STATE_ROLES | {"input"}
 
@@ -69,6 +83,8 @@ class Collection:
         ):
             if isinstance(words, str):
                 raise ConfigError(f"collection: {name}={words!r}", f"give a tuple: {name}=({words!r},)")
+        if unknown := set(self.roles) - set(ROLES):
+            raise ConfigError(f"collection: roles {sorted(unknown)}", f"use some of {', '.join(ROLES)}")
         for pattern in (self.include, self.exclude):
             try:
                 re.compile(pattern or "")

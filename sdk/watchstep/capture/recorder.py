@@ -36,8 +36,10 @@ class Recorder:
     logged after the update still belongs to it.
     """
 
-    def __init__(self, worker: int, queue: BoundedQueue, health: Health, on_stop: OnStop) -> None:
-        self.step = 0
+    def __init__(
+        self, worker: int, queue: BoundedQueue, health: Health, on_stop: OnStop, first_step: int = 0
+    ) -> None:
+        self.step = first_step
         self.worker = worker
         self.stopped: StopRequest | None = None
         self._queue = queue
@@ -56,6 +58,11 @@ class Recorder:
     def last_finished(self) -> int:
         """The last step whose update is done; -1 before the first."""
         return self.step if self._finished else self.step - 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the update of the current step is done, and nothing of the next has begun."""
+        return self._finished
 
     def begin(self) -> None:
         """Something of a training step happens: if the last one is finished, this is the next."""

@@ -13,6 +13,7 @@ from watchstep.capture.health import Health
 from watchstep.tensors import Mode
 
 _MOST_BAD_STEPS = 3
+_STEPS_OF_CREDIT = 100
 
 
 class Schedule:
@@ -60,7 +61,11 @@ class Schedule:
         passes = self._passes.get(mode) or _Passes()
         if cadence.every is not None or self.budget is None:
             return cadence.due(max(0, passes.number))
-        return cadence.within(max(0, passes.number)) and passes.first and self.budget.affords_more
+        return (
+            cadence.within(max(0, passes.number))
+            and passes.first
+            and (self.budget.affords_more or passes.on_credit)
+        )
 
     def forward(self, mode: Mode, step: int) -> None:
         """A forward pass begins in another mode than train. Of those between two steps, only the first is adaptive."""
@@ -68,6 +73,9 @@ class Schedule:
         held.number += 1
         held.first = held.step != step
         held.step = step
+        if held.first:
+            held.on_credit = step >= held.next_credit
+            held.next_credit = step + _STEPS_OF_CREDIT if held.on_credit else held.next_credit
 
     def override(self, every: Mapping[str, int]) -> None:
         """Measure collections each so many steps from now on, as the service asks. Called from another thread."""
@@ -115,9 +123,14 @@ class Schedule:
 
 
 class _Passes:
-    """Forward passes of one mode: how many there were, less one, and whether this is the first since an update."""
+    """Forward passes of one mode: how many there were, less one, and whether this is the first since an update.
+
+    Evaluations are rare, and their turn may come when the allowance is spent: every hundred steps one is on credit.
+    """
 
     def __init__(self) -> None:
         self.number = -1
         self.step = -1
         self.first = True
+        self.on_credit = True
+        self.next_credit = 0

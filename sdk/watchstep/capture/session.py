@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from watchstep.capture.bounded_queue import BoundedQueue
 from watchstep.capture.config import CaptureConfig
@@ -28,6 +28,7 @@ class Session:
         snapshots: says at which steps full tensors are taken.
         snapshot_writer: has the memory for them, and sees them onto the store.
         mode: as the program last said; train where it said nothing.
+        held: names of collections that hold some tensor.
     """
 
     config: CaptureConfig
@@ -38,14 +39,23 @@ class Session:
     snapshots: SnapshotPlan
     snapshot_writer: SnapshotWriter
     mode: Mode = "train"
+    held: set[str] = field(default_factory=set)
+
+    def empty_collections(self) -> list[str]:
+        """Collections with selectors that nothing which was watched meets, sorted; a word is misspelt, most likely."""
+        return sorted(
+            name
+            for name, collection in self.config.chosen.items()
+            if collection.selects and name not in self.held
+        )
 
     @classmethod
-    def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop) -> Session:
+    def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop, first_step: int = 0) -> Session:
         """A session in which nothing has been recorded."""
         health, queue = Health(), BoundedQueue(config.bounds.queue_bytes)
         return cls(
             config,
-            Recorder(worker, queue, health, on_stop),
+            Recorder(worker, queue, health, on_stop, first_step),
             Schedule(config, health),
             queue,
             health,

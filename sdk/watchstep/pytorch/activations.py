@@ -141,8 +141,14 @@ class ActivationHooks:
                 if found:
                     self.live.note(self._group(observed.output, found), found)
         collections = observed.input.info.collections
-        if collections and (charged := self._due(collections, mode)) is not None:
-            self._measure(observed.input, given, mode, charged, None)
+        if collections:
+            charged = self._due(collections, mode)
+            if charged is not None:
+                self._measure(observed.input, given, mode, charged, None)
+            elif module.training and mode == "train" and tensors.INPUTS in collections:
+                found = _numeric(given)
+                if found:
+                    self.live.note(self._group(observed.input, found), found)
 
     def _due(self, collections: tuple[str, ...], mode: Mode) -> str | None:
         """As the schedule says, asked once a pass for each set of collections."""

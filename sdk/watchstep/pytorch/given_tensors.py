@@ -24,6 +24,7 @@ class GivenTensors:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._last_given: dict[str, int] = {}
         self._classes: dict[tuple[str, Mode], ClassCounts] = {}
 
     def record(self, name: str, value: Any, collection: str | None, mode: Mode) -> None:
@@ -47,6 +48,8 @@ class GivenTensors:
         held = collection or (name if name in _ROLES else tensors.CUSTOM)
         if collection is not None and collection not in session.config.collections:
             raise ValueError(f"collection {collection!r}: name it in CaptureConfig.collections")
+        if mode == "train":
+            self._begin_if_given_before(name)
         charged = session.schedule.due((held,), session.recorder.step, mode)
         if charged is None:
             return
@@ -62,6 +65,13 @@ class GivenTensors:
         probes = self._count(tensor, name, mode) if info.role == "label" else ()
         session.recorder.add(Group.of((info,)), TorchKernel().measure([tensor]), mode, probes)
         session.schedule.spent(charged, since)
+
+    def _begin_if_given_before(self, name: str) -> None:
+        """What comes again after the update that ended its step is of the next, whose forward pass has not begun."""
+        recorder = self._session.recorder
+        if recorder.finished and self._last_given.get(name) == recorder.step:
+            recorder.begin()
+        self._last_given[name] = recorder.step
 
     def _count(self, labels: Tensor, name: str, mode: Mode) -> tuple[Probe, ...]:
         if "class_counts" not in self._session.config.probes:

@@ -59,11 +59,14 @@ class Names:
         whole: how the model stands among the workers.
     """
 
-    def __init__(self, model: Any, prefix: str, collections: Mapping[str, Collection]) -> None:
+    def __init__(
+        self, model: Any, prefix: str, collections: Mapping[str, Collection], held: set[str]
+    ) -> None:
         self.model = unwrap(model)
         self.whole = _outermost(model)
         self._prefix = prefix
         self._collections = collections
+        self._held = held
 
     def path(self, path: str) -> str:
         """A module's path, below the name of its model where it was given one."""
@@ -148,7 +151,9 @@ class Names:
         return self._placed(info, bases_of(module), *built_in)
 
     def _placed(self, info: TensorInfo, bases: tuple[str, ...], *built_in: str) -> TensorInfo:
-        return placed(info, built_in, self._collections, bases)
+        found = placed(info, built_in, self._collections, bases)
+        self._held.update(found.collections)
+        return found
 
 
 def _outermost(model: Any) -> Standing:

@@ -37,7 +37,7 @@ from watchstep.pytorch.scaler_metrics import ScalerMetrics
 from watchstep.stopping import StopTraining
 from watchstep.tensors import Mode
 
-_OBSERVED_AFTER = 2  # finished steps after which a silent module is reported as not observed
+_OBSERVED_AFTER = 3  # finished steps after which what is silent is reported as not observed
 _ENDLESS = 500  # backward passes within one step
 
 
@@ -57,6 +57,7 @@ class Watch:
                 f"watch(…, {type(optimizer).__name__})", "give a torch.optim.Optimizer, or leave it out"
             )
         self.counts_steps = counts_steps
+        self._steps = 0
         self._session = session
         self._recorder = session.recorder
         self._health = session.health
@@ -68,7 +69,7 @@ class Watch:
         self._thread: int | None = None
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
-        names = Names(model, name, session.config.chosen)
+        names = Names(model, name, session.config.chosen, session.held)
         self._model = names.model
         self._parameters = Parameters(session, names, kernel)
         self._clipped = ClippedGradients(session, self._parameters)
@@ -294,9 +295,14 @@ class Watch:
             self._schedule.asked(since)
 
     def _report_unseen(self) -> None:
-        if self._recorder.step == _OBSERVED_AFTER and (reason := device_kernel.reason()):
+        self._steps += 1
+        if self._steps != _OBSERVED_AFTER:
+            return
+        if reason := device_kernel.reason():
             self._health.note("kernel", reason)
-        if self._recorder.step == _OBSERVED_AFTER and tensors.ACTIVATIONS in self._config.collections:
+        if empty := self._session.empty_collections():
+            self._health.note("collections", f"nothing belongs to: {', '.join(empty)}; see their selectors")
+        if tensors.ACTIVATIONS in self._config.collections:
             unseen = self._activations.unseen
             if unseen:
                 named = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import watchstep
-from tests.sdk.training import EVERY_STEP, Training, recorded, small_model
+from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
 from watchstep import Cadence, CaptureConfig, Collection, Hook
 from watchstep.errors import ConfigError
 
@@ -149,6 +149,47 @@ def test_evaluation_in_its_own_mode_and_cadence(tmp_path: Path) -> None:
     assert evaluated["count"] == [2 * 7 * 16]  # passes 0 and 3 of 5, merged
 
 
+def test_a_selector_that_nothing_meets_is_told(tmp_path: Path) -> None:
+    chosen: dict[str, Cadence | Collection] = {
+        "relus": Collection(module_types=("Relu",)),
+        "head": Collection(include="3"),
+        "mine": Cadence(),
+    }
+    hook, training = Hook(tmp_path, config=CaptureConfig(collections=chosen)), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(5)
+    assert hook.health["notes"]["collections"].startswith("nothing belongs to: relus;")
+    hook.close()
+
+
+def test_labels_that_are_given_before_the_forward_pass_belong_to_it(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+    for step, (x, _) in enumerate(batches(5)):
+        hook.record(labels=torch.full((8,), step))
+        training.optimizer.zero_grad()
+        training.model(x).sum().backward()
+        training.optimizer.step()
+        hook.record(outputs=torch.full((3,), float(step)))
+    run = recorded(hook)
+    for name, count in (("labels", 8), ("outputs", 3)):
+        rows = run.tensor(name).statistics().to_pydict()
+        assert rows["step"] == [float(mean) for mean in rows["mean"]] == list(range(5))
+        assert rows["count"] == [count] * 5
+
+
+def test_a_training_that_goes_on_keeps_the_steps_before_it(tmp_path: Path) -> None:
+    for first, steps in ((0, 6), (4, 3)):
+        hook, training = Hook(tmp_path, run="r", config=EVERY_STEP, first_step=first), Training()
+        hook.watch(training.model, training.optimizer)
+        training.run(steps)
+        run = recorded(hook)
+    assert run.steps() == list(range(7))
+    assert len(run.attempts) == 2
+    with pytest.raises(ConfigError, match="first_step"):
+        Hook(tmp_path, first_step=-1)
+
+
 def test_what_is_nearly_a_built_in_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="gradients"):
         CaptureConfig(collections={"gradient": Cadence()})
@@ -156,5 +197,9 @@ def test_what_is_nearly_a_built_in_name_is_refused() -> None:
         Collection(include="(")
     with pytest.raises(ConfigError, match="tuple"):
         Collection(modules="encoder")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="wieght"):
+        Collection(roles=("wieght",))
+    with pytest.raises(ConfigError, match=r"1\.5"):
+        Cadence(every=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="mode"):
         Collection(modes={"test": None})  # type: ignore[dict-item]
