@@ -101,8 +101,8 @@ class Ending:
         self._detach()
 
     def _detach(self) -> None:
-        for detach in self._watches:
-            detach()
+        while self._watches:  # which hold models and optimizers
+            self._watches.pop()()
 
     def _tell_what_is_left(self) -> None:
         health = self._health.as_data()

@@ -22,7 +22,8 @@ from typing import Any, NoReturn, Protocol
 
 _EXIT_SECONDS = 2.0
 _STANDING_SECONDS = 0.1
-_LEAVING = 0  # no signal has this number
+_LEAVING, _WITHDRAWN = 0, 255  # no signals have these numbers
+_ENDING_SECONDS = 1.0
 _SENDER = struct.Struct("3i")  # process, user, group
 
 
@@ -58,7 +59,9 @@ class Termination:
         self._exit = os._exit
         self._leave = self._leave_process
         os._exit = self._leave
-        threading.Thread(target=self._listen, name="watchstep-end", daemon=True).start()
+        self._took_sigterm = False
+        self._listener = threading.Thread(target=self._listen, name="watchstep-end", daemon=True)
+        self._listener.start()
 
     def take_sigterm(self) -> None:
         """Be told of SIGTERM, where the program has left it alone, or has a handler, which is called as before."""
@@ -69,6 +72,7 @@ class Termination:
             return
         self._previous = held if callable(held) else None
         signal.signal(signal.SIGTERM, self._handler)
+        self._took_sigterm = True
         if self._previous is None and self._tells_sender:
             taken = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
             if taken not in {-1, self._sender.fileno()}:
@@ -76,6 +80,13 @@ class Termination:
 
     def withdraw(self) -> None:
         """Nothing is recorded any more: leave everything as it was found, where it is still ours."""
+        self._leave_alone()
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main or not self._took_sigterm:  # else the interpreter still tells it of signals
+            self._send(_WITHDRAWN)
+            self._listener.join(_ENDING_SECONDS)
+
+    def _leave_alone(self) -> None:
         if os._exit is self._leave:
             os._exit = self._exit
         if threading.current_thread() is not threading.main_thread():
@@ -88,7 +99,10 @@ class Termination:
 
     def forget(self) -> None:
         """This is a forked child: it ends as if nothing had been recorded."""
-        self.withdraw()
+        self._leave_alone()
+        self._close()
+
+    def _close(self) -> None:
         self._sender.close()
         self._receiver.close()
 
@@ -122,11 +136,18 @@ class Termination:
             except OSError:
                 return
             if number == signal.SIGTERM:
+                ours = signal.getsignal(signal.SIGTERM) is self._handler
+                if not ours and not self._standing.is_set():
+                    continue  # the program has put its own handler there since, and sees to it
                 self._standing.wait(
                     _STANDING_SECONDS
                 )  # so that it records nothing meanwhile, if it runs Python
                 self._write_rest(self._ends.bound(), "SIGTERM", failed=True)
                 take_default_action(number)
+            elif number == _WITHDRAWN:
+                self._close()
+                self._leaving.set()
+                return
             elif number == _LEAVING:
                 code = self._exit_code
                 self._write_rest(_EXIT_SECONDS, f"os._exit({code})", failed=code != 0)

@@ -1,0 +1,76 @@
+"""What is left in a process when recording is over, and what recording keeps alive meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.sdk.training import EVERY_STEP, Training, batches, small_model
+from watchstep import Hook
+from watchstep.pytorch import backward_losses, clipping, gradient_scaler, optimizer_steps
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def record_one(store: Path) -> None:
+    hook, training = Hook(store, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(2)
+    hook.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+def test_repeated_recordings_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
+    record_one(tmp_path)  # libraries open theirs once
+    before = threading.active_count(), descriptors()
+    for _ in range(5):
+        record_one(tmp_path)
+    assert (threading.active_count(), descriptors()) == before
+
+
+def test_off_the_main_thread_too(tmp_path: Path) -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        thread = threading.Thread(target=record_one, args=(tmp_path,))
+        thread.start()
+        thread.join()
+    assert threading.active_count() == before
+
+
+def test_a_closed_hook_keeps_no_model_and_listens_to_nothing(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(2)
+    hook.close()
+    model, optimizer = weakref.ref(training.model), weakref.ref(training.optimizer)
+    del training
+    gc.collect()
+    assert model() is None
+    assert optimizer() is None
+    assert hook.health["counts"]["rows"] > 0
+    listening = (backward_losses, clipping, gradient_scaler, optimizer_steps)
+    assert not any(hook_module._listeners for hook_module in listening)
+
+
+def test_recording_keeps_no_activations_or_gradients(tmp_path: Path) -> None:
+    hook, model = Hook(tmp_path, config=EVERY_STEP), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = next(model.parameters())
+    held: list[weakref.ref[torch.Tensor]] = []
+    model[1].register_forward_hook(lambda _module, _given, out: held.append(weakref.ref(out)))
+    hook.watch(model, optimizer)
+    for x, _ in batches(3):
+        model(x).sum().backward()
+        assert weight.grad is not None
+        held.append(weakref.ref(weight.grad))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert [reference() for reference in held] == [None] * 6
+    hook.close()
