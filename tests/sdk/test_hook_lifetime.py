@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.sdk.training import EVERY_STEP, Training, batches, small_model
+from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
 from watchstep import Hook
 from watchstep.pytorch import backward_losses, clipping, gradient_scaler, optimizer_steps
 
@@ -74,3 +77,20 @@ def test_recording_keeps_no_activations_or_gradients(tmp_path: Path) -> None:
         optimizer.zero_grad(set_to_none=True)
     assert [reference() for reference in held] == [None] * 6
     hook.close()
+
+
+def test_a_hook_that_is_copied_is_itself_and_one_that_is_sent_records_nothing(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+    held: dict[str, Any] = {"model": training.model, "hook": hook}
+    assert copy.deepcopy(held)["hook"] is hook
+    sent = pickle.loads(pickle.dumps(held))["hook"]
+    names = {name for name in dir(Hook) if not name.startswith("_")}
+    assert names | {"store_url"} == {name for name in dir(sent) if not name.startswith("_")}
+    with sent:
+        sent.watch(training.model)
+        sent.log(loss=1.0)
+        sent.step()
+        sent.record(labels=[1])
+    training.run(3)
+    assert recorded(hook).steps() == [0, 1, 2]
