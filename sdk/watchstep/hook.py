@@ -26,6 +26,7 @@ from watchstep.capture.session import Session
 from watchstep.capture.upload import Target
 from watchstep.capture.writer import Writer
 from watchstep.control import ControlDocument, StopRequest
+from watchstep.copied_hook import CopiedHook
 from watchstep.errors import ConfigError
 from watchstep.layout import run_prefix
 from watchstep.stopping import OnStop, StopTraining
@@ -292,6 +293,14 @@ class Hook:
         else:
             self._ending.end("failed", f"{type(error).__name__}: {error}")
             self._let_go()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        """The hook itself: programs copy models and trainers that hold it, and there is one recording."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process, or a file: a `CopiedHook`, which records nothing."""
+        return CopiedHook, ()
 
     def _let_go(self) -> None:
         """The program may keep a closed hook for what it tells; the models and optimizers need not stay with it."""
