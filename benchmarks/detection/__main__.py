@@ -44,9 +44,11 @@ def parsed() -> argparse.Namespace:
 
 
 def progress(done: int, of: int) -> None:
-    """One line, written over."""
-    end = "\n" if done == of else "\r"
-    print(f"{done} of {of} trainings", end=end, file=sys.stderr, flush=True)
+    """One line, written over; only the last where nobody looks."""
+    if done == of:
+        print(f"{done} of {of} trainings", file=sys.stderr, flush=True)
+    elif sys.stderr.isatty():
+        print(f"{done} of {of} trainings", end="\r", file=sys.stderr, flush=True)
 
 
 def run_file(given: argparse.Namespace, figures: Figures) -> None:
