@@ -13,9 +13,8 @@ import functools
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +44,7 @@ _FLOAT64 = KINDS["float64"]
 _COUNTS, _VALUES = len(COUNT_COLUMNS), len(VALUE_COLUMNS)
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Where a dense tensor lies.
 
     Attributes:

@@ -23,7 +23,7 @@ from watchstep.capture.record import Group
 from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import Look
-from watchstep.pytorch.kernel import device_tensors, native_memory
+from watchstep.pytorch.kernel import all_finite, device_tensors, native_memory
 
 _SLICES = 8
 _MOST_LOOKS = 8
@@ -39,10 +39,7 @@ class GradientGate:
         self._losses = LateLooks()
 
     def holds_nonfinite(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether NaN or infinity was seen: now in host memory, or earlier on a CUDA device.
-
-        False where the gradients are neither.
-        """
+        """Whether NaN or infinity was seen: now in host memory, or earlier on a CUDA device."""
         native = native_kernel.load()
         memory = native_memory(gradients) if native is not None else None
         seen = False
@@ -50,6 +47,8 @@ class GradientGate:
             seen = self._gradients.look(gradients)
             on_host = [gradient for gradient in gradients if gradient.device.type == "cpu"]
             memory = native_memory(on_host) if native is not None else None
+            if memory is None:
+                return seen or not all_finite(on_host)
         if native is None or not memory:
             return seen
         self._turn = (self._turn + 1) % _SLICES

@@ -61,5 +61,10 @@ def test_the_gate_looks_at_what_lies_on_the_host() -> None:
     gate = GradientGate()
     assert not gate.holds_nonfinite([torch.ones(3)])
     assert gate.holds_nonfinite([torch.ones(3), torch.tensor([math.nan])])
+    strided = torch.ones(6, 6)[::2, ::3]
+    assert not gate.holds_nonfinite([strided, torch.ones(2, dtype=torch.complex64)])
+    strided[1, 1] = math.inf
+    assert gate.holds_nonfinite([torch.ones(3), strided])
+    assert gate.holds_nonfinite([torch.tensor([complex(0, math.nan)])])
     assert not gate.loss_is_bad(torch.tensor(1.0))
     assert gate.loss_is_bad(torch.tensor(math.inf))
