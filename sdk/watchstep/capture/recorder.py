@@ -156,6 +156,7 @@ class Recorder:
             infos = tuple(info for info, _ in entries)
             group = self._group_of_scalars.setdefault(infos, Group.of(infos))
             measured = Ready(scalars([value for _, value in entries]))
+            self._nonfinite |= bool(measured.nonfinite)
             self._append(Record(self.step, mode, self.worker, time.time_ns(), group, measurement=measured))
 
     def _obey(self, request: StopRequest) -> None:

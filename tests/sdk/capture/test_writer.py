@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +34,19 @@ def test_sequence_numbers_are_contiguous_and_steps_whole(tmp_path: Path) -> None
     (end,) = open_run(hook.run_url).ends()
     assert (end.state, end.last_step, end.segments) == ("completed", 499, len(keys))
     assert open_run(hook.run_url).steps() == list(range(500))
+
+
+def test_a_bad_loss_that_is_logged_does_not_wait_for_the_next_flush(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=1000.0)))
+    hook.log(loss=float("nan"))
+    hook.step()
+    hook.log(loss=1.0)
+    deadline = time.monotonic() + 60
+    while not segments(Store.open(tmp_path), "r"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [key.last for key in segments(Store.open(tmp_path), "r")] == [0]
+    hook.close()
 
 
 def test_a_second_process_of_an_attempt_gets_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
