@@ -93,7 +93,11 @@ def rows_of(block: Block) -> list[tuple[object, ...]]:
             tuple(int(column[row]) for column in vars(block.places).values()),
             tuple(plain(getattr(held, name)[row]) for name in columns),
             tuple(tuple(part.tolist()) for part in held.histogram.row(row)),
-            tuple((name, plain(column[row])) for name, column in sorted(block.probes.items())),
+            tuple(
+                (name, float(column[row]))
+                for name, column in sorted(block.probes.items())
+                if not np.isnan(column[row])  # no figure is the same as no column
+            ),
         )
         for row in range(len(block))
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from watchstep import Hook
+from watchstep_rules.defaults import DEFAULT_RULES
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 
@@ -108,10 +109,10 @@ def serving(store: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     )
     assert process.stdout is not None
     try:
-        told = [process.stdout.readline() for _ in range(5)]
+        told = [process.stdout.readline() for _ in range(len(DEFAULT_RULES) + 2)]
         assert "watching" in told[0]
         assert "rule nan_or_inf (critical, after 1 steps, stops the job)" in told[1]
-        assert "http://127.0.0.1:" in told[4]
+        assert "http://127.0.0.1:" in told[-1]
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
