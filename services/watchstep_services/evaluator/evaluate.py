@@ -176,10 +176,12 @@ def _progress(service: Service, held: Claim, row: Attempt, collected: Collected)
     )
     for entry, block in collected.blocks:
         who = entry.key.writer
-        ranks = tuple(int(rank) for rank in np.unique(block.worker))
-        progress = progress.heard(
-            f"{who.node}/{who.writer}", WriterProgress(entry.key.last, entry.found_ns, ranks)
-        )
+        # Of a node's writer a segment holds several ranks, of which each may be at another step.
+        for rank in map(int, np.unique(block.worker)):
+            last = int(block.step[block.worker == rank].max())
+            progress = progress.heard(
+                f"{who.node}/{who.writer}/{rank}", WriterProgress(last, entry.found_ns, (rank,))
+            )
     return progress
 
 

@@ -105,13 +105,15 @@ def make_plan(
 
 
 def _trailing(reached: dict[WriterId, int], ends: dict[str, dict[str, Any]]) -> list[Gap]:
+    """Of several ranks that one writer wrote for, the one whose rows reach furthest says how much must be there."""
     gaps: dict[WriterId, Gap] = {}
     for attempt, ranks in ends.items():
         for end in ranks.values():
             for writer, following in reached.items():
-                if (writer.attempt, writer.writer) == (attempt, end["writer"]) and following < end[
-                    "segments"
-                ]:
+                if (writer.attempt, writer.writer) != (attempt, end["writer"]):
+                    continue
+                known = gaps[writer].until if writer in gaps else following
+                if end["segments"] > known:
                     gaps[writer] = Gap(writer, following, int(end["segments"]), int(end["found_ns"]))
     return list(gaps.values())
 

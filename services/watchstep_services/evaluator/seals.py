@@ -10,10 +10,10 @@ Cause = Literal["passed", "deadline"]
 
 @dataclass(frozen=True)
 class WriterProgress:
-    """How far one writer came.
+    """How far one rank came by one writer; earlier versions kept one entry for all ranks of a writer.
 
     Attributes:
-        last: the last step that it has passed.
+        last: the last step of which it wrote rows.
         heard_ns: when its newest segment was found, by the database's clock.
         workers: ranks whose rows it wrote.
     """
@@ -30,7 +30,7 @@ class AttemptProgress:
     Attributes:
         world_size: workers to expect; 0 where nobody has said.
         first_heard_ns: when its first segment was found.
-        writers: by "node/writer".
+        writers: by "node/writer/rank".
         ended: ranks that ended and whose segments have all been read.
         sealed: the last sealed step, -1 for none.
     """

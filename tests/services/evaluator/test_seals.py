@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from tests.sdk.blocks import Row, block_of
 from tests.services.driving import Driven
-from tests.services.recording import Recording
+from tests.services.recording import LOSS, Recording
+from watchstep import documents, segment
+from watchstep.documents import EndDocument
+from watchstep.layout import SegmentKey, WriterId, end_document
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig
 from watchstep_services.evaluator.discover import discover
@@ -79,3 +83,44 @@ def test_a_worker_that_ended_holds_nothing_up_once_it_is_read(driven: Driven, fo
     discover(driven.service, run_id)
     driven.settle(run_id)
     assert driven.seals(run_id) == [(7, "passed")]
+
+
+def of_a_node(recording: Recording, seq: int, *reaches: tuple[int, int, int]) -> SegmentKey:
+    """One segment of a node's writer, with the rows of several ranks: (rank, first, last step) of each."""
+    first, last = min(reach[1] for reach in reaches), max(reach[2] for reach in reaches)
+    key = SegmentKey(WriterId("a1", "node", "node-1"), seq, first, last)
+    rows = [
+        Row(step, LOSS, [1.0], worker=rank) for rank, start, end in reaches for step in range(start, end + 1)
+    ]
+    recording.store.put(key.path, segment.encode(block_of(rows)))
+    return key
+
+
+def test_ranks_of_one_writer_are_each_as_far_as_their_own_rows(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id = driven.register(rules=SEALED)
+    driven.announce(run_id, of_a_node(recording, 0, (0, 0, 7), (1, 0, 3)))
+    driven.settle(run_id)
+    assert driven.seals(run_id) == [(3, "passed")]
+    driven.announce(run_id, of_a_node(recording, 1, (0, 8, 9)))
+    driven.settle(run_id)
+    assert driven.seals(run_id) == [(3, "passed")]
+    driven.announce(run_id, of_a_node(recording, 2, (0, 10, 12), (1, 4, 8)))
+    driven.settle(run_id)
+    assert driven.seals(run_id) == [(3, "passed"), (8, "passed")]
+
+
+def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id = driven.register(rules=SEALED)
+    of_a_node(recording, 0, (0, 0, 7), (1, 0, 3))
+    of_a_node(recording, 1, (0, 8, 9))
+    for rank, segments in ((0, 3), (1, 1)):  # of the last one nothing is there
+        end = EndDocument(rank, "completed", 3, 1, segments, "node-1")
+        recording.store.put(end_document("a1", rank), documents.encode(end))
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert driven.seals(run_id) == [(9, "passed")]
+    assert driven.segments(run_id) == {("node-1", 0): "read", ("node-1", 1): "read"}
+    driven.with_settings(gap_seconds=0.0).settle(run_id)
+    assert driven.segments(run_id)["node-1", 2] == "missing"
