@@ -65,8 +65,8 @@ class EndDocument:
         state: completed, failed (by an exception) or stopped (by Watchstep).
         last_step: the last finished step; -1 where there was none.
         ended_ns: nanoseconds since the epoch.
-        segments: how many segments its writer wrote, so that a missing one is known.
-        writer: the writer's id, as in its segments' keys.
+        segments: how many of its writer's segments it takes until all its rows are there, so that a missing one is known.
+        writer: the writer's id, as in its segments' keys; several ranks of a node may have one.
         reason: the exception's type and message, or the stop's reason.
         health: the recorder's counters.
     """

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from watchstep import documents, rule_files
 from watchstep.capture import process_end
+from watchstep.capture.access import Target
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.ending import Ending
 from watchstep.capture.identity import Identity, resolve
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.session import Session
-from watchstep.capture.upload import Target
 from watchstep.capture.writer import Writer
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.copied_hook import CopiedHook

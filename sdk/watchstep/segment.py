@@ -10,7 +10,7 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ __all__ = [
     "decode",
     "encode",
     "metadata",
+    "metadata_of",
     "to_block",
     "to_table",
     "whole",
@@ -83,17 +84,18 @@ def check_version(stored: dict[bytes, bytes], name: str) -> None:
         )
 
 
-def encode(block: Block, catalogue: bytes | None = None) -> bytes:
+def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, bytes] | None = None) -> bytes:
     """One segment's bytes.
 
     Args:
         block: the rows.
         catalogue: what `catalogue_bytes` gives for the block's catalogue, where the caller has kept it.
+        more: further metadata.
     """
     import pyarrow.parquet as pq
 
     table = to_table(block)
-    meta = metadata(catalogue or catalogue_bytes(block.catalogue))
+    meta = {**metadata(catalogue or catalogue_bytes(block.catalogue)), **(more or {})}
     sink = io.BytesIO()
     pq.write_table(
         table.replace_schema_metadata(meta),
@@ -152,6 +154,22 @@ def decode(data: bytes, name: str) -> Block:
     """
     with whole(name):
         return check_values(_to_block(_open(data, name)))
+
+
+def metadata_of(data: bytes, name: str) -> dict[bytes, bytes]:
+    """What a segment's metadata say.
+
+    Raises:
+        FormatError: the bytes are no segment of a version that this one reads.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with whole(name):
+        read_claims(data)
+        stored: dict[bytes, bytes] = pq.read_metadata(pa.BufferReader(data)).metadata or {}
+        check_version(stored, name)
+        return stored
 
 
 def to_block(table: pa.Table, catalogue: tuple[TensorInfo, ...], name: str) -> Block:

@@ -24,3 +24,19 @@ HEALTHY = FAULTY.replace("step == 50", "False").replace("while True", "while ste
 
 DEAF = FAULTY.replace("step = 0", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstep = 0", 1)
 """As the faulty one, and it ignores SIGTERM."""
+
+SEVERAL_RANKS = f"""
+import os, subprocess, sys
+from pathlib import Path
+program = Path(sys.argv[0]).with_name("rank.py")
+program.write_text('''{FAULTY.replace("step == 50:", "step == 50 and os.environ['RANK'] == '1':").replace("import torch", "import os, torch", 1)}''')
+ranks = [
+    subprocess.Popen(
+        [sys.executable, program],
+        env={{**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}},
+    )
+    for rank in range(2)
+]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+"""Two ranks of one machine; the NaN is in the second one's inputs. Ends when both have ended."""

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import S3
-from tests.end_to_end.programs import DEAF, FAULTY, HEALTHY
+from tests.end_to_end.programs import DEAF, FAULTY, HEALTHY, SEVERAL_RANKS
 from watchstep import open_run
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.scheduler.launching import Program, launch_local
@@ -124,3 +124,16 @@ def test_a_healthy_run_is_left_alone(launch: Launch) -> None:
     assert launched.fired() == []
     assert launched.get("/actions")["actions"] == []
     assert open_run(launched.url).steps() == list(range(300))
+
+
+def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Launch) -> None:
+    launched = launch(SEVERAL_RANKS)
+    launched.wait_for("stopped")
+    (alert,) = launched.fired()
+    finding = alert["finding"]
+    assert (alert["rule"], finding["step"], finding["worker"]) == ("nan_or_inf", 50, 1)
+    assert launched.get()["job"]["exit_code"] == 86
+    first, second = open_run(launched.url).ends()
+    assert (first.state, second.state) == ("stopped", "stopped")
+    assert first.writer == second.writer
+    assert first.writer.startswith("node-")

@@ -7,8 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
+from urllib.parse import parse_qs, urlsplit
 
-Fault = Literal["none", "error", "unavailable", "denied", "stall", "reset", "truncate", "lost_answer"]
+Fault = Literal[
+    "none",
+    "error",
+    "unavailable",
+    "denied",
+    "stall",
+    "reset",
+    "truncate",
+    "lost_answer",
+    "late",
+    "late_answer",
+]
 
 _STATUS = {"error": 500, "unavailable": 503, "denied": 403}
 
@@ -19,7 +31,10 @@ class FaultyS3:
     Attributes:
         objects: path → bytes, of what arrived whole.
         fault: what it does with requests from now on: answer 500, 503 or 403; not answer for a minute; reset; break off
-            in the middle of the body, of a PUT or a GET; do what is asked and reset before the answer.
+            in the middle of the body, of a PUT or a GET; do what is asked and reset before the answer; do it once it
+            is released; do it at once, and answer once it is released.
+        only: requests meet the fault whose path has this in it.
+        exclusive: whether a name that is taken is kept; some services ignore that this is asked for.
         released: set to let stalled requests go on.
         met: set once a request has met the fault.
     """
@@ -27,6 +42,9 @@ class FaultyS3:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.fault: Fault = "none"
+        self.only = ""
+        self.exclusive = True
+        self._lock = threading.Lock()
         self.released = threading.Event()
         self.met = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(), bind_and_activate=False)
@@ -49,23 +67,32 @@ class FaultyS3:
 
             def do_PUT(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
-                if held.fault == "truncate":
+                fault = held.fault if held.only in self.path else "none"
+                if fault == "truncate":
                     self.rfile.read(length // 2)
                     held._break_off(self)
                     return
                 body = self.rfile.read(length)
                 if held._misbehaves(self):
                     return
-                taken = self.headers.get("If-None-Match") and self.path in held.objects
-                if not taken:
-                    held.objects[self.path] = body
-                if held.fault == "lost_answer":
+                with held._lock:
+                    asked = bool(self.headers.get("If-None-Match")) and held.exclusive
+                    taken = asked and self.path in held.objects
+                    if not taken:
+                        held.objects[self.path] = body
+                if fault == "late_answer":
+                    held.met.set()
+                    held.released.wait(60)
+                if fault == "lost_answer":
                     held._break_off(self)
                     return
                 self._answer(412 if taken else 200)
 
             def do_GET(self) -> None:
                 if held._misbehaves(self):
+                    return
+                if "list-type=2" in self.path:
+                    self._answer(200, held._listing(self.path))
                     return
                 body = held.objects.get(self.path)
                 if held.fault == "truncate":
@@ -76,8 +103,11 @@ class FaultyS3:
                 self._answer(404 if body is None else 200, body or b"")
 
             def _answer(self, status: int, body: bytes = b"") -> None:
-                self._headers(status, len(body))
-                self.wfile.write(body)
+                try:
+                    self._headers(status, len(body))
+                    self.wfile.write(body)
+                except ConnectionError:  # who asked is gone
+                    self.close_connection = True
 
             def _headers(self, status: int, length: int) -> None:
                 self.send_response(status)
@@ -88,11 +118,26 @@ class FaultyS3:
 
         return Handler
 
+    def _listing(self, path: str) -> bytes:
+        asked = urlsplit(path)
+        prefix = f"{asked.path.rstrip('/')}/{parse_qs(asked.query).get('prefix', [''])[0]}"
+        with self._lock:
+            found = {name: len(data) for name, data in self.objects.items() if name.startswith(prefix)}
+        entries = "".join(
+            f"<Contents><Key>{name.split('/', 2)[2]}</Key><Size>{size}</Size><ETag>&quot;1&quot;</ETag>"
+            "<LastModified>2026-11-20T00:00:00.000Z</LastModified></Contents>"
+            for name, size in sorted(found.items())
+        )
+        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+
     def _misbehaves(self, request: BaseHTTPRequestHandler) -> bool:
-        fault = self.fault
-        if fault in {"none", "truncate", "lost_answer"}:
+        fault = self.fault if self.only in request.path else "none"
+        if fault in {"none", "truncate", "lost_answer", "late_answer"}:
             return False
         self.met.set()
+        if fault == "late":
+            self.released.wait(60)
+            return False
         if fault == "stall":
             self.released.wait(60)
         if fault in {"reset", "stall"}:

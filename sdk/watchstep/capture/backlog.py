@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import replace
 
 from watchstep.capture.health import Health
+from watchstep.capture.node.notice import Doubt
 from watchstep.capture.outgoing import Outgoing, Place
 from watchstep.capture.spill import Spill
 from watchstep.documents import EndDocument
@@ -28,6 +30,7 @@ class Backlog:
         self._memory: deque[Outgoing] = deque()
         self._bytes = 0
         self._segments = 0
+        self._handing = False
         self._sealed = False
 
     @property
@@ -48,6 +51,96 @@ class Backlog:
         with self._lock:
             return self._segments
 
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest that is not on the store; that of the next where all are."""
+        with self._lock:
+            return self._memory[0].place.seq if self._memory else self._segments
+
+    @property
+    def base(self) -> int:
+        """The number of the segment that is the first of this process' own writer."""
+        with self._lock:
+            return self._spill.about.base or 0
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """The oldest segments, where they may be on the store already, by the node's writer."""
+        with self._lock:
+            return None if self._sealed else self._spill.about.doubt
+
+    def hand_over(self) -> bool:
+        """From now on another process uploads: nothing goes to disk. False where something waits there."""
+        with self._lock:
+            self._handing = not len(self._spill) and not self._sealed and self._spill.about.doubt is None
+            return self._handing
+
+    def after(self, number: int, limit: int) -> list[Outgoing]:
+        """Segments in memory from a number on: one at least, where there is any, and further ones up to so many bytes."""
+        found: list[Outgoing] = []
+        with self._lock:
+            for item in self._memory:
+                if item.place.seq >= number:
+                    limit -= len(item.data)
+                    if found and limit < 0:
+                        break
+                    found.append(item)
+        return found
+
+    def acknowledge(self, numbers: tuple[int, ...]) -> None:
+        """The oldest segments, with these numbers, lie on the store."""
+        with self._lock:
+            while self._memory and self._memory[0].place.seq in numbers:
+                item = self._memory.popleft()
+                self._bytes -= len(item.data)
+                self._health.count("rows", item.place.rows)
+
+    def take_back(self, doubt: Doubt | None, written: int) -> None:
+        """From now on this process uploads again, under its own writer.
+
+        Args:
+            doubt: what must be settled before.
+            written: how many segments of its own writer are on the store.
+        """
+        with self._lock:
+            if self._handing:
+                self._handing = False
+                self._spill.describe(replace(self._spill.about, base=None, written=written, doubt=doubt))
+
+    def doubted(self) -> list[Outgoing]:
+        """The segments that are in doubt."""
+        with self._lock:
+            doubt = self._spill.about.doubt
+            if doubt is None or self._sealed:
+                return []
+            last = max(doubt.numbers)
+            held = self._spill.oldest(last)
+            return held + [item for item in self._memory if item.place.seq <= last]
+
+    def settled(self, contained: tuple[int, ...]) -> None:
+        """Of those in doubt these are on the store; nothing is in doubt any more."""
+        with self._lock:
+            if self._sealed:
+                return
+            for number in contained:
+                head = self._spill.waiting
+                if head is not None and head.seq == number:
+                    rows = head.rows
+                    self._spill.remove(number)
+                elif head is None and self._memory and self._memory[0].place.seq == number:
+                    item = self._memory.popleft()
+                    self._bytes -= len(item.data)
+                    rows = item.place.rows
+                else:
+                    continue
+                self._health.count("rows", rows)
+            about = self._spill.about
+            if about.base is None:
+                head = self._spill.waiting
+                following = self._memory[0].place.seq if self._memory else self._segments
+                base = (head.seq if head else following) - about.written
+                self._spill.describe(replace(about, base=base, doubt=None))
+
     def add(self, first: int, last: int, rows: int, data: bytes) -> None:
         """A segment of these steps: it gets the next number."""
         with self._lock:
@@ -55,12 +148,13 @@ class Backlog:
             self._segments += 1
             self._bytes += len(data)
             self._health.reached("most_backlog_bytes", self._bytes)
-            self._relieve(self._limit)
+            if not self._handing:
+                self._relieve(self._limit)
 
     def relieve(self) -> None:
         """Put all that is in memory on disk, as far as there is room."""
         with self._lock:
-            if not self._sealed:
+            if not self._sealed and not self._handing:
                 self._relieve(1)
 
     def _relieve(self, limit: int) -> None:
@@ -87,7 +181,7 @@ class Backlog:
     def claimed(self, writer: WriterId) -> None:
         """This is the writer of all that is here and comes."""
         with self._lock:
-            self._spill.claimed(writer)
+            self._spill.describe(replace(self._spill.about, writer=writer))
 
     def seal(self) -> None:
         """Put everything on disk: nothing more is uploaded by this process. What does not fit is dropped and counted.

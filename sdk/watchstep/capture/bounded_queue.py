@@ -35,6 +35,7 @@ class BoundedQueue:
 
     Attributes:
         wake: set when the consumer should look at once.
+        pressing: what is in here shall be written at once. Set by the producer, taken back by the consumer.
         urgent_at: when something urgent was last handed over, by the monotonic clock.
     """
 
@@ -44,6 +45,7 @@ class BoundedQueue:
         self._offered = 0  # bytes; written by the producer alone
         self._taken = 0  # bytes; written by the consumer alone
         self.wake = threading.Event()
+        self.pressing = False
         self.urgent_at = float("-inf")
 
     @property
@@ -61,8 +63,13 @@ class BoundedQueue:
         if urgent:
             self.urgent_at = time.monotonic()
         if urgent or not fits:
-            self.wake.set()
+            self.press()
         return fits
+
+    def press(self) -> None:
+        """Have the consumer write at once."""
+        self.pressing = True
+        self.wake.set()
 
     def take(self) -> FinishedStep | None:
         """The oldest item; None where there is none."""

@@ -54,3 +54,24 @@ def claim_attempt(
         if store.create(key, data) or store.get(key, limit=documents.MAX_BYTES) == data:
             return replace(identity, attempt=name).writer()
     raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")
+
+
+def claim_node(
+    store: Store, run: documents.RunDocument, attempt: documents.AttemptDocument, identity: Identity
+) -> WriterId | None:
+    """Make the run and the attempt where they are new, for all ranks of a node, and draw the name of its writer.
+
+    Ranks in containers of their own may have one node's name and meet apart, so no two writers are ever named alike.
+
+    Returns:
+        The writer; None where the store does not keep a name for the first that creates it (some services that speak S3
+        ignore ``If-None-Match``): what ranks hand over to each other could then be there twice.
+
+    Raises:
+        StoreError: the store refused.
+    """
+    store.create(RUN_DOCUMENT, documents.encode(run))
+    key, data = attempt_document(identity.attempt), documents.encode(attempt)
+    if store.create(key, data) and store.create(key, data):
+        return None
+    return WriterId(identity.attempt, identity.node, f"node-{secrets.token_hex(4)}")

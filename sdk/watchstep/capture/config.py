@@ -48,7 +48,7 @@ class Bounds:
         backlog_bytes: encoded objects that wait in memory for the store; beyond, the oldest go to disk.
         backlog_seconds: how long they do so while the store refuses; then all go to disk, for the process may be killed.
         spill_bytes: encoded objects that wait on disk; beyond, or with 0, the queue is left to fill.
-        flush_seconds: how long statistics wait in the first minute; later 2 s and more with the number of workers.
+        flush_seconds: how long statistics wait in the first minute; later 2 s and more with the number of writers.
         control_seconds: how often the control document is looked for on the store when no service answers.
         close_seconds: the longest that closing waits for the store.
         term_seconds: the longest that a SIGTERM is put off to write what is left.

@@ -17,6 +17,8 @@ class ControlReader:
 
     Attributes:
         attempt: the attempt that this worker claimed; empty before that.
+        document: the newest document.
+        relay: told of each newer document, for other ranks.
     """
 
     def __init__(
@@ -26,15 +28,18 @@ class ControlReader:
         self._health = health
         self._interval = interval
         self._next = 0.0
-        self._document = ControlDocument()
+        self.document = ControlDocument()
         self.attempt = ""
+        self.relay: Callable[[ControlDocument], None] | None = None
 
     def accept(self, document: ControlDocument) -> None:
         """A document from the service; also puts off the next look at the store."""
         self._next = time.monotonic() + self._interval
-        if document.version > self._document.version:
-            self._document = document
+        if document.version > self.document.version:
+            self.document = document
             self._changed(document, self.attempt)
+            if self.relay is not None:
+                self.relay(document)
 
     def refresh(self, store: Store) -> None:
         """Look at the store, if no service has answered for a while."""

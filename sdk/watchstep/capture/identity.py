@@ -30,6 +30,7 @@ class Identity:
         worker: the rank, from 0.
         world_size: how many workers the attempt has.
         node: the machine's name, as a part of a key.
+        local_size: how many of the workers are on this machine, as far as the launcher says so.
     """
 
     project: str
@@ -38,6 +39,12 @@ class Identity:
     worker: int = 0
     world_size: int = 1
     node: str = "node"
+    local_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """About how many machines the attempt has."""
+        return -(-self.world_size // max(1, self.local_size))
 
     def writer(self, suffix: str = "") -> WriterId:
         """The writer of this worker's segments."""
@@ -80,6 +87,7 @@ def resolve(project: str | None, run: str | None) -> Identity:
         worker=worker,
         world_size=world,
         node=node_name(),
+        local_size=min(world, max(1, _local_size(world if shared else 1))),
     )
 
 
@@ -97,6 +105,15 @@ def _number(name: str, otherwise: int) -> int:
         raise ConfigError(
             f"environment variable {name}={text!r}: not a number", "unset it, or set a number"
         ) from None
+
+
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""torchrun and what follows it; Open MPI; MPICH and Intel MPI."""
+
+
+def _local_size(otherwise: int) -> int:
+    named = next((name for name in _LOCAL_SIZES if os.environ.get(name)), "")
+    return _number(named, otherwise) if named else otherwise
 
 
 def _shared_nonce(world: int) -> str:

@@ -13,7 +13,7 @@ _PLACE = re.compile(rf"segment-{_NUMBER}-{_NUMBER}-{_NUMBER}-{_NUMBER}")
 
 @dataclass(frozen=True)
 class Place:
-    """A segment's number, its steps, and how many rows it holds."""
+    """A segment's number among those of its process, its steps, and how many rows it holds."""
 
     seq: int
     first: int
@@ -31,9 +31,9 @@ class Place:
         found = _PLACE.fullmatch(name)
         return cls(*map(int, found.groups())) if found else None
 
-    def key(self, writer: WriterId) -> SegmentKey:
-        """Its key, once the writer is known."""
-        return SegmentKey(writer, self.seq, self.first, self.last)
+    def key(self, writer: WriterId, base: int = 0) -> SegmentKey:
+        """Its key, once the writer is known, and the number of the block that is this writer's first."""
+        return SegmentKey(writer, self.seq - base, self.first, self.last)
 
 
 @dataclass(frozen=True)

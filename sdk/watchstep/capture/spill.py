@@ -7,14 +7,12 @@ import os
 import tempfile
 import time
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 
 from watchstep.capture.health import Health
-from watchstep.capture.outgoing import Outgoing
+from watchstep.capture.outgoing import Outgoing, Place
 from watchstep.capture.spill_folder import About, Spilled, SpillFolder
 from watchstep.documents import EndDocument
-from watchstep.layout import WriterId
 
 SPILL = "WATCHSTEP_SPILL"
 _PAUSE_SECONDS = 5.0
@@ -101,9 +99,30 @@ class Spill:
             self.close()
         return True
 
-    def claimed(self, writer: WriterId) -> None:
-        """The store could be reached, and this is the writer: what is left here belongs to it."""
-        self._about = replace(self._about, writer=writer)
+    @property
+    def waiting(self) -> Place | None:
+        """The oldest; None where there is none."""
+        return self._waiting[0].place if self._waiting else None
+
+    @property
+    def about(self) -> About:
+        """Whose objects wait."""
+        return self._about
+
+    def oldest(self, until: int) -> list[Outgoing]:
+        """Those up to a number. One that can no longer be read is left out."""
+        found = []
+        for held in self._waiting:
+            if held.place.seq <= until and self._folder is not None:
+                try:
+                    found.append(self._folder.read(held))
+                except OSError as error:
+                    self._health.fault("spill", error)
+        return found
+
+    def describe(self, about: About) -> None:
+        """Something new is known of what lies here: the store could be reached, and this is the writer."""
+        self._about = about
         if self._folder is not None:
             try:
                 self._folder.describe(self._about)

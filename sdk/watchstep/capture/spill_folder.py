@@ -24,9 +24,10 @@ from typing import Any
 
 from watchstep import documents
 from watchstep.capture.identity import Identity
+from watchstep.capture.node.notice import Doubt
 from watchstep.capture.outgoing import Outgoing, Place
 from watchstep.errors import BadNameError, FormatError
-from watchstep.layout import WriterId, check_name
+from watchstep.layout import SegmentKey, WriterId, check_name
 
 ABOUT = "spill.json"
 END = "end.json"
@@ -46,6 +47,10 @@ class About:
         run: to make the run with.
         attempt: to claim the attempt with.
         writer: what was claimed; None where the store could not be reached for that.
+        base: the number of the block that is this writer's first: those before it were handed over to the node's writer.
+            None where that depends on what became of those in doubt.
+        written: where ``base`` is None, how many segments this writer has on the store.
+        doubt: the oldest blocks here, where they may be on the store already.
     """
 
     store_url: str
@@ -53,6 +58,9 @@ class About:
     run: documents.RunDocument
     attempt: documents.AttemptDocument
     writer: WriterId | None = None
+    base: int | None = 0
+    written: int = 0
+    doubt: Doubt | None = None
 
     def encode(self) -> bytes:
         """As a file."""
@@ -78,9 +86,19 @@ class About:
                 documents.decode(documents.RunDocument, json.dumps(held["run"]).encode(), name),
                 documents.decode(documents.AttemptDocument, json.dumps(held["attempt"]).encode(), name),
                 writer,
+                None if held.get("base", 0) is None else int(held.get("base", 0)),
+                int(held.get("written", 0)),
+                _doubt(held["doubt"]) if held.get("doubt") else None,
             )
         except (ValueError, KeyError, TypeError, BadNameError) as error:
             raise FormatError(f"{name}: not of a spill folder ({error!r})", _MEND) from error
+
+
+def _doubt(held: dict[str, Any]) -> Doubt:
+    key = held["key"]
+    writer = WriterId(**key["writer"])
+    named = SegmentKey.parse(SegmentKey(writer, key["seq"], key["first"], key["last"]).path)
+    return Doubt(named, str(held["token"]), tuple(map(int, held["numbers"])))
 
 
 @dataclass(frozen=True)

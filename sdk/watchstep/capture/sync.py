@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from watchstep.capture.claims import claim_attempt
+from watchstep.capture.node.merging import settle
 from watchstep.capture.spill_folder import ABOUT, About, SpillFolder
 from watchstep.capture.upload import put_end, write_whole
 from watchstep.errors import StoreError, WatchstepError
@@ -73,17 +74,19 @@ def _sync_held(folder: SpillFolder) -> Synced:
         run = f"{about.identity.project}/{about.identity.run}"
         root = Store.open(about.store_url, create=True)
         store = root.child(run_prefix(about.identity.project, about.identity.run))
+        about = _settled(folder, about, store)
         writer = about.writer or _claim(folder, about, store)
+        entries = folder.entries()
         for held in entries:
             item = folder.read(held)
-            key = item.place.key(writer).path
+            key = item.place.key(writer, about.base or 0).path
             if not write_whole(store, key, item.data):
                 raise StoreError(
                     f"object {key}: another lies there", f"move {held.name} away, and sync again"
                 )
             folder.drop(held.name)
             done, size = done + 1, size + held.size
-        _sync_end(folder, store, writer)
+        _sync_end(folder, store, writer, about.base or 0)
     except (WatchstepError, OSError) as error:
         return Synced(folder.path, run, done, size, len(entries) - done, str(error))
     folder.remove()
@@ -97,7 +100,30 @@ def _claim(folder: SpillFolder, about: About, store: Store) -> WriterId:
     return writer
 
 
-def _sync_end(folder: SpillFolder, store: Store, writer: WriterId) -> None:
+def _settled(folder: SpillFolder, about: About, store: Store) -> About:
+    """Drop what the node's writer has written after all, and keep which block is this writer's first."""
+    if about.base is not None:
+        return about
+    contained: tuple[int, ...] = ()
+    if about.doubt is not None:
+        last = max(about.doubt.numbers)
+        doubted = [folder.read(entry) for entry in folder.entries() if entry.place.seq <= last]
+        contained = settle(store, about.doubt, doubted).get(about.doubt.token, ())
+    entries = folder.entries()
+    left = [held for held in entries if held.place.seq not in contained]
+    end = folder.end()
+    following = left[0].place.seq if left else end.segments if end is not None else 0
+    # First what is known, then what follows from it: whoever is interrupted here finds the object again.
+    for held in entries:
+        if held.place.seq in contained:
+            folder.drop(held.name)
+    settled = replace(about, base=following - about.written, doubt=None)
+    folder.describe(settled)
+    return settled
+
+
+def _sync_end(folder: SpillFolder, store: Store, writer: WriterId, base: int) -> None:
+    """The end in the folder counts the process' segments; the document counts the writer's."""
     end = folder.end()
     if end is not None:
-        put_end(store, writer.attempt, replace(end, writer=writer.writer))
+        put_end(store, writer.attempt, replace(end, writer=writer.writer, segments=end.segments - base))

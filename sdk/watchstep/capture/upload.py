@@ -2,121 +2,125 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from watchstep import documents
-from watchstep.capture.backlog import Backlog
 from watchstep.capture.claims import claim_attempt
-from watchstep.capture.control_reader import ControlReader
-from watchstep.capture.health import Health
-from watchstep.capture.identity import Identity
+from watchstep.capture.means import Means
+from watchstep.capture.node.merging import settle
 from watchstep.capture.outgoing import Outgoing
-from watchstep.capture.service_client import ServiceClient
-from watchstep.errors import FormatError, NotFoundError, ServiceError, StoreError
-from watchstep.layout import SegmentKey, WriterId, end_document
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.layout import WriterId, end_document
 from watchstep.store import Store
-
-_FIRST_BACKOFF = 0.2
-_LONGEST_BACKOFF = 10.0
-_LONGEST_IN_HURRY = 0.5
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a writer writes, who records, and the service, if there is one.
-
-    Attributes:
-        store_url: of the store, for whoever uploads later what this process could not.
-        open_store: opens the store, seen from the run; called on the writer's thread until it succeeds.
-        identity: who records.
-        run: to make the run with.
-        attempt: to claim the attempt with.
-        service: where to announce.
-    """
-
-    store_url: str
-    open_store: Callable[[], Store]
-    identity: Identity
-    run: documents.RunDocument
-    attempt: documents.AttemptDocument
-    service: ServiceClient | None
 
 
 class Uploader:
-    """The only one that talks to the store and the service. On the writer's thread.
+    """Writes what this process recorded under a writer of its own. On the writer's thread."""
 
-    Attributes:
-        writer: what was claimed; None before that.
-        end_written: how the worker ended lies on the store.
-    """
-
-    def __init__(self, target: Target, backlog: Backlog, control: ControlReader, health: Health) -> None:
-        self._target = target
-        self._backlog = backlog
-        self._control = control
-        self._health = health
-        self._store: Store | None = None
-        self._retry_at = 0.0
-        self._backoff = _FIRST_BACKOFF
-        self._longest = _LONGEST_BACKOFF
-        self._failing_since: float | None = None
-        self._registered = target.service is None
-        self.writer: WriterId | None = None
-        self.end_written = False
+    def __init__(self, means: Means) -> None:
+        self._access = means.access
+        self._backlog = means.backlog
+        self._control = means.control
+        self._health = means.health
+        self._writer: WriterId | None = None
+        self._end_written = False
+        self.written = 0
+        """How many segments this writer has on the store."""
 
     @property
     def claimed(self) -> tuple[Store, str] | None:
         """The store and the attempt; None before the claim."""
-        return (
-            (self._store, self.writer.attempt)
-            if self._store is not None and self.writer is not None
-            else None
-        )
+        store, writer = self._access.store, self._writer
+        return (store, writer.attempt) if store is not None and writer is not None else None
+
+    @property
+    def account(self) -> tuple[str, int]:
+        """The writer's name, empty before the claim, and how many segments it has when all is written."""
+        return (self._writer.writer if self._writer else "", self._backlog.segments - self._backlog.base)
+
+    @property
+    def writers(self) -> int:
+        """How many write beside each other in this attempt."""
+        return self._access.target.identity.world_size
+
+    @property
+    def patience(self) -> float:
+        """For how many seconds nothing needs to be looked at."""
+        return float("inf")
+
+    @property
+    def asks(self) -> bool:
+        """Nobody asks for blocks: they are made at an interval."""
+        return False
 
     @property
     def failing_for(self) -> float | None:
         """For how many seconds the store has refused; None where it does not."""
-        return None if self._failing_since is None else time.monotonic() - self._failing_since
+        return self._access.failing_for
+
+    @property
+    def end_written(self) -> bool:
+        """Whether how the worker ended lies on the store."""
+        return self._end_written
 
     def hurry(self) -> None:
         """The process is about to end: try at once, and often."""
-        self._retry_at, self._longest = 0.0, _LONGEST_IN_HURRY
+        self._access.hurry()
 
-    def turn(self) -> None:
+    def hear(self) -> bool:
+        """Nobody says anything: whoever woke the writer wants it to write."""
+        return True
+
+    def turn(self, *, flush: bool = True) -> None:  # noqa: ARG002 - it writes whatever is there
         """Claim, upload what waits, look at the control document. The first refusal ends the turn.
 
         So that sequence numbers never arrive out of order.
         """
-        if time.monotonic() < self._retry_at:
+        if not self._access.ready:
             return
         try:
-            store, writer = self._claimed()
+            store = self._access.open()
+            writer = self._claimed(store)
+            self._settle(store)
             while (head := self._backlog.head()) is not None:
                 self._write(store, head, writer)
-                self._retry_at, self._backoff = 0.0, _FIRST_BACKOFF
-            self._failing_since = None
+                self._access.advanced()
+            self._access.done()
         except StoreError as error:
-            self._failed(error)
-        if self._store is not None and self.writer is not None:
-            self._control.refresh(self._store)
+            self._access.failed(error)
+        if self.claimed is not None and self._access.store is not None:
+            self._control.refresh(self._access.store)
 
-    def _claimed(self) -> tuple[Store, WriterId]:
-        target = self._target
-        self._store = self._store or target.open_store()
-        if self.writer is None:
-            writer = claim_attempt(self._store, target.run, target.attempt, target.identity)
+    def release(self) -> None:
+        """This process uploads nothing more. It has nothing that is not in the backlog."""
+
+    def leave(self) -> None:
+        """All is written. Nobody waits for this process."""
+
+    def forget(self) -> None:
+        """This is a forked child. Nothing here is open."""
+
+    def _claimed(self, store: Store) -> WriterId:
+        if self._writer is None:
+            target = self._access.target
+            writer = claim_attempt(store, target.run, target.attempt, target.identity)
             self._backlog.claimed(writer)
             self._control.attempt = writer.attempt
-            self.writer = writer
-        return self._store, self.writer
+            self._writer = writer
+        return self._writer
+
+    def _settle(self, store: Store) -> None:
+        """What the node's writer may have written is looked at before anything is written again."""
+        doubt = self._backlog.doubt
+        contained: tuple[int, ...] = ()
+        if doubt is not None:
+            contained = settle(store, doubt, self._backlog.doubted()).get(doubt.token, ())
+        self._backlog.settled(contained)
 
     def _write(self, store: Store, item: Outgoing, writer: WriterId) -> None:
-        key = item.place.key(writer)
+        key = item.place.key(writer, self._backlog.base)
         lies = write_whole(store, key.path, item.data)
         if not self._backlog.remove(item):
             return
+        self.written = key.seq + 1
         if not lies:
             self._health.count("overwritten_names")
             self._health.count("dropped_rows", item.place.rows)
@@ -124,36 +128,17 @@ class Uploader:
         self._health.count("objects")
         self._health.count("bytes", len(item.data))
         self._health.count("rows", item.place.rows)
-        self._announce(key)
-
-    def _failed(self, error: StoreError) -> None:
-        self._health.fault("store", error)
-        self._failing_since = self._failing_since or time.monotonic()
-        self._retry_at = time.monotonic() + min(self._longest, self._backoff)
-        self._backoff = min(self._longest, 2 * self._backoff)
-
-    def _announce(self, key: SegmentKey) -> None:
-        service = self._target.service
-        if service is None:
-            return
-        try:
-            if not self._registered:
-                run = self._target.run
-                service.register({"run": run.run, "attempt": key.writer.attempt, "rules": list(run.rules)})
-                self._registered = True
-            self._control.accept(service.announce(self._target.identity.run, key, self._health.as_data()))
-        except ServiceError as error:
-            self._health.fault("service", error)
+        self._access.announce(key)
 
     def write_end(self, end: documents.EndDocument) -> None:
         """Write how the worker ended, after everything else."""
-        if self.writer is None or self._store is None:
+        if self._writer is None or self._access.store is None:
             return
         try:
-            put_end(self._store, self.writer.attempt, end)
-            self.end_written = True
+            put_end(self._access.store, self._writer.attempt, end)
+            self._end_written = True
         except StoreError as error:
-            self._failed(error)
+            self._access.failed(error)
 
 
 def write_whole(store: Store, path: str, data: bytes) -> bool:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - it cannot be imported, by pyarrow say, once the program ends
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from watchstep import documents
+from watchstep.capture.access import Access, Target
 from watchstep.capture.backlog import Backlog
 from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
 from watchstep.capture.config import Bounds
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
+from watchstep.capture.means import Means
+from watchstep.capture.node.member import Member
 from watchstep.capture.segment_encoder import SegmentEncoder
 from watchstep.capture.snapshots import SnapshotWriter
 from watchstep.capture.spill import Spill
 from watchstep.capture.spill_folder import About
-from watchstep.capture.upload import Target, Uploader
+from watchstep.capture.upload import Uploader
 
 _DENSE_SECONDS = 60.0
+_SHORTEST_FLUSH = 2.0
+_FLUSH_OF_EACH = 0.25
+"""Seconds for each writer: 64 that flush every 18 s cost as much as the published figure allows."""
 _LONGEST_FLUSH = 30.0
 _HASTY_SECONDS = 5.0
 _HASTY_PAUSE = 0.1
@@ -58,7 +65,9 @@ class Writer:
         self.left_in = ""
         self._backlog = Backlog(bounds.backlog_bytes, Spill(about, bounds.spill_bytes, health), health)
         self._encoder = SegmentEncoder(self._backlog, health)
-        self._uploader = Uploader(target, self._backlog, control, health)
+        means = Means(Access(target, control, health), self._backlog, control, health)
+        self._uploader = Member(means, queue, bounds) if _shares_node(target) else Uploader(means)
+        self._due_at = float("inf")
         self._filling = threading.Lock()
         self._cost: Callable[[float], None] | None = None
         self._end: documents.EndDocument | None = None
@@ -74,7 +83,7 @@ class Writer:
 
     def wake(self) -> None:
         """Look at the queue at once."""
-        self._queue.wake.set()
+        self._queue.press()
 
     def start(self) -> None:
         """Start the threads."""
@@ -100,7 +109,7 @@ class Writer:
         self._snapshots.close(_SHARE_OF_SNAPSHOTS * seconds)
         self._uploader.hurry()
         self._closing.set()
-        self._queue.wake.set()
+        self._queue.press()
         if self._settled.wait(seconds + _SETTLING_SECONDS) and self._worked.is_set():
             # A thread that ends while the interpreter is torn down aborts it, if it has ever been in C++.
             for thread in self._threads:
@@ -110,6 +119,7 @@ class Writer:
     def forget(self) -> None:
         """This is a forked child: it has no threads, and what they held is its parent's."""
         self._backlog.forget()
+        self._uploader.forget()
 
     def _work(self) -> None:
         # Now, not when the program ends: importing then would undo the exit code of an interrupt.
@@ -117,15 +127,22 @@ class Writer:
 
         started = time.monotonic()
         while not self._closing.is_set():
-            self._queue.wake.wait(self._pause(time.monotonic() - started))
+            pause = self._interval(time.monotonic() - started)
+            self._due_at = min(self._due_at, time.monotonic() + pause)
+            left = self._due_at - time.monotonic()
+            # A follower writes when it is asked; should nobody ask, it does at last.
+            self._queue.wake.wait(
+                max(0.0, min(self._uploader.patience, pause if self._uploader.asks else left))
+            )
             self._queue.wake.clear()
-            self._turn()
+            if self._turn():
+                self._due_at = float("inf")
         while not self._turn_and_see() and time.monotonic() < self._deadline:
             time.sleep(0.05)
         self._worked.set()
 
-    def _pause(self, age: float) -> float:
-        """Seconds until the next flush: short in the first minute, then longer the more workers there are.
+    def _interval(self, age: float) -> float:
+        """Seconds from flush to flush: short in the first minute, then longer the more write beside each other.
 
         After something urgent a stop may follow: the service is asked often for a while.
         """
@@ -133,16 +150,21 @@ class Writer:
             return min(_HASTY_PAUSE, self.bounds.flush_seconds)
         if age < _DENSE_SECONDS:
             return self.bounds.flush_seconds
-        return min(_LONGEST_FLUSH, 2.0 + 0.5 * self._target.identity.world_size)
+        return min(_LONGEST_FLUSH, _SHORTEST_FLUSH + _FLUSH_OF_EACH * self._uploader.writers)
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """Look at what others said, and write if it is time; whether it was."""
         began = time.thread_time()
+        due = False
         try:
+            due = self._is_due(wanted=self._uploader.hear())
             more = True
             while more:
-                with self._filling:
-                    more = self._fill()
-                self._uploader.turn()
+                more = False
+                if due:
+                    with self._filling:
+                        more = self._fill()
+                self._uploader.turn(flush=due)
                 if (claimed := self._uploader.claimed) is not None:
                     self._snapshots.open(*claimed)
             failing = self._uploader.failing_for
@@ -152,6 +174,13 @@ class Writer:
             self._health.fault("writer", error)
         if self._cost is not None:
             self._cost(time.thread_time() - began)
+        return due
+
+    def _is_due(self, *, wanted: bool) -> bool:
+        pressing, self._queue.pressing = self._queue.pressing, False  # before the queue is emptied
+        if wanted or pressing or self._closing.is_set():
+            return True
+        return not self._uploader.asks and time.monotonic() >= self._due_at
 
     def _turn_and_see(self) -> bool:
         """One turn while closing; whether everything has been written."""
@@ -194,13 +223,17 @@ class Writer:
             while self._fill():
                 pass
         if self._uploader.end_written and self._backlog.empty:
+            self._uploader.leave()
             self._backlog.leave(None)
             self._complete = True
             return
+        self._uploader.release()
         self._backlog.seal()
         with self._filling:
             self._drop_rest()
-        self.left_in = self._backlog.leave(self._last_words() if self._end is not None else None)
+        # Whoever uploads what is left finds out which of it is on the store already, and counts the rest.
+        words = self._last_words() if self._end is not None else None
+        self.left_in = self._backlog.leave(words and replace(words, segments=self._backlog.segments))
 
     def _drop_rest(self) -> None:
         """Count what is still in the queue."""
@@ -210,9 +243,16 @@ class Writer:
 
     def _last_words(self) -> documents.EndDocument:
         assert self._end is not None
+        writer, segments = self._uploader.account
         return replace(
             self._end,
-            segments=self._backlog.segments,
-            writer=self._uploader.writer.writer if self._uploader.writer else "",
+            segments=segments,
+            writer=writer,
             health={**self._end.health, **self._health.as_data()},
         )
+
+
+def _shares_node(target: Target) -> bool:
+    """Whether other ranks of the attempt may be on this machine. What they meet by is Linux' own."""
+    who = target.identity
+    return sys.platform == "linux" and who.world_size > 1 and who.local_size > 1

@@ -1,0 +1,113 @@
+"""The store and the service as a recorder reaches them: opened when first needed, with pauses after a refusal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from watchstep import documents
+from watchstep.capture.control_reader import ControlReader
+from watchstep.capture.health import Health
+from watchstep.capture.identity import Identity
+from watchstep.capture.service_client import ServiceClient
+from watchstep.errors import ServiceError, StoreError
+from watchstep.layout import SegmentKey
+from watchstep.store import Store
+
+_FIRST_BACKOFF = 0.2
+_LONGEST_BACKOFF = 10.0
+_LONGEST_IN_HURRY = 0.5
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a writer writes, who records, and the service, if there is one.
+
+    Attributes:
+        store_url: of the store, for whoever uploads later what this process could not.
+        open_store: opens the store, seen from the run; called on the writer's thread until it succeeds.
+        identity: who records.
+        run: to make the run with.
+        attempt: to claim the attempt with.
+        service: where to announce.
+    """
+
+    store_url: str
+    open_store: Callable[[], Store]
+    identity: Identity
+    run: documents.RunDocument
+    attempt: documents.AttemptDocument
+    service: ServiceClient | None
+
+
+class Access:
+    """The way to the store and the service. On the writer's thread.
+
+    Attributes:
+        target: what is reached.
+        store: None before it was opened.
+    """
+
+    def __init__(self, target: Target, control: ControlReader, health: Health) -> None:
+        self.target = target
+        self.store: Store | None = None
+        self._control = control
+        self._health = health
+        self._retry_at = 0.0
+        self._backoff = _FIRST_BACKOFF
+        self._longest = _LONGEST_BACKOFF
+        self._failing_since: float | None = None
+        self._registered = target.service is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pause after the last refusal is over."""
+        return time.monotonic() >= self._retry_at
+
+    @property
+    def failing_for(self) -> float | None:
+        """For how many seconds the store has refused; None where it does not."""
+        return None if self._failing_since is None else time.monotonic() - self._failing_since
+
+    def hurry(self) -> None:
+        """The process is about to end: try at once, and often."""
+        self._retry_at, self._longest = 0.0, _LONGEST_IN_HURRY
+
+    def open(self) -> Store:
+        """The store.
+
+        Raises:
+            StoreError, ConfigError: it cannot be opened.
+        """
+        self.store = self.store or self.target.open_store()
+        return self.store
+
+    def advanced(self) -> None:
+        """The store has taken something."""
+        self._retry_at, self._backoff = 0.0, _FIRST_BACKOFF
+
+    def done(self) -> None:
+        """The store has taken everything."""
+        self._failing_since = None
+
+    def failed(self, error: StoreError) -> None:
+        """The store refused."""
+        self._health.fault("store", error)
+        self._failing_since = self._failing_since or time.monotonic()
+        self._retry_at = time.monotonic() + min(self._longest, self._backoff)
+        self._backoff = min(self._longest, 2 * self._backoff)
+
+    def announce(self, key: SegmentKey) -> None:
+        """Tell the service of a segment, if there is one; its answer goes to the control reader."""
+        service = self.target.service
+        if service is None:
+            return
+        try:
+            if not self._registered:
+                run = self.target.run
+                service.register({"run": run.run, "attempt": key.writer.attempt, "rules": list(run.rules)})
+                self._registered = True
+            self._control.accept(service.announce(self.target.identity.run, key, self._health.as_data()))
+        except ServiceError as error:
+            self._health.fault("service", error)

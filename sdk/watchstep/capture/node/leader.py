@@ -1,0 +1,310 @@
+"""The rank that writes for its node: it gathers blocks, makes one object of them at a time, and says so before and after."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from watchstep import segment
+from watchstep.block import Block
+from watchstep.capture.claims import claim_node
+from watchstep.capture.means import Means
+from watchstep.capture.node import messages
+from watchstep.capture.node.connection import Connection, Inbox
+from watchstep.capture.node.handing import Handing
+from watchstep.capture.node.leading import Batch, Leading
+from watchstep.capture.node.meeting import Leadership
+from watchstep.capture.node.merging import blocks_of, merge, rows_of
+from watchstep.capture.node.messages import Message
+from watchstep.capture.node.notice import Blocks
+from watchstep.capture.outgoing import Outgoing
+from watchstep.control import ControlDocument
+from watchstep.errors import FormatError, StoreError
+from watchstep.store import Store
+
+_GATHER_SECONDS = 1.0
+_ALL = 1 << 62
+
+
+class ApartError(Exception):
+    """The ranks of this node cannot have one writer; each writes for itself."""
+
+
+class Leader:
+    """Leads from the moment it holds the lock. Its owner locks, but not while the store is asked.
+
+    Attributes:
+        begun: the store has been reached, and the writer has its name.
+    """
+
+    def __init__(
+        self, leadership: Leadership, means: Means, handing: Handing, inbox: Inbox, lock: threading.RLock
+    ) -> None:
+        self._leadership = leadership
+        self._means = means
+        self._handing = handing
+        self._inbox = inbox
+        self._lock = lock
+        self._leading: Leading | None = None
+        self._lines: dict[Connection, str] = {}  # with the token, empty before it is told
+        self._welcomed: set[Connection] = set()
+        self._asked: set[Connection] = set()
+        self._rows: dict[tuple[str, int], Block] = {}
+        self._data = b""
+        self._more = False
+        self._closed = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether the store has been reached, and the writer has its name."""
+        return self._leading is not None
+
+    def listen(self) -> None:
+        """Take connections.
+
+        Raises:
+            OSError: there can be no socket.
+        """
+
+        def arrived(line: socket.socket) -> None:
+            connection = Connection(line, self._inbox)
+            self._lines.setdefault(connection, "")
+            if self._closed:
+                connection.shut()
+
+        self._leadership.listen(arrived)
+        self._means.control.relay = self._relay
+
+    def hear(self, origin: Connection, message: Message | None) -> bool:
+        """Take in a message; whether something urgent has come."""
+        if message is None:
+            self._lose(origin)
+        elif isinstance(message, messages.Hello):
+            self._lines[origin] = message.token
+            if message.version != messages.VERSION:
+                origin.send(messages.Apart("ranks of one node have different versions of watchstep"))
+            elif self._leading is not None:
+                self._welcome(origin)
+        elif self._leading is not None and origin in self._welcomed:
+            if isinstance(message, messages.Handed):
+                self._leading.take(self._lines[origin], message.item)
+            elif isinstance(message, messages.Given):
+                self._more |= message.more
+                if not message.urgent:
+                    self._asked.discard(origin)
+                return message.urgent
+        return False
+
+    def turn(self, settle: Callable[[Store, bool], None], *, flush: bool) -> None:
+        """Begin, go on with what is in flight, and write what the ranks have, if it is time.
+
+        Args:
+            settle: finds out what became of an object that this rank was told of.
+            flush: whether it is time.
+
+        Raises:
+            ApartError: this node cannot have one writer.
+        """
+        access = self._means.access
+        if not access.ready:
+            return
+        try:
+            store = access.open()
+            if self._leading is None:
+                self._begin(store, settle)
+            if self._flight is not None:
+                self._make(store)
+            self._more = flush
+            while self._more and not self._closed:
+                self._more = False
+                self._gather()
+                wrote = False
+                while self._prepare():
+                    self._make(store)
+                    wrote = True
+                self._more &= wrote
+            access.done()
+        except StoreError as error:
+            access.failed(error)
+        if access.store is not None:
+            self._means.control.refresh(access.store)
+
+    def close(self) -> None:
+        """Lead no longer: the others elect one of them."""
+        self._closed = True
+        self._means.control.relay = None
+        lines = list(self._lines)
+        for line in lines:
+            line.shut()
+        for line in lines:
+            line.close()
+        self._leadership.leave(alone=not lines)
+
+    def forget(self) -> None:
+        """This is a forked child."""
+        for line in list(self._lines):
+            line.forget()
+        self._leadership.forget()
+
+    @property
+    def _flight(self) -> Batch | None:
+        return self._leading.flight if self._leading is not None else None
+
+    def _begin(self, store: Store, settle: Callable[[Store, bool], None]) -> None:
+        handing, target = self._handing, self._means.access.target
+        inherits = handing.may_inherit(self._leadership.last_term)
+        settle(store, inherits)
+        if inherits and handing.writer is not None:
+            writer, seq = handing.writer, handing.seq
+        else:
+            drawn, seq = claim_node(store, target.run, target.attempt, target.identity), 0
+            if drawn is None:
+                raise ApartError(f"store {target.store_url} lets an object be created twice")
+            writer = drawn
+        with self._lock:
+            if self._closed:
+                return
+            handing.join(writer, seq, self._new_term(), None)
+            handing.sent = self._means.backlog.oldest
+            self._leading = Leading(writer, seq)
+            self._leading.join(handing.token)
+            for line, token in list(self._lines.items()):
+                if token:
+                    self._welcome(line)
+
+    def _new_term(self) -> str:
+        try:
+            return self._leadership.begin_term()
+        except OSError as error:
+            raise ApartError(f"the lock file cannot be written ({error})") from error
+
+    def _welcome(self, line: Connection) -> None:
+        assert self._leading is not None
+        token = self._lines[line]
+        for other in [held for held in self._welcomed if held is not line and self._lines[held] == token]:
+            self._lose(other)
+        flight = self._flight
+        notice = flight.notice if flight is not None else None
+        self._leading.join(token)
+        self._welcomed.add(line)
+        line.send(messages.Welcome(self._leading.writer, self._leading.seq, self._leadership.term, notice))
+        line.send(messages.Control(self._means.control.document.encode()))
+
+    def _lose(self, line: Connection) -> None:
+        token = self._lines.pop(line, "")
+        self._asked.discard(line)
+        line.close()
+        if line in self._welcomed and self._leading is not None:
+            self._welcomed.discard(line)
+            self._leading.lose(token)
+            term = self._new_term()
+            self._handing.hear_term(term)
+            self._tell(messages.Term(term))
+
+    def _tell(self, message: Message) -> list[Connection]:
+        """Tell all ranks; those that could not be told."""
+        return [line for line in list(self._welcomed) if not line.send(message)]
+
+    def _relay(self, document: ControlDocument) -> None:
+        with self._lock:
+            self._tell(messages.Control(document.encode()))
+
+    def _gather(self) -> None:
+        """Ask all ranks for what they have, and wait for it for a moment."""
+        with self._lock:
+            if self._leading is None:
+                return
+            for item in self._means.backlog.after(self._handing.sent, _ALL):
+                self._leading.take(self._handing.token, item)
+                self._handing.sent = item.place.seq + 1
+            self._asked = set(self._welcomed)
+            self._tell(messages.Give())
+        until = time.monotonic() + _GATHER_SECONDS
+        while self._asked and not self._closed and (left := until - time.monotonic()) > 0:
+            heard = self._inbox.take(left)
+            if heard is not None:
+                with self._lock:
+                    self.hear(*heard)
+
+    def _prepare(self) -> bool:
+        """Announce the next object to every rank; False where nothing waits."""
+        with self._lock:
+            while self._leading is not None and not self._closed:
+                batch = self._leading.propose()
+                if batch is None:
+                    return False
+                if not self._read(batch):
+                    continue
+                batch = self._told(batch)
+                self._data, self._rows = merge(batch.items, self._rows), {}
+                self._leading.begin(batch)
+                self._handing.hear_notice(batch.notice)
+                return True
+        return False
+
+    def _told(self, batch: Batch) -> Batch:
+        """Announce an object to all ranks; as it is once those have left that could not be told."""
+        batch = batch.under(self._new_term())
+        while deaf := self._tell(messages.Announced(batch.notice)):
+            gone = {self._lines[line] for line in deaf}
+            for line in deaf:
+                self._lose(line)
+            batch = batch.under(self._new_term(), gone)
+        return batch
+
+    def _read(self, batch: Batch) -> bool:
+        """Decode what has come; False where something was no block, and whose it was writes for itself."""
+        for token, items in batch.items.items():
+            for item in items:
+                if not self._read_one(token, item):
+                    return False
+        return True
+
+    def _read_one(self, token: str, item: Outgoing) -> bool:
+        name = (token, item.place.seq)
+        try:
+            if name not in self._rows:
+                self._rows[name] = rows_of(token, item)
+        except FormatError as error:
+            self._means.health.fault("node", error)
+            if token == self._handing.token:
+                raise ApartError(error.what) from error
+            for line in [held for held in self._welcomed if self._lines[held] == token]:
+                line.send(messages.Apart(error.what))
+                self._lose(line)
+            return False
+        return True
+
+    def _make(self, store: Store) -> None:
+        """Create the object in flight, and tell what has become of it.
+
+        Raises:
+            StoreError: the store refused; the same bytes are tried again under the same name.
+        """
+        flight = self._flight
+        assert flight is not None
+        key, data = flight.notice.key, self._data
+        blocks = flight.notice.blocks if store.create(key.path, data) else self._found(store, flight)
+        self._means.access.advanced()
+        with self._lock:
+            if self._closed or self._leading is None:
+                return
+            self._leading.land(blocks)
+            self._means.backlog.acknowledge(self._handing.hear_stored(key, blocks))
+            self._tell(messages.Stored(key, blocks))
+        self._means.health.count("objects")
+        self._means.health.count("bytes", len(data))
+        self._means.access.announce(key)
+
+    def _found(self, store: Store, flight: Batch) -> Blocks:
+        """What lies where the object should: itself, for an answer was lost, or what a rank made that had left."""
+        path = flight.notice.key.path
+        there = store.get(path, limit=segment.MAX_BYTES)
+        if there == self._data:
+            return flight.notice.blocks
+        try:
+            return blocks_of(there, path)
+        except FormatError:
+            return {}

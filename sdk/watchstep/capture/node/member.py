@@ -1,0 +1,288 @@
+"""A rank's part in its node: it looks for a leader or becomes one, and writes for itself where that does not work out."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+
+from watchstep import documents
+from watchstep.capture.bounded_queue import BoundedQueue
+from watchstep.capture.config import Bounds
+from watchstep.capture.means import Means
+from watchstep.capture.node.connection import Connection, Inbox
+from watchstep.capture.node.follower import Follower
+from watchstep.capture.node.handing import Handing
+from watchstep.capture.node.leader import ApartError, Leader
+from watchstep.capture.node.meeting import Meeting
+from watchstep.capture.node.merging import settle
+from watchstep.capture.node.messages import Message
+from watchstep.capture.node.notice import Doubt
+from watchstep.capture.upload import Uploader, put_end
+from watchstep.errors import StoreError
+from watchstep.store import Store
+
+_ALL = 1 << 62
+_WINDOWS = (
+    8  # a follower has a part of its own bound with the leader, so that the leader's memory is bounded too
+)
+_SEEKING_SECONDS = 0.05
+_FOLLOWING_SECONDS = 0.5
+_QUIET_SECONDS = 35.0
+"""The longest flush interval and a bit: a leader that has not asked for so long is stuck."""
+_HURRY_SECONDS = 2.0
+_APART_SECONDS = 60.0
+"""How long a rank writes for itself before it looks for the others again."""
+
+
+class Member:
+    """Does for a rank of a node what `Uploader` does for a lone one.
+
+    One of four roles at a time: seeking (None), leading, following, or apart, where an `Uploader` writes. What is handed
+    over stays in the backlog, in memory, until it lies on the store; a rank that has to put something on disk goes apart
+    before. The lock is never held while the store is asked.
+    """
+
+    def __init__(self, means: Means, queue: BoundedQueue, bounds: Bounds) -> None:
+        target = means.access.target
+        who = target.identity
+        self._means = means
+        self._queue = queue
+        self._bounds = bounds
+        self._meeting = Meeting((target.store_url, who.project, who.run, who.attempt, who.node))
+        self._handing = Handing(secrets.token_hex(8))
+        self._inbox = Inbox(queue.wake.set)
+        self._lock = threading.RLock()
+        self._role: Leader | Follower | Uploader | None = None
+        self._alone = Uploader(means)
+        self._rejoin_at = float("inf")
+        self._moved_at = time.monotonic()
+        self._oldest: int | None = None
+        self._hurried = False
+        self._released = False
+        self._ended = False
+        means.backlog.hand_over()
+        means.control.attempt = who.attempt
+
+    @property
+    def claimed(self) -> tuple[Store, str] | None:
+        """The store and the attempt, once they are sure to be there."""
+        role, store = self._role, self._means.access.store
+        if isinstance(role, Uploader):
+            return role.claimed
+        sure = role is not None and (role.begun if isinstance(role, Leader) else role.welcomed)
+        return (store, self._means.access.target.identity.attempt) if sure and store is not None else None
+
+    @property
+    def account(self) -> tuple[str, int]:
+        """The writer's name, and how many of its segments it takes until all rows of this rank are read."""
+        return self._alone.account if isinstance(self._role, Uploader) else self._handing.account
+
+    @property
+    def writers(self) -> int:
+        """How many write beside each other in this attempt."""
+        who = self._means.access.target.identity
+        return who.world_size if isinstance(self._role, Uploader) else who.nodes
+
+    @property
+    def patience(self) -> float:
+        """For how many seconds nothing needs to be looked at, should nobody say anything."""
+        if self._role is None:
+            return _SEEKING_SECONDS
+        looks = isinstance(self._role, Follower) or self.failing_for is not None
+        return _FOLLOWING_SECONDS if looks else float("inf")
+
+    @property
+    def asks(self) -> bool:
+        """Whether blocks are made when the leader asks for them, and not at an interval."""
+        role = self._role
+        return isinstance(role, Follower) and time.monotonic() < role.asked_at + _QUIET_SECONDS
+
+    @property
+    def failing_for(self) -> float | None:
+        """For how many seconds the store has refused; None where it does not."""
+        return self._means.access.failing_for
+
+    @property
+    def end_written(self) -> bool:
+        """Whether how the worker ended lies on the store."""
+        return self._ended or self._alone.end_written
+
+    def hurry(self) -> None:
+        """The process is about to end: try at once, and often."""
+        self._hurried = True
+        self._moved_at = time.monotonic()
+        self._means.access.hurry()
+
+    def hear(self) -> bool:
+        """Take in what the others said, and look for them; whether blocks are wanted now."""
+        with self._lock:
+            wanted = False
+            try:
+                while (heard := self._inbox.take()) is not None:
+                    wanted |= self._heard(*heard)
+                if self._role is None and not self._released:
+                    self._seek()
+            except Exception as error:  # noqa: BLE001 - whatever it is, a rank can always write for itself
+                self._go_apart(error, rejoin=False)
+            return wanted
+
+    def _heard(self, origin: Connection, message: Message | None) -> bool:
+        role = self._role
+        if isinstance(role, Leader):
+            if role.hear(origin, message):
+                self._queue.urgent_at = time.monotonic()
+                return True
+        elif isinstance(role, Follower) and role.line is origin:
+            if message is not None:
+                return role.hear(message)
+            origin.close()
+            self._role = None
+            if role.apart:
+                raise ApartError(role.apart)
+        return False
+
+    def _seek(self) -> None:
+        try:
+            leadership = self._meeting.lead()
+            if leadership is not None:
+                self._role = Leader(leadership, self._means, self._handing, self._inbox, self._lock)
+                self._role.listen()
+                return
+            line = self._meeting.connect()
+        except OSError as error:
+            raise ApartError(f"no meeting place: {error}") from error
+        if line is not None:
+            window = self._bounds.backlog_bytes // _WINDOWS
+            self._role = Follower(Connection(line, self._inbox), self._means, self._handing, window)
+
+    def turn(self, *, flush: bool = True) -> None:
+        """Do what the role asks for, and leave it where it does not work out.
+
+        Args:
+            flush: it is time to write what is in the backlog.
+        """
+        role = self._role
+        try:
+            if isinstance(role, Leader):
+                role.turn(self._settle, flush=flush)
+            elif isinstance(role, Follower):
+                self._follow(role, flush=flush)
+            elif role is not None:
+                role.turn()
+            with self._lock:
+                self._look_after()
+        except Exception as error:
+            if isinstance(role, Uploader):
+                raise
+            with self._lock:
+                self._go_apart(error, rejoin=False)
+
+    def _follow(self, role: Follower, *, flush: bool) -> None:
+        access = self._means.access
+        try:
+            if not role.greeted and access.ready:
+                if self._handing.doubt is not None:
+                    self._settle(access.open(), whole=False)
+                role.greet()
+            if role.welcomed and access.store is None and access.ready:
+                access.open()  # for full tensors, and for how this rank ends
+        except StoreError as error:
+            access.failed(error)
+        if role.apart:
+            raise ApartError(role.apart)
+        with self._lock:
+            if self._role is role and (flush or self._hurried):
+                role.hand_over()
+
+    def _settle(self, store: Store, whole: bool) -> None:
+        """Find out what became of an object that a leader, who is gone, had announced.
+
+        Args:
+            store: seen from the run.
+            whole: also where nothing of this rank is in it, for this rank succeeds.
+        """
+        with self._lock:
+            notice, doubt = self._handing.notice, self._handing.doubt
+            if notice is None or (doubt is None and not whole):
+                return
+            doubt = doubt or Doubt(notice.key, self._handing.token, ())
+            held = [item for item in self._means.backlog.after(0, _ALL) if item.place.seq in doubt.numbers]
+        contained = settle(store, doubt, held)
+        with self._lock:
+            if self._handing.notice is notice:
+                self._means.backlog.acknowledge(self._handing.hear_stored(notice.key, contained))
+
+    def _look_after(self) -> None:
+        backlog, now = self._means.backlog, time.monotonic()
+        oldest = None if backlog.empty else backlog.oldest
+        if oldest is None or oldest != self._oldest:
+            self._moved_at, self._oldest = now, oldest
+        if isinstance(self._role, Uploader):
+            idle = backlog.empty and self.failing_for is None and not self._hurried
+            if now >= self._rejoin_at and idle and not self._released and backlog.hand_over():
+                self._role = None
+            return
+        bound = self._bounds.backlog_seconds
+        if self._hurried and not isinstance(self._role, Leader):
+            bound = min(bound, _HURRY_SECONDS)
+        if backlog.full or now - self._moved_at >= bound:
+            self._go_apart(None, rejoin=True)
+
+    def _go_apart(self, error: Exception | None, *, rejoin: bool) -> None:
+        """Write for itself from here on: what is handed over and not on the store is this rank's own again."""
+        role = self._role
+        if isinstance(role, Uploader):
+            return
+        if error is not None:
+            self._means.health.fault("node", error)
+        self._disconnect(role)
+        self._role = self._alone
+        self._rejoin_at = time.monotonic() + _APART_SECONDS if rejoin else float("inf")
+        self._means.backlog.take_back(self._handing.part(), self._alone.written)
+        self._means.health.count("apart")
+
+    def _disconnect(self, role: Leader | Follower | None) -> None:
+        if role is None:
+            return
+        if isinstance(role, Leader):
+            role.close()
+            return
+        role.line.close()
+        while (heard := self._inbox.take()) is not None:  # what the leader said before it could not any more
+            if heard[0] is role.line and heard[1] is not None:
+                role.hear(heard[1])
+
+    def release(self) -> None:
+        """This process uploads nothing more: what is left is its own, and goes to disk."""
+        with self._lock:
+            self._released = True
+            self._go_apart(None, rejoin=False)
+
+    def leave(self) -> None:
+        """All is written: the others go on without this rank."""
+        with self._lock:
+            self._released = True
+            role, self._role = self._role, None
+            if not isinstance(role, Uploader):
+                self._disconnect(role)
+
+    def forget(self) -> None:
+        """This is a forked child: what is open is its parent's. Takes no lock, for nobody may be left to give it back."""
+        role = self._role
+        if isinstance(role, Leader):
+            role.forget()
+        elif isinstance(role, Follower):
+            role.line.forget()
+
+    def write_end(self, end: documents.EndDocument) -> None:
+        """Write how the worker ended, after everything else."""
+        access = self._means.access
+        if isinstance(self._role, Uploader):
+            self._alone.write_end(end)
+        elif self._role is not None and self.claimed is not None and access.ready:
+            try:
+                put_end(access.open(), access.target.identity.attempt, end)
+                self._ended = True
+            except StoreError as error:
+                access.failed(error)
