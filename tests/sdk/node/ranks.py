@@ -31,7 +31,13 @@ for line in sys.stdin:
             hook.step()
             step += 1
     elif word == "bad":
-        hook.log(loss=float("nan"))
+        import torch
+        from tests.sdk.training import Training
+        training = Training()
+        hook.watch(training.model, training.optimizer)
+        for parameter in training.model.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        training.optimizer.step()
         hook.step()
         step += 1
     elif word == "wait":  # until so many rows are on the store
@@ -46,6 +52,12 @@ for line in sys.stdin:
             time.sleep(0.005)
         print(type(role).__name__, flush=True)
         continue
+    elif word == "train":  # at a pace, until it is stopped
+        import time
+        while True:
+            hook.log(loss=1.0)
+            hook.step()
+            time.sleep(0.01)
     elif word == "fork":
         if os.fork() == 0:
             import signal, time

@@ -267,11 +267,11 @@ def test_a_bad_step_of_a_follower_is_written_at_once_and_a_stop_reaches_all(
         follower.do("bad")
         follower.do("record 0")
         follower.say("record 1")  # hands the bad step over; and is stopped, now or at the next step
-        follower.say("record 100000")
+        follower.say("train")
         assert follower.process.wait(60) == 86
         for rank in ranks:
             if rank is not follower:
-                rank.say("record 100000")
+                rank.say("train")
                 assert rank.process.wait(60) == 86
     states = {end.worker: end.state for end in open_run(tmp_path / "store" / "default" / "r").ends()}
     assert states == dict.fromkeys(range(3), "stopped")

@@ -48,7 +48,8 @@ class Follower:
             self.welcomed = True
             handing.join(message.writer, message.seq, message.term, message.notice)
             handing.sent = backlog.oldest
-        elif isinstance(message, messages.Announced):
+            return not backlog.empty  # something urgent may have come before there was a leader
+        if isinstance(message, messages.Announced):
             handing.hear_notice(message.notice)
         elif isinstance(message, messages.Stored):
             backlog.acknowledge(handing.hear_stored(message.key, message.blocks))
