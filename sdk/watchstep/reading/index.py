@@ -216,7 +216,7 @@ class RunIndex:
         names |= self._generations.attempts.keys()
         if len(names) == 1:
             return list(names)
-        return sorted(names, key=self.start_of)
+        return sorted(names, key=lambda name: (self.start_of(name), name))
 
     def start_of(self, attempt: str) -> int:
         """When an attempt wrote its first record; a writer's earliest is in its first segment."""
