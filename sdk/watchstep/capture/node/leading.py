@@ -70,12 +70,6 @@ class Leading:
         self._next[token] = number + 1
         return True
 
-    def reject(self, token: str, number: int) -> None:
-        """A block cannot be read: nothing of that rank from it on is taken."""
-        waiting = self._waiting.get(token, deque())
-        while waiting and waiting[-1].place.seq >= number:
-            waiting.pop()
-
     def propose(self) -> Batch | None:
         """The next object, which nobody has been told of; None where nothing waits, or one is in flight."""
         if self.flight is not None:
