@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from watchstep.capture.cadence import Cadence
     from watchstep.capture.collections import Collection
-    from watchstep.capture.config import Bounds, CaptureConfig, Snapshots
+    from watchstep.capture.config import Bounds, CaptureConfig, Snapshots, SystemSampling
     from watchstep.errors import WatchstepError
     from watchstep.hook import Hook
     from watchstep.reading.run import Run, open_run
@@ -24,6 +24,7 @@ __all__ = [
     "Run",
     "Snapshots",
     "StopTraining",
+    "SystemSampling",
     "WatchstepError",
     "open_run",
 ]
@@ -37,6 +38,7 @@ _HOMES = {
     "Run": "watchstep.reading.run",
     "Snapshots": "watchstep.capture.config",
     "StopTraining": "watchstep.stopping",
+    "SystemSampling": "watchstep.capture.config",
     "WatchstepError": "watchstep.errors",
     "open_run": "watchstep.reading.run",
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats, StatisticsBatch
 from watchstep.tensors import MODES, Mode, Placement, Stage, TensorInfo
 
@@ -71,7 +73,7 @@ class Block:
     catalogue: tuple[TensorInfo, ...]
     places: Places
     statistics: StatisticsBatch
-    probes: dict[str, Floats] = field(default_factory=dict)
+    probes: Mapping[str, Floats] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -140,8 +142,11 @@ class Block:
         names = np.empty(len(self.catalogue), np.int64)
         names[sorted(range(len(names)), key=lambda index: self.catalogue[index].name)] = np.arange(len(names))
         places = self.places
-        place = (places.shard_index, places.replica, places.stage)
-        return self.take(np.lexsort((*place, names[self.tensor], self.mode, self.worker, self.step)))
+        place = (places.stage, places.replica, places.shard_index)
+        key = sort_key(self.step, self.worker, self.mode, names[self.tensor], *place)
+        if bool((key[1:] >= key[:-1]).all()):
+            return self
+        return self.take(np.argsort(key, kind="stable"))
 
 
 def concatenate(blocks: list[Block]) -> Block:

@@ -29,7 +29,7 @@ class CopiedHook:
     def log(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
-    record = step = snapshot = close = log
+    record = step = snapshot = guard_with = close = log
 
     def __enter__(self) -> CopiedHook:  # noqa: PYI034 - Self comes with Python 3.11
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from watchstep.histogram import exponent_of_bin, is_negative_bin
 from watchstep.statistics import Floats, StatisticsBatch
@@ -81,35 +82,60 @@ DERIVED: dict[str, Derivation] = {
 """The derived figures by name."""
 
 
-def underflow_share(batch: StatisticsBatch, number_format: str) -> Floats:
+def underflow_share(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> Floats:
     """Share of the finite, non-zero elements below a format's smallest subnormal.
 
     Args:
         batch: n rows.
         number_format: ``fp16``, ``bf16`` or ``fp8_e4m3``.
+        powers: each row is multiplied by two to this power before, a whole number; one number, or shape (n,).
     """
     lowest, _ = _FORMATS[number_format]
-    return _share_of_bins(batch, lambda exponents: exponents < lowest)
+    return _share_of_bins(batch, lambda exponents: exponents < lowest, powers)
 
 
-def overflow_share(batch: StatisticsBatch, number_format: str) -> Floats:
+def overflow_share(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> Floats:
     """Share of the finite, non-zero elements at or above the power of two over a format's largest.
 
     Args:
         batch: n rows.
         number_format: ``fp16``, ``bf16`` or ``fp8_e4m3``.
+        powers: each row is multiplied by two to this power before, a whole number; one number, or shape (n,).
     """
     _, highest = _FORMATS[number_format]
-    return _share_of_bins(batch, lambda exponents: exponents > highest)
+    return _share_of_bins(batch, lambda exponents: exponents > highest, powers)
 
 
-def _share_of_bins(batch: StatisticsBatch, chosen: Callable[..., np.ndarray]) -> Floats:
+def may_leave(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> NDArray[np.bool_]:
+    """Whether some element is too small or too large for a format: told by the extremes, histograms are not read.
+
+    Args:
+        batch: n rows.
+        number_format: as above.
+        powers: as above.
+    """
+    lowest, highest = _FORMATS[number_format]
+    smallest, largest = (np.frexp(figure)[1] - 1 + powers for figure in (batch.abs_min, abs_max(batch)))
+    left: NDArray[np.bool_] = (batch.abs_min > 0) & ((smallest < lowest) | (largest > highest))
+    return left
+
+
+def _share_of_bins(batch: StatisticsBatch, chosen: Callable[..., np.ndarray], powers: Floats | int) -> Floats:
     held = batch.histogram
-    owner = np.repeat(np.arange(len(batch)), np.diff(held.offsets))
-    hit = chosen(exponent_of_bin(held.bins))
-    part: Floats = np.bincount(owner[hit], held.counts[hit].astype(np.float64), len(batch)).astype(np.float64)
-    whole: Floats = np.bincount(owner, held.counts.astype(np.float64), len(batch)).astype(np.float64)
+    exponents = exponent_of_bin(held.bins)
+    if np.any(powers):
+        of_row = np.broadcast_to(powers, len(batch)).astype(np.int64)
+        exponents = exponents + np.repeat(of_row, np.diff(held.offsets))
+    part = _sums_of_rows(held.counts * chosen(exponents), held.offsets)
+    whole = _sums_of_rows(held.counts, held.offsets)
     return _over(part, whole)
+
+
+def _sums_of_rows(counts: NDArray[np.int64], offsets: NDArray[np.int64]) -> Floats:
+    """Sums over the bins of each row: exact, as the counts are."""
+    until = np.concatenate([[0], np.cumsum(counts)])
+    sums: Floats = (until[offsets[1:]] - until[offsets[:-1]]).astype(np.float64)
+    return sums
 
 
 def quantile_bounds(batch: StatisticsBatch, q: float) -> tuple[Floats, Floats]:

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 EXPONENT_RANGE = (-1074, 1023)
 """Smallest and largest exponent of a finite float64, subnormals included."""
 
+_SPARE, _SMALL = 8, 2**16
+"""A table may have so many places for each bin that is held, and so many besides."""
+
 BIN_RANGE = (2 * EXPONENT_RANGE[0], 2 * EXPONENT_RANGE[1] + 1)
 
 
@@ -83,11 +86,18 @@ def sum_rows(histograms: Histograms, group: NDArray[np.intp], groups: int) -> Hi
     """
     if len(histograms.bins) == 0:
         return Histograms.empty(groups)
-    width = BIN_RANGE[1] - BIN_RANGE[0] + 1
+    low = int(histograms.bins.min())
+    width = int(histograms.bins.max()) - low + 1
     owner = np.repeat(np.asarray(group, np.int64), np.diff(histograms.offsets))
-    key = owner * width + (histograms.bins.astype(np.int64) - BIN_RANGE[0])
-    keys, inverse = np.unique(key, return_inverse=True)
-    counts = np.zeros(len(keys), np.int64)
-    np.add.at(counts, inverse, histograms.counts)
-    offsets = np.searchsorted(keys // width, np.arange(groups + 1)).astype(np.int64)
-    return Histograms(offsets, (keys % width + BIN_RANGE[0]).astype(np.int16), counts)
+    key = owner * width + (histograms.bins.astype(np.int64) - low)
+    if groups * width <= _SPARE * len(key) + _SMALL:  # counted in a table of all bins that there may be
+        table = np.zeros(groups * width, np.int64)
+        np.add.at(table, key, histograms.counts)
+        keys = np.flatnonzero(table)
+        counts = table[keys]
+    else:
+        keys, inverse = np.unique(key, return_inverse=True)
+        counts = np.zeros(len(keys), np.int64)
+        np.add.at(counts, inverse, histograms.counts)
+    offsets = np.searchsorted(keys, np.arange(groups + 1) * width).astype(np.int64)
+    return Histograms(offsets, (keys % width + low).astype(np.int16), counts)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import platform
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,15 +12,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from watchstep import documents, rule_files
+from watchstep import guards, rule_files
 from watchstep.capture import process_end
 from watchstep.capture.access import Target
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.ending import Ending
-from watchstep.capture.identity import Identity, resolve
+from watchstep.capture.first_documents import attempt_document, run_document
+from watchstep.capture.guarding import Guarding, StepGuard
+from watchstep.capture.identity import resolve
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.session import Session
+from watchstep.capture.system.sampler import Sampler
 from watchstep.capture.writer import Writer
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.copied_hook import CopiedHook
@@ -34,6 +34,7 @@ from watchstep.store import Store, checked_scheme
 from watchstep.tensors import MODES, Mode
 
 if TYPE_CHECKING:
+    from watchstep.pytorch.agreement import Agreement
     from watchstep.pytorch.given_tensors import GivenTensors
     from watchstep.pytorch.watch import Watch
 
@@ -89,6 +90,7 @@ class Hook:
         overhead_budget: float | None = None,
         config: CaptureConfig | None = None,
         first_step: int = 0,
+        guard: Any = None,
     ) -> None:
         """Start to record.
 
@@ -104,6 +106,8 @@ class Hook:
             config: what to record, how often.
             first_step: the number of the first step, where a training goes on from a checkpoint: steps of earlier attempts
                 before it stay part of the run.
+            guard: rules that judge inside this process and may stop it before an update: a rule file, True for the default
+                rules, or a `watchstep_rules.Guard`. It is the one thing that raises into the program: `StopTraining`.
 
         Raises:
             ConfigError, RuleError: an argument or variable is wrong. A store that cannot be reached is no such error.
@@ -115,6 +119,9 @@ class Hook:
         self._identity = resolve(project, run)
         self._on_stop = _checked_on_stop(on_stop or os.environ.get(ON_STOP) or "ignore")
         rule_data = tuple(rule_files.load(rules)) if rules is not None else ()
+        made_guard = None if guard is None else guards.make(guard)
+        self._guarding: Guarding | None = None
+        self._agreement: Agreement | None = None
         address = ServiceAddress.from_environment()
         bounds = self.config.bounds
         self._watches: list[Watch] = []
@@ -123,13 +130,15 @@ class Hook:
             self.config, self._identity.worker, self._on_stop, _checked_step(first_step)
         )
         self._health, self._recorder = session.health, session.recorder
+        if made_guard is not None:
+            made_guard.attach(self)
         control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
         target = Target(
             store_url=self.store_url,
             open_store=self._open_store,
             identity=self._identity,
-            run=_run_document(self._identity, rule_data, self.config),
-            attempt=_attempt_document(self._identity, self._on_stop),
+            run=run_document(self._identity, rule_data, self.config),
+            attempt=attempt_document(self._identity, self._on_stop),
             service=ServiceClient(address, self._identity.project) if address else None,
         )
         writer = Writer(target, session.queue, session.snapshot_writer, control, self._health, bounds)
@@ -138,6 +147,7 @@ class Hook:
         writer.start()
         self._ending = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health)
         process_end.watch(self._ending)
+        self._sample_system()
         _log.info("watchstep: recording %s", self.run_url)
 
     @property
@@ -157,6 +167,8 @@ class Hook:
         budget = self._session.schedule.budget
         if budget is not None:
             held["overhead"] = budget.as_data()
+        if self._guarding is not None:
+            held["guard"] = self._guarding.as_data()
         return held
 
     @property
@@ -192,6 +204,8 @@ class Hook:
             watch = Watch(self._session, model, optimizer, counts_steps=number == 1, name=prefix)
             self._watches.append(watch)
             self._ending.detach_with(watch.detach)
+            if self._agreement is not None:
+                self._agreement.watch(watch.model)
         except RuntimeError as error:
             raise ConfigError(
                 f"watch({type(model).__name__}): {error}",
@@ -247,6 +261,31 @@ class Hook:
                 given_tensors.record(name, value, collection, mode or self.mode)
             except Exception as error:  # noqa: BLE001 - one value that is none must not take the others with it
                 self._health.fault(f"record {name!r}"[:80], error)
+
+    def guard_with(self, guard: StepGuard, *, agree: bool = False) -> None:
+        """Show each step to a guard at once, and let it raise `StopTraining`: what `watchstep_rules.Guard.attach` calls.
+
+        Args:
+            guard: judges steps on the training thread.
+            agree: of several ranks, reduce one number before each update, so that all stop together; until all have closed.
+
+        Raises:
+            ConfigError: there is a guard already, or there are several ranks and they were not asked to agree.
+        """
+        if self._guarding is not None:
+            raise ConfigError("guard: this hook has one already", "give one guard all the rules")
+        ranks = self._identity.world_size
+        if ranks > 1 and not agree:
+            raise ConfigError(
+                f"guard: {ranks} ranks, of which one that raised alone would leave the others waiting for it",
+                "let them agree before each update, at the cost of one reduced number: Guard(…, agree=True)",
+            )
+        self._guarding = self._recorder.guarding = Guarding(guard, self._health, agrees=ranks > 1)
+        if ranks > 1:
+            from watchstep.pytorch.agreement import Agreement
+
+            watched = [watch.model for watch in self._watches]
+            self._agreement = Agreement(self._recorder, self._health, watched)
 
     def _log_one(self, name: str, value: Any, mode: Mode) -> None:
         if not isinstance(name, str):
@@ -307,6 +346,17 @@ class Hook:
         self._watches, self._given = [], None
         process_end.ended()
 
+    def _sample_system(self) -> None:
+        settings, alongside = self.config.sampling, self._session.system
+        if settings is None or alongside is None:
+            return
+        budget = self._session.schedule.budget
+        sampler = Sampler(
+            settings, alongside, self._identity, self._health, budget.written if budget is not None else None
+        )
+        sampler.start()
+        self._ending.detach_with(sampler.close)
+
     def _open_store(self) -> Store:
         prefix = run_prefix(self._identity.project, self._identity.run)
         return Store.open(self.store_url, create=True).child(prefix)
@@ -348,35 +398,3 @@ def _budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConf
         return replace(held, overhead_budget=None if text == "none" else float(text))
     except ValueError:
         raise ConfigError(f"{BUDGET}={text!r}: no number", 'set a share such as 0.01, or "none"') from None
-
-
-def _run_document(
-    identity: Identity, rules: tuple[dict[str, Any], ...], config: CaptureConfig
-) -> documents.RunDocument:
-    return documents.RunDocument(
-        project=identity.project,
-        run=identity.run,
-        created_ns=time.time_ns(),
-        rules=rules,
-        config={
-            "collections": {name: chosen.as_data() for name, chosen in config.chosen.items()},
-            "snapshots": vars(config.snapshots),
-            "overhead_budget": config.overhead_budget,
-            "gradients": config.gradients,
-        },
-        environment={
-            "python": platform.python_version(),
-            "host": socket.gethostname(),
-            "program": Path(sys.argv[0]).name if sys.argv else "",
-        },
-    )
-
-
-def _attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptDocument:
-    return documents.AttemptDocument(
-        attempt=identity.attempt,
-        started_ns=time.time_ns(),
-        world_size=identity.world_size,
-        on_stop="callback" if callable(on_stop) else on_stop,
-        host=socket.gethostname(),
-    )

@@ -7,6 +7,7 @@
       stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.parquet
       tensors/<attempt>/<worker>/<step>-<mode>.safetensors
       end/<attempt>/<worker>.json
+      journal/<attempt>/<number>.json
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SEGMENTS = "stats/"
 ATTEMPTS = "attempts/"
 ENDS = "end/"
 SNAPSHOTS = "tensors/"
+JOURNALS = "journal/"
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Numbers have one spelling, so that one object has one name: what parses prints back as it was.
@@ -158,3 +160,13 @@ def attempt_document(attempt: str) -> str:
 def end_document(attempt: str, worker: int) -> str:
     """Key of the document that says how a worker of an attempt ended, relative to the run."""
     return f"{ENDS}{check_name('attempt', attempt)}/{worker}.json"
+
+
+def journal_prefix(attempt: str) -> str:
+    """Prefix of the parts of an attempt's journal, relative to the run."""
+    return f"{JOURNALS}{check_name('attempt', attempt)}/"
+
+
+def journal_part(attempt: str, number: int) -> str:
+    """Key of one part of an attempt's journal, relative to the run."""
+    return f"{journal_prefix(attempt)}{number:0{_SEQ_DIGITS}d}.json"

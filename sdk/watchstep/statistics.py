@@ -8,8 +8,9 @@ for computing sample variances".
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,12 +109,12 @@ class StatisticsBatch:
         }
         return StatisticsBatch(**columns, histogram=self.histogram.take(rows))
 
-    @property
+    @functools.cached_property
     def finite(self) -> Counts:
         """Elements that are neither NaN nor infinite."""
         return self.count - self.nan - self.pos_inf - self.neg_inf
 
-    @property
+    @functools.cached_property
     def nonfinite(self) -> Counts:
         """Elements that are NaN or infinite."""
         return self.nan + self.pos_inf + self.neg_inf
@@ -160,18 +161,38 @@ def merge_rows(batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> 
         group: int, shape (n,), the group of each row, 0 … groups - 1.
         groups: how many rows the result has; a group with no row is neutral.
     """
-    columns: dict[str, NDArray[np.int64] | NDArray[np.float64]] = {}
-    for name in COUNT_COLUMNS:
-        columns[name] = _added(getattr(batch, name), group, np.zeros(groups, np.int64))
-    for name, pick in (("min", np.fmin), ("max", np.fmax), ("abs_min", np.fmin)):
-        best = np.full(groups, np.nan)
-        pick.at(best, group, getattr(batch, name))
-        columns[name] = best
-    with np.errstate(over="ignore", invalid="ignore"):
-        for name in ("abs_sum", "square_sum"):
-            columns[name] = _added(getattr(batch, name), group, np.zeros(groups))
-        columns["mean"], columns["m2"] = _moments(batch, group, groups)
-    return StatisticsBatch(**columns, histogram=sum_rows(batch.histogram, group, groups))  # type: ignore[arg-type]
+    merge = Merge(batch, group, groups)
+    return StatisticsBatch(**{field.name: merge.column(field.name) for field in fields(StatisticsBatch)})
+
+
+class Merge:
+    """The merge of rows by group, column by column: as `merge_rows` does all."""
+
+    def __init__(self, batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> None:
+        self._batch = batch
+        self._group = group
+        self._groups = groups
+
+    def column(self, name: str) -> Any:
+        """One column of the merged rows; ``histogram``: their histograms."""
+        if name == "histogram":
+            return sum_rows(self._batch.histogram, self._group, self._groups)
+        if name in {"mean", "m2"}:
+            return self._moments[name == "m2"]
+        values = getattr(self._batch, name)
+        if name in COUNT_COLUMNS:
+            return _added(values, self._group, np.zeros(self._groups, np.int64))
+        if name in EXTREME_COLUMNS:
+            best = np.full(self._groups, np.nan)
+            (np.fmax if name == "max" else np.fmin).at(best, self._group, values)
+            return best
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _added(values, self._group, np.zeros(self._groups))
+
+    @functools.cached_property
+    def _moments(self) -> tuple[Floats, Floats]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _moments(self._batch, self._group, self._groups)
 
 
 def _added(values: Number, group: NDArray[np.intp], zeros: Number) -> Number:

@@ -18,7 +18,7 @@ OnStop = Literal["ignore", "raise"] | Callable[[StopRequest], None]
 
 
 class StopTraining(SystemExit):
-    """Raised at the end of a step, where the program opted in with ``on_stop="raise"``.
+    """Raised at the end of a step, where the program opted in with ``on_stop="raise"``; before an update, by a guard.
 
     It is a `SystemExit`, so that ``except Exception`` in a training loop does not swallow it, and so that a program
     that does not catch it ends with code 86 and no stack trace.

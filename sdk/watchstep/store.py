@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from watchstep.errors import ConfigError, NotFoundError, StoreError
+from watchstep.local_folders import usable_folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -252,7 +253,7 @@ class Store:
             raise self._translated("list", prefix, error) from error
 
     def folders(self, prefix: str = "") -> list[str]:
-        """Names of the "folders" directly below a prefix, sorted.
+        """Names of the "folders" directly below a prefix, sorted. One that cannot be part of a key is left out and logged.
 
         Raises:
             StoreError: the store did not answer.
@@ -261,9 +262,19 @@ class Store:
 
         try:
             found = obstore.list_with_delimiter(self._backend, (self._prefix + prefix) or None)
+        except obstore.exceptions.InvalidPathError as error:
+            if not self.is_local:
+                raise self._translated("list", prefix, error) from error
+            return self._usable_folders(prefix)
         except Exception as error:
             raise self._translated("list", prefix, error) from error
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+
+    def _usable_folders(self, prefix: str) -> list[str]:
+        try:
+            return usable_folders(f"{self.location}/{prefix}")
+        except OSError as error:
+            raise self._translated("list", prefix, error) from error
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is no error.

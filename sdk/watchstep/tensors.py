@@ -22,6 +22,10 @@ OUTPUTS = "outputs"
 LABELS = "labels"
 CUSTOM = "custom"
 CHECKSUMS = "checksums"
+BUFFERS = "buffers"
+UNHELD = "unheld"
+CONFUSION = "confusion"
+SYSTEM = "system"
 
 _MAX_SIZE = 2**63
 
@@ -53,7 +57,7 @@ class TensorInfo:
         module: path of the module that owns it; empty for losses and metrics.
         module_type: the class's name, e.g. ``Conv2d``.
         role: ``weight``, ``bias``, ``gradient``, ``output``, ``input``, ``update``, ``momentum``, ``second_moment``,
-            ``state``, ``checksum``, ``label``, ``custom``, ``loss`` or ``metric``.
+            ``state``, ``checksum``, ``label``, ``custom``, ``loss``, ``metric`` or ``system``.
         order: rank of the module in the order of its registration; rules take it for depth.
         shape: of the whole logical tensor at its first record.
         dtype: e.g. ``float32``.

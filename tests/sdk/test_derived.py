@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tests.sdk.blocks import arrays, statistics_of
 from watchstep import derived
-from watchstep.derived import DERIVED, overflow_share, quantile_bounds, underflow_share
+from watchstep.derived import DERIVED, may_leave, overflow_share, quantile_bounds, underflow_share
 from watchstep.histogram import Histograms
 from watchstep.statistics import StatisticsBatch
 
@@ -67,6 +67,17 @@ def test_shares_begin_where_a_format_ends(number_format: str, smallest: float, b
     batch = statistics_of([[smallest, -below, above, -beyond, 0.0, math.nan, math.inf]])
     assert underflow_share(batch, number_format).tolist() == [0.25]
     assert overflow_share(batch, number_format).tolist() == [0.25]
+
+
+@given(
+    st.lists(st.lists(st.floats(allow_nan=False, width=64), max_size=4), min_size=1, max_size=4),
+    st.integers(-40, 40),
+)
+def test_extremes_tell_what_a_format_loses(arrays: list[list[float]], power: int) -> None:
+    batch = statistics_of(arrays)
+    for number_format in ("fp16", "bf16", "fp8_e4m3"):
+        lost = underflow_share(batch, number_format, power) + overflow_share(batch, number_format, power)
+        assert (may_leave(batch, number_format, power) == (np.nan_to_num(lost) > 0)).all()
 
 
 def test_shares_do_not_exist_without_elements_that_could_be_lost() -> None:

@@ -72,3 +72,16 @@ def test_a_bin_holds_exponent_and_sign(exponent: int, negative: bool) -> None:
     entry = np.array([2 * exponent + negative], np.int16)
     assert exponent_of_bin(entry)[0] == exponent
     assert is_negative_bin(entry)[0] == negative
+
+
+def test_many_groups_of_bins_far_apart_add_up() -> None:
+    rows = 64
+    low, high = BIN_RANGE
+    bins = np.tile(np.array([low, high], np.int16), rows)
+    offsets = np.arange(rows + 1, dtype=np.int64) * 2
+    held = Histograms(offsets, bins, np.arange(2 * rows, dtype=np.int64) + 1)
+    summed = sum_rows(held, np.arange(rows) // 2, rows // 2)
+    for group in range(rows // 2):
+        first = 4 * group + 1
+        assert summed.row(group)[0].tolist() == [low, high]
+        assert summed.row(group)[1].tolist() == [2 * first + 2, 2 * first + 4]

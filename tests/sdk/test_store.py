@@ -346,3 +346,15 @@ def test_an_error_without_words_is_named_by_its_type(
     monkeypatch.setattr("obstore.put", fail)
     with pytest.raises(StoreError, match=r"cannot write 'a' \(MemoryError\)"):
         folder_store.put("a", b"")
+
+
+def test_a_folder_whose_name_is_no_key_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("good", "a\nb", "\x1b[2Jevil"):
+        (tmp_path / "p" / name).mkdir(parents=True)
+    store = Store.open(tmp_path)
+    assert store.folders("p/") == store.folders("p/") == ["good"]
+    told = sorted(record.getMessage() for record in caplog.records)
+    assert len(told) == 2
+    assert "'\\x1b[2Jevil' in" in told[0]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from watchstep import CaptureConfig, Hook, Run, open_run
 
-EVERY_STEP = CaptureConfig(overhead_budget=None)
-"""Everything at every step, whatever it costs: what tests count must not depend on the clock."""
+EVERY_STEP = CaptureConfig(overhead_budget=None, system=None)
+"""Everything at every step, whatever it costs, and no figures of the machine: what tests count must not depend on the clock."""
 
 
 def recorded(hook: Hook) -> Run:

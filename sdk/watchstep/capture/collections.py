@@ -27,6 +27,9 @@ BUILT_IN = (
     tensors.LABELS,
     tensors.CUSTOM,
     tensors.CHECKSUMS,
+    tensors.BUFFERS,
+    tensors.UNHELD,
+    tensors.CONFUSION,
 )
 """Collections whose tensors are known without selectors; selectors make them smaller."""
 
@@ -41,11 +44,13 @@ ROLES = (
     "second_moment",
     "state",
     "checksum",
+    "buffer",
+    "unheld",
 )
 """Roles of what can be selected."""
 
 STATE_ROLES = frozenset({"momentum", "second_moment", "state"})
-_ASKED_FOR = STATE_ROLES | {"input"}
+_ASKED_FOR = STATE_ROLES | {"input", "buffer", "unheld"}
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,9 @@ class Collection:
     """A named group of tensors. A tensor is measured when one of its collections is due.
 
     Of a built-in collection, selectors keep those of its tensors that meet all of them. A collection of any other name
-    is the user's own, and takes from everything that can be recorded what meets all its selectors; inputs of modules and
-    the optimizer's state only where ``roles`` names them. Without selectors it holds what the program gives it by
-    ``hook.record(collection=…)``.
+    is the user's own, and takes from everything that can be recorded what meets all its selectors; inputs of modules,
+    the optimizer's state, buffers and what no optimizer holds only where ``roles`` names them. Without selectors it holds
+    what the program gives it by ``hook.record(collection=…)``.
 
     Attributes:
         cadence: how often it is measured.

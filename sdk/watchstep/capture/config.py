@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,14 +13,25 @@ from watchstep.capture.cadence import ADAPTIVE, Cadence
 from watchstep.capture.collections import BUILT_IN, STATE_ROLES, Collection, checked
 from watchstep.errors import ConfigError
 
-PROBES = ("channels", "update_ratio", "gradient_cosine", "class_counts")
+PROBES = (
+    "channels",
+    "update_ratio",
+    "gradient_cosine",
+    "class_counts",
+    "unit_spread",
+    "kept_gradients",
+    "token_shares",
+)
 """Figures that cannot be had from the row, in columns of their own.
 
 ``channels``: of an activation module's output, ``channels``, ``dead_channels`` (zero for every example) and
 ``saturated_channels`` (at a bound for every example). ``update_ratio``: root mean square of an update over that of the
 weight. ``gradient_cosine``: cosine of the angle to the gradient that was measured before. ``class_counts``: of labels that
 are classes, over all batches looked at so far: ``labels_counted``, ``classes``, ``largest_class``, ``smallest_class``, and
-which that is, ``rarest_class``.
+which that is, ``rarest_class``. ``unit_spread``: of weights whose units are alike, how far they are apart,
+``unit_spread``, and how far they have come since the first look, ``unit_movement``. ``kept_gradients``: the metric
+``gradients:kept``, 1 at steps whose gradients hold those of before the last step. ``token_shares``: of an embedding's output,
+the shares of some tokens, ``token_share``, and of the most frequent one, ``top_token_share``, in what it was given.
 """
 
 
@@ -30,12 +42,16 @@ _BESIDES = (64 + 2 * 16 + 128) * _MIB
 
 def _default_collections() -> dict[str, Cadence | Collection]:
     every_step = (tensors.LOSSES, tensors.METRICS)
-    rarely = Cadence(every=100)  # fixed: replicas compare the same steps
-    left = [n for n in BUILT_IN if n not in {*every_step, tensors.OPTIMIZER_STATE, tensors.CHECKSUMS}]
+    fixed = {
+        tensors.CHECKSUMS: Cadence(every=100),  # replicas compare the same steps
+        tensors.BUFFERS: Cadence(every=25),  # small, and what they tell shows slowly
+        tensors.UNHELD: Cadence(every=25),
+    }
+    left = [name for name in BUILT_IN if name not in {*every_step, *fixed, tensors.OPTIMIZER_STATE}]
     return {
         **dict.fromkeys(every_step, Cadence()),
         **dict.fromkeys(left, ADAPTIVE),
-        tensors.CHECKSUMS: rarely,
+        **fixed,
     }
 
 
@@ -100,6 +116,32 @@ class Snapshots:
 
 
 @dataclass(frozen=True)
+class SystemSampling:
+    """How often the process and its machine are looked at, off the training thread.
+
+    Attributes:
+        seconds: from sample to sample.
+        row_seconds: samples of so long become one row of each figure; a recording that is shorter has none.
+        share: of one CPU that samples may take; where they would take more, they are taken more rarely.
+        gpus: whether NVIDIA's GPUs are sampled too, where ``watchstep[gpu]`` is installed.
+    """
+
+    seconds: float = 0.5
+    row_seconds: float = 10.0
+    share: float = 8e-4
+    gpus: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.seconds <= self.row_seconds <= threading.TIMEOUT_MAX:
+            raise ConfigError(
+                f"SystemSampling(seconds={self.seconds}, row_seconds={self.row_seconds})",
+                "use 0.01 seconds or more, and rows of at least one sample",
+            )
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"SystemSampling(share={self.share})", "use a share of one CPU, such as 0.001")
+
+
+@dataclass(frozen=True)
 class CaptureConfig:
     """What to record.
 
@@ -112,10 +154,13 @@ class CaptureConfig:
         gate: look for NaN and infinity at every step, and measure everything of a step that has some.
         gradients: where a program clips gradients by `torch.nn.utils`: as they were before it, or are after it.
         probes: figures besides the row, see `PROBES`.
+        token_values: the tokens whose share of an embedding's input is told; the module's ``padding_idx`` where there are
+            none, or 0 where it has none.
         snapshots: full tensors of weights and gradients.
+        system: figures of the process and its machine; None for none.
         bounds: limits.
         clock: seconds by which the budget times itself; another one makes its decisions reproducible;
-            what the writer's thread takes is then not counted.
+            what the writer's thread takes is then not counted, and the system not sampled.
     """
 
     collections: Mapping[str, Cadence | Collection] = field(default_factory=_default_collections)
@@ -124,7 +169,9 @@ class CaptureConfig:
     gate: bool = True
     gradients: Literal["after_clipping", "before_clipping"] = "after_clipping"
     probes: tuple[str, ...] = PROBES
+    token_values: tuple[int, ...] = ()
     snapshots: Snapshots = Snapshots()
+    system: SystemSampling | None = SystemSampling()
     bounds: Bounds = Bounds()
     clock: Callable[[], float] = time.perf_counter
 
@@ -134,6 +181,8 @@ class CaptureConfig:
             raise ConfigError(f"gradients={self.gradients!r}", 'use "after_clipping" or "before_clipping"')
         if unknown := set(self.probes) - set(PROBES):
             raise ConfigError(f"probes: {sorted(unknown)} unknown", f"use some of {', '.join(PROBES)}")
+        if not isinstance(self.token_values, tuple) or any(type(one) is not int for one in self.token_values):
+            raise ConfigError(f"token_values={self.token_values!r}", "give whole numbers: token_values=(0,)")
         budget: Any = self.overhead_budget
         if budget is not None and not (isinstance(budget, float | int) and 0 < budget <= 1):
             raise ConfigError(
@@ -150,6 +199,11 @@ class CaptureConfig:
         """
         bounds = self.bounds
         return bounds.queue_bytes + bounds.backlog_bytes + self.snapshots.memory_bytes + _BESIDES
+
+    @property
+    def sampling(self) -> SystemSampling | None:
+        """How the system is sampled; None where it is not: what is reproducible by its clock shall not depend on time."""
+        return self.system if self.clock is time.perf_counter else None
 
     @property
     def chosen(self) -> Mapping[str, Collection]:

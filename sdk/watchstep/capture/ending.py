@@ -87,7 +87,9 @@ class Ending:
             self._writer.close(None, bound)
             return
         try:
-            if not dying:
+            if dying:
+                self._recorder.guarding = None  # what is left of the time is for writing
+            else:
                 self._detach()
             if not self._writer.close(self._last_words(state, reason), bound):
                 self._tell_what_is_left()
@@ -119,6 +121,8 @@ class Ending:
     def _last_words(self, state: EndState | None, reason: str) -> EndDocument:
         last = self._recorder.last_finished
         self._recorder.hand_over()
+        if self._recorder.guarding is not None:
+            self._recorder.guarding.end()
         stopped = self._recorder.stopped
         return EndDocument(
             worker=self._recorder.worker,

@@ -31,6 +31,7 @@ class Identity:
         world_size: how many workers the attempt has.
         node: the machine's name, as a part of a key.
         local_size: how many of the workers are on this machine, as far as the launcher says so.
+        local_rank: the rank among these, from 0.
     """
 
     project: str
@@ -40,6 +41,7 @@ class Identity:
     world_size: int = 1
     node: str = "node"
     local_size: int = 1
+    local_rank: int = 0
 
     @property
     def nodes(self) -> int:
@@ -80,6 +82,7 @@ def resolve(project: str | None, run: str | None) -> Identity:
     restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
     if restarts:
         attempt = f"{attempt}-r{restarts}"
+    local_size = min(world, max(1, _local_size(world if shared else 1)))
     return Identity(
         project=check_name("project", project or environment.get(PROJECT) or "default"),
         run=check_name("run", run),
@@ -87,7 +90,8 @@ def resolve(project: str | None, run: str | None) -> Identity:
         worker=worker,
         world_size=world,
         node=node_name(),
-        local_size=min(world, max(1, _local_size(world if shared else 1))),
+        local_size=local_size,
+        local_rank=_local_rank(worker % local_size) if world > 1 else 0,
     )
 
 
@@ -113,6 +117,15 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 
 def _local_size(otherwise: int) -> int:
     named = next((name for name in _LOCAL_SIZES if os.environ.get(name)), "")
+    return _number(named, otherwise) if named else otherwise
+
+
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""Of the same, and Slurm."""
+
+
+def _local_rank(otherwise: int) -> int:
+    named = next((name for name in _LOCAL_RANKS if os.environ.get(name)), "")
     return _number(named, otherwise) if named else otherwise
 
 

@@ -10,11 +10,15 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block, Places, concatenate
 from watchstep.kernels.interface import Measurement
+from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats, merge_rows
 from watchstep.tensors import MODES, Mode, Placement, TensorInfo
 
 _ROW_BYTES = 700
 """What one row of statistics takes in memory, with a histogram of about 40 bins."""
+
+_COUNTED_ON = frozenset({"examples", "correct", "confused", "confused_with"})
+"""Probes that count on from pass to pass: the last of a step has taken in the others."""
 
 _RECORD_BYTES = 1500
 """What a record takes besides: Python's objects, and the heads of arrays."""
@@ -106,14 +110,14 @@ def to_block(record: Record) -> Block:
 def merge_repeats(block: Block) -> Block:
     """Merge rows of one tensor, step, mode and worker: micro-batches, and modules that are called several times.
 
-    Of a probe the smallest value stays: channels are counted over all passes of a step so far, and only get fewer.
+    Of a probe the smallest value stays: channels are counted over all passes of a step so far, and only get fewer. Of those
+    that count on the last stays.
     """
-    key = np.stack([block.step, block.mode, block.worker, block.tensor, block.places.shard_index])
-    _, first, group = np.unique(key, axis=1, return_index=True, return_inverse=True)
+    key = sort_key(block.step, block.mode, block.worker, block.tensor, block.places.shard_index)
+    _, first, group = np.unique(key, return_index=True, return_inverse=True)
     if len(first) == len(block):
         return block.ordered()
     merged = block.take(first)
-    group = group.ravel()
     return Block(
         step=merged.step,
         mode=merged.mode,
@@ -123,7 +127,10 @@ def merge_repeats(block: Block) -> Block:
         catalogue=block.catalogue,
         places=merged.places,
         statistics=merge_rows(block.statistics, group, len(first)),
-        probes={name: _least(column, group, len(first)) for name, column in block.probes.items()},
+        probes={
+            name: (_last if name in _COUNTED_ON else _least)(column, group, len(first))
+            for name, column in block.probes.items()
+        },
     ).ordered()
 
 
@@ -131,6 +138,12 @@ def _least(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
     least = np.full(groups, np.nan)
     np.fmin.at(least, group, column)
     return least
+
+
+def _last(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
+    last, known = np.full(groups, np.nan), ~np.isnan(column)
+    last[group[known]] = column[known]  # of one place the last assignment stands
+    return last
 
 
 def join(records: list[Record]) -> Block:

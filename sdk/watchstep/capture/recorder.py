@@ -6,10 +6,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
+from watchstep.capture.guarding import Guarding, request
 from watchstep.capture.health import Health
 from watchstep.capture.record import Condition, Group, Probe, Record
+from watchstep.capture.system.alongside import Alongside, Sampled
 from watchstep.control import StopRequest
 from watchstep.kernels.interface import Measurement
 from watchstep.kernels.ready import Ready
@@ -37,14 +40,22 @@ class Recorder:
     """
 
     def __init__(
-        self, worker: int, queue: BoundedQueue, health: Health, on_stop: OnStop, first_step: int = 0
+        self,
+        worker: int,
+        queue: BoundedQueue,
+        health: Health,
+        on_stop: OnStop,
+        first_step: int = 0,
+        system: Alongside | None = None,
     ) -> None:
         self.step = first_step
         self.worker = worker
         self.stopped: StopRequest | None = None
+        self.guarding: Guarding | None = None
         self._queue = queue
         self._health = health
         self._on_stop = on_stop
+        self._system = system
         self._stop_request: StopRequest | None = None
         self._pending: list[Record] = []
         self._pending_bytes = 0
@@ -65,11 +76,47 @@ class Recorder:
         return self._finished
 
     def begin(self) -> None:
-        """Something of a training step happens: if the last one is finished, this is the next."""
+        """Something of a training step happens: if the last one is finished, this is the next.
+
+        Raises:
+            StopTraining: a guard asks for it, now that it knows all of the last step.
+        """
         if self._finished:
             self.hand_over()
+            if self.guarding is not None and self.stopped is None and (reason := self.guarding.stop()):
+                self.stop(reason)
             self.step += 1
             self._finished = False
+
+    def about_to_update(self) -> None:
+        """The update of the current step comes next. Without a guard that is nothing.
+
+        Raises:
+            StopTraining: the guard asks for it; nothing has been updated yet.
+        """
+        if self.guarding is None or self.stopped is not None:
+            return
+        self._pending = self.guarding.at_hand(self._pending)
+        logged = self.guarding.at_hand(self._scalar_records())
+        if reason := self.guarding.before_update([*self._pending, *logged]):
+            self.stop(reason)
+
+    def wish(self) -> str | None:
+        """Where ranks agree: why this one wants to stop, or nothing; None where no step comes any more. Raises nothing."""
+        if self.guarding is None or (wish := self.guarding.wish()) is None:
+            return None
+        return wish if self.stopped is None else ""
+
+    def stop(self, reason: str) -> NoReturn:
+        """A guard asks for it, of this rank or another: whatever fails on the way, this raises `StopTraining`."""
+        self.stopped = request(reason, self.step)
+        try:
+            if self.guarding is not None and not self.guarding.ended:
+                self.hand_over()
+            sys.stderr.write(f"watchstep: the guard stops, at step {self.step}: {reason}\n")
+        except Exception as error:  # noqa: BLE001 - other ranks may stop at this very place
+            self._health.fault("stop", error)
+        raise StopTraining(self.stopped, self.step)
 
     def add(
         self,
@@ -82,7 +129,7 @@ class Recorder:
         """Record statistics at the current step, if a condition holds that is known later."""
         if not group.tensors:
             return
-        record = Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes, condition)
+        record = self._record(mode, group, measurement, probes, condition)
         self._nonfinite |= bool(measurement.nonfinite)
         if self._pending_bytes + record.bytes > _SHARE_OF_STEP * self._queue.room:
             self._health.count("dropped_rows", len(group.tensors))
@@ -122,6 +169,8 @@ class Recorder:
             StopTraining: a stop is due and the program opted in.
         """
         self._finished = True
+        if self._system is not None:
+            self._system.times.finished()
         request = self._stop_request
         if request is not None and self.step >= request.step and self.stopped is None:
             self.stopped = request
@@ -134,8 +183,13 @@ class Recorder:
     def hand_over(self) -> None:
         """Give what was recorded of the current step to the writer; drop and count it where the queue is full."""
         self._flush_scalars()
+        if self._system is not None and (sampled := self._system.rows.take()) is not None:
+            self._append(_record_of(sampled, self.step, self.worker))
         if not self._pending:
             return
+        if self.guarding is not None:
+            self._pending = self.guarding.at_hand(self._pending)
+            self.guarding.after_step(self.step, self._pending)
         item = FinishedStep(self.step, tuple(self._pending))
         self._pending, self._pending_bytes = [], 0
         urgent = self._nonfinite and not self._was_nonfinite
@@ -145,19 +199,38 @@ class Recorder:
             self._health.count("dropped_steps")
 
     def _flush_scalars(self) -> None:
+        for record in self._scalar_records():
+            self._nonfinite |= bool(record.measurement.nonfinite)
+            self._append(
+                record
+            )  # however full the step is: numbers are few, and a loss is what a run is read for
+        self._scalars = {}
+
+    def _scalar_records(self) -> list[Record]:
+        """The numbers of the current step: those on their way each by itself, the others by mode."""
         by_mode: dict[Mode, list[tuple[TensorInfo, float]]] = {}
+        found = []
         for (mode, _), (info, value) in self._scalars.items():
             if isinstance(value, _Awaited):
-                self.add(Group.of((info,)), value.measurement, mode, condition=value.condition)
+                group = Group.of((info,))
+                found.append(self._record(mode, group, value.measurement, condition=value.condition))
             else:
                 by_mode.setdefault(mode, []).append((info, value))
-        self._scalars = {}
         for mode, entries in by_mode.items():
             infos = tuple(info for info, _ in entries)
             group = self._group_of_scalars.setdefault(infos, Group.of(infos))
-            measured = Ready(scalars([value for _, value in entries]))
-            self._nonfinite |= bool(measured.nonfinite)
-            self._append(Record(self.step, mode, self.worker, time.time_ns(), group, measurement=measured))
+            found.append(self._record(mode, group, Ready(scalars([value for _, value in entries]))))
+        return found
+
+    def _record(
+        self,
+        mode: Mode,
+        group: Group,
+        measurement: Measurement,
+        probes: tuple[Probe, ...] = (),
+        condition: Condition | None = None,
+    ) -> Record:
+        return Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes, condition)
 
     def _obey(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":
@@ -168,6 +241,12 @@ class Recorder:
             raise StopTraining(request, self.step)
         call: Callable[[StopRequest], None] = self._on_stop
         call(request)
+
+
+def _record_of(sampled: Sampled, step: int, worker: int) -> Record:
+    return Record(
+        step, "global", worker, sampled.time_ns, Group.of(sampled.tensors), Ready(sampled.statistics)
+    )
 
 
 def scalar_info(name: str, *, derived: bool = False) -> TensorInfo:

@@ -11,6 +11,7 @@ from watchstep.capture.recorder import Recorder
 from watchstep.capture.schedule import Schedule
 from watchstep.capture.snapshot_plan import SnapshotPlan
 from watchstep.capture.snapshots import SnapshotWriter
+from watchstep.capture.system.alongside import Alongside
 from watchstep.stopping import OnStop
 from watchstep.tensors import Mode
 
@@ -27,6 +28,7 @@ class Session:
         health: counts what went wrong.
         snapshots: says at which steps full tensors are taken.
         snapshot_writer: has the memory for them, and sees them onto the store.
+        system: between the training thread and the sampler; None where the system is not sampled.
         mode: as the program last said; train where it said nothing.
         held: names of collections that hold some tensor.
     """
@@ -38,6 +40,7 @@ class Session:
     health: Health
     snapshots: SnapshotPlan
     snapshot_writer: SnapshotWriter
+    system: Alongside | None = None
     mode: Mode = "train"
     held: set[str] = field(default_factory=set)
 
@@ -53,12 +56,14 @@ class Session:
     def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop, first_step: int = 0) -> Session:
         """A session in which nothing has been recorded."""
         health, queue = Health(), BoundedQueue(config.bounds.queue_bytes)
+        system = Alongside() if config.sampling is not None else None
         return cls(
             config,
-            Recorder(worker, queue, health, on_stop, first_step),
+            Recorder(worker, queue, health, on_stop, first_step, system),
             Schedule(config, health),
             queue,
             health,
             SnapshotPlan(config.snapshots),
             SnapshotWriter(config.snapshots, worker, health),
+            system,
         )

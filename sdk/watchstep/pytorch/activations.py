@@ -6,6 +6,7 @@ were; such modules are reported as not observed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,10 @@ from watchstep.pytorch.names import Names, dtype_name
 from watchstep.pytorch.observable import dense_values
 from watchstep.pytorch.placement import standing
 from watchstep.pytorch.probes.channels import ChannelProbe
+from watchstep.pytorch.probes.token_shares import TokenProbe
 from watchstep.tensors import Mode, TensorInfo
+
+_Look = Callable[[list[Tensor], int, Mode], tuple[Probe, ...]]
 
 _HOOK_SECONDS = 3.5e-6  # one call of a hook with nothing due; measured at 3.4 microseconds on an EPYC (Zen 4)
 
@@ -55,6 +59,23 @@ class _Observed:
     output: _Flow
     input: _Flow
     channels: ChannelProbe | None
+    tokens: TokenProbe | None
+
+    def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
+        """Figures of one pass besides the output's row.
+
+        Args:
+            given: what the module was called with.
+            output: the tensors that it gave.
+            step: of the run.
+            mode: of the pass.
+        """
+        found: Probe | None = None
+        if self.channels is not None and len(output) == 1:
+            found = self.channels.look(output[0], step, mode)
+        elif self.tokens is not None and (held := _numeric(given)):
+            found = self.tokens.look(held[0])
+        return () if found is None else (found,)
 
 
 class ActivationHooks:
@@ -86,6 +107,10 @@ class ActivationHooks:
                 _Flow(names.of_module(path, module, order, "output", tuple(outputs))),
                 _Flow(names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model)),
                 probe if "channels" in probes and (probe := ChannelProbe(module)).applies else None,
+                tokens
+                if "token_shares" in probes
+                and (tokens := TokenProbe(module, session.config.token_values)).applies
+                else None,
             )
             if observed.output.info.collections or observed.input.info.collections:
                 self._handles.append(
@@ -135,7 +160,9 @@ class ActivationHooks:
         if collections:
             charged = self._due(collections, mode)
             if charged is not None:
-                self._measure(observed.output, output, mode, charged, observed.channels)
+                self._measure(
+                    observed.output, output, mode, charged, functools.partial(observed.probes, given)
+                )
             elif module.training and mode == "train" and tensors.ACTIVATIONS in collections:
                 found = _real(output)
                 if found:
@@ -144,7 +171,7 @@ class ActivationHooks:
         if collections:
             charged = self._due(collections, mode)
             if charged is not None:
-                self._measure(observed.input, given, mode, charged, None)
+                self._measure(observed.input, given, mode, charged)
             elif module.training and mode == "train" and tensors.INPUTS in collections:
                 found = _numeric(given)
                 if found:
@@ -156,17 +183,12 @@ class ActivationHooks:
             self._decided[collections] = self._schedule.due(collections, self._recorder.step, mode)
         return self._decided[collections]
 
-    def _measure(
-        self, flow: _Flow, held: Any, mode: Mode, charged: str, channels: ChannelProbe | None
-    ) -> None:
+    def _measure(self, flow: _Flow, held: Any, mode: Mode, charged: str, look: _Look = lambda *_: ()) -> None:
         found = _numeric(held) if flow.takes_integers else _real(held)
         if not found or _recomputes():
             return
         since = self._schedule.now()
-        probes: tuple[Probe, ...] = ()
-        if channels is not None and len(found) == 1:
-            counted = channels.look(found[0], self._recorder.step, mode)
-            probes = () if counted is None else (counted,)
+        probes = look(found, self._recorder.step, mode)
         self._recorder.add(self._group(flow, found), self._kernel.measure(found), mode, probes)
         self._schedule.spent(charged, since)
 

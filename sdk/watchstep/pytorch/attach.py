@@ -40,6 +40,9 @@ class Attachment:
         backward_losses.listen(self)
         gradient_scaler.listen(self)
 
+    def backward_begins(self) -> None:
+        """Nothing yet."""
+
     def found(self, loss: FoundLoss) -> None:
         """Keep the losses of the step under way."""
         self._losses = [*self._losses[-_MOST_LOSSES + 1 :], loss]

@@ -43,6 +43,10 @@ class FoundLoss:
 class LossListener(Protocol):
     """Is told of losses, before their gradients are computed."""
 
+    def backward_begins(self) -> None:
+        """A backward pass is about to begin, whatever from."""
+        ...
+
     def found(self, loss: FoundLoss) -> None:
         """A loss of the step that is under way."""
         ...
@@ -75,8 +79,12 @@ def install() -> None:
 def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if observable() and _listeners and isinstance(tensors, Tensor) and tensors.numel() == 1:
-            _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
+        if _listeners and observable():
+            for held in _listeners:
+                if (listener := held()) is not None:
+                    listener.backward_begins()
+            if isinstance(tensors, Tensor) and tensors.numel() == 1:
+                _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
         return backward(tensors, *args, **kwargs)
 
     return call

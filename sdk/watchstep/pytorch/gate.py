@@ -38,8 +38,15 @@ class GradientGate:
         self._gradients = LateLooks()
         self._losses = LateLooks()
 
-    def holds_nonfinite(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether NaN or infinity was seen: now in host memory, or earlier on a CUDA device."""
+    def holds_nonfinite(self, gradients: Sequence[Tensor], *, at_once: bool = False) -> bool:
+        """Whether NaN or infinity was seen: now in host memory, or earlier on a CUDA device.
+
+        Args:
+            gradients: of the update that comes next.
+            at_once: look at all of them, whole, and wait for devices: the answer decides whether that update is made.
+        """
+        if at_once:
+            return _hold_any(gradients)
         native = native_kernel.load()
         memory = native_memory(gradients) if native is not None else None
         seen = False
@@ -59,6 +66,29 @@ class GradientGate:
         if loss.device.type == "cpu":
             return not bool(torch.isfinite(loss).all())
         return self._losses.look([loss])
+
+
+def _hold_any(tensors: Sequence[Tensor]) -> bool:
+    """Whether some element is NaN or infinite, of all of them; waits for devices."""
+    native = native_kernel.load()
+    on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    memory = native_memory(on_host) if native is not None else None
+    if native is None or memory is None:
+        bad = not all_finite(on_host)
+    else:
+        bad = bool(memory) and native.holds_nonfinite(memory, 0, 1)
+    return bad or _hold_any_on_devices([tensor for tensor in tensors if tensor.device.type != "cpu"])
+
+
+@torch.no_grad()
+def _hold_any_on_devices(tensors: Sequence[Tensor]) -> bool:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    if not by_device or device_kernel.capturing():
+        return False
+    found = [device_kernel.found_by_operations(device_tensors(held))[0] for held in by_device.values()]
+    return any(bool(one.item()) for one in found)
 
 
 class LateLooks:

@@ -11,6 +11,7 @@ from torch import Tensor
 from watchstep import tensors
 from watchstep.capture.record import Group, Probe
 from watchstep.capture.session import Session
+from watchstep.pytorch.confusion import Confusion
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import dtype_name
 from watchstep.pytorch.probes.class_counts import ClassCounts
@@ -25,6 +26,7 @@ class GivenTensors:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._last_given: dict[str, int] = {}
+        self._confusion = Confusion(session)
         self._classes: dict[tuple[str, Mode], ClassCounts] = {}
 
     def record(self, name: str, value: Any, collection: str | None, mode: Mode) -> None:
@@ -50,6 +52,8 @@ class GivenTensors:
             raise ValueError(f"collection {collection!r}: name it in CaptureConfig.collections")
         if mode == "train":
             self._begin_if_given_before(name)
+        if isinstance(value, Tensor):
+            self._confusion.give(name, value, mode)
         charged = session.schedule.due((held,), session.recorder.step, mode)
         if charged is None:
             return

@@ -40,13 +40,17 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter, and how it, its gradient, its update and its checksum are recorded."""
+    """A parameter, and how it, its gradient, its update and its checksum are recorded.
+
+    ``unheld`` describes the gradient while no optimizer holds the parameter.
+    """
 
     parameter: nn.Parameter
     weight: TensorInfo
     gradient: TensorInfo
     update: TensorInfo
     checksum: TensorInfo
+    unheld: TensorInfo
     standing: Standing
     bases: tuple[str, ...]
 
@@ -100,6 +104,7 @@ class Names:
         )
         gradient = replace(plain, name=f"{name}:gradient", role="gradient")
         update = replace(plain, name=f"{name}:update", role="update")
+        unheld = replace(plain, name=f"{name}:unheld", role="unheld")
         stands = standing(parameter, self.whole)
         # Each shard has a checksum of its own: they do not merge.
         shard = f"_{stands.weight.shard_index}" if stands.weight.shard_count > 1 else ""
@@ -110,6 +115,7 @@ class Names:
             gradient=self._placed(gradient, bases, tensors.GRADIENTS),
             update=self._placed(update, bases, tensors.UPDATES, tensors.OPTIMIZER_STATE),
             checksum=self._placed(checksum, bases, tensors.CHECKSUMS),
+            unheld=self._placed(unheld, bases, tensors.UNHELD),
             standing=stands,
             bases=bases,
         )
@@ -149,6 +155,29 @@ class Names:
             order=order,
         )
         return self._placed(info, bases_of(module), *built_in)
+
+    def buffer(self, path: str, leaf: str, module: nn.Module, order: int) -> TensorInfo:
+        """How a buffer of a module is recorded.
+
+        Args:
+            path: the module's path.
+            leaf: the buffer's name in it.
+            module: the module.
+            order: its rank in the order of registration.
+        """
+        held = module.get_buffer(leaf)
+        module_path = self.path(path)
+        info = TensorInfo(
+            name=f"{module_path}.{leaf}" if module_path else leaf,
+            collections=(),
+            role="buffer",
+            module=module_path,
+            module_type=type(module).__name__,
+            order=order,
+            shape=tuple(held.shape),
+            dtype=dtype_name(held.dtype),
+        )
+        return self._placed(info, bases_of(module), tensors.BUFFERS)
 
     def _placed(self, info: TensorInfo, bases: tuple[str, ...], *built_in: str) -> TensorInfo:
         found = placed(info, built_in, self._collections, bases)

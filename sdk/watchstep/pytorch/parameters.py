@@ -21,6 +21,7 @@ from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.probes.checksums import Checksums
 from watchstep.pytorch.probes.gradient_cosine import GradientCosine
 from watchstep.pytorch.probes.samples import elements_of_each, views
+from watchstep.pytorch.probes.unit_spread import UnitSpread
 from watchstep.pytorch.probes.update_ratio import UpdateRatio
 from watchstep.pytorch.unscaled_gradients import measure_unscaled
 from watchstep.tensors import Placement, TensorInfo
@@ -105,6 +106,7 @@ class Parameters:
         self._clipped: dict[tuple[int, ...], Updated] = {}
         self._first = FirstOfStep()
         self._cosine = GradientCosine() if "gradient_cosine" in session.config.probes else None
+        self._spread = UnitSpread() if "unit_spread" in session.config.probes else None
 
     def of(self, optimizer: Optimizer) -> Updated:
         """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
@@ -122,8 +124,18 @@ class Parameters:
         self._named = self._names.parameters()
         self._states.clear()
         self._clipped.clear()
-        if self._cosine is not None:
-            self._cosine.forget()
+        for probe in (self._cosine, self._spread):
+            if probe is not None:
+                probe.forget()
+
+    @property
+    def named(self) -> Iterable[NamedParameter]:
+        """All of the model, whether an optimizer holds them or not."""
+        return self._named.values()
+
+    def held(self) -> frozenset[int]:
+        """Ids of the parameters of every optimizer that has stepped, and is still there."""
+        return frozenset(i for updated in self._updated.values() for i in updated.ids)
 
     def measure_again(self) -> None:
         """Something is wrong: measure what is due although an earlier update of this step has been measured."""
@@ -134,7 +146,9 @@ class Parameters:
         for charged, part in self._due(updated.weights, step, "weight"):
             since = self._schedule.now()
             found: list[Tensor] = [named.parameter for named in part.members]
-            self._record("weight", part.collections, _described(part, _weight), found)
+            spread = None if self._spread is None else self._spread.look(found)
+            probes = () if spread is None else (spread,)
+            self._record("weight", part.collections, _described(part, _weight), found, probes)
             self._schedule.spent(charged, since)
 
     def measure_checksums(self, updated: Updated, step: int) -> None:

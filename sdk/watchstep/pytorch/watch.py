@@ -24,16 +24,19 @@ from watchstep.pytorch import (
 )
 from watchstep.pytorch.activations import ActivationHooks
 from watchstep.pytorch.backward_losses import FoundLoss, LossNames
+from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.clipped_gradients import ClippedGradients
 from watchstep.pytorch.counting_optimizer import CountingOptimizer
 from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.gradient_scaler import Scaling
+from watchstep.pytorch.kept_gradients import KeptGradients
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.module_hook import ModuleHook
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters import Parameters, Updated
 from watchstep.pytorch.scalars import record_tensor
 from watchstep.pytorch.scaler_metrics import ScalerMetrics
+from watchstep.pytorch.unheld_parameters import UnheldParameters
 from watchstep.stopping import StopTraining
 from watchstep.tensors import Mode
 
@@ -47,6 +50,7 @@ class Watch:
     Attributes:
         counts_steps: whether the primary optimizer's steps count as steps of the run. Of several watched models,
             that of the first does.
+        model: unwrapped.
     """
 
     def __init__(
@@ -70,12 +74,15 @@ class Watch:
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
         names = Names(model, name, session.config.chosen, session.held)
-        self._model = names.model
+        self.model = names.model
         self._parameters = Parameters(session, names, kernel)
         self._clipped = ClippedGradients(session, self._parameters)
         self._scaler = ScalerMetrics(session)
+        self._kept = KeptGradients(session, name)
+        self._buffers = Buffers(session, names, self._parameters, kernel)
+        self._unheld = UnheldParameters(session, self._parameters, kernel)
         snapshots.prepare(session, list(names.parameters().values()))
-        self._handle = self._model.register_forward_pre_hook(ModuleHook(self._before_forward))
+        self._handle = self.model.register_forward_pre_hook(ModuleHook(self._before_forward))
         self._activations = ActivationHooks(session, names, kernel, self._mode)
         optimizer_steps.listen(self)
         backward_losses.listen(self)
@@ -92,6 +99,14 @@ class Watch:
         clipping.forget(self)
         self._handle.remove()
         self._activations.remove()
+
+    def backward_begins(self) -> None:
+        """A backward pass is about to add to gradients."""
+        try:
+            if not self._captured():
+                self._kept.backward_begins()
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            self._health.fault("kept gradients", error)
 
     def found(self, loss: FoundLoss) -> None:
         """A loss at ``backward()``."""
@@ -133,6 +148,7 @@ class Watch:
             if has_closure:
                 self._measure(optimizer, gradient_scaler.PLAIN, has_closure=True)
             self._parameters.after_update(optimizer, self._recorder.step)
+            self._kept.after_step(optimizer, lambda: self._parameters.of(optimizer).parameters)
             self._finish(optimizer)
         except StopTraining:
             raise
@@ -209,18 +225,22 @@ class Watch:
     def _mode(self) -> Mode:
         """As the program last said, else as the model is."""
         said = self._session.mode
-        return "eval" if said == "train" and not self._model.training else said
+        return "eval" if said == "train" and not self.model.training else said
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
         if device_kernel.capturing():
             return
         try:
-            mode = self._mode()
+            mode, system = self._mode(), self._session.system
             self._activations.new_pass()
             if mode != "train":
                 self._schedule.forward(mode, self._recorder.step)
+                if system is not None:
+                    system.times.other_mode()
             elif torch.is_grad_enabled():
                 self._thread = threading.get_ident()
+                if system is not None:
+                    system.times.forward()
                 self._begin()
                 self._activations.live.forget()
         except Exception as error:  # noqa: BLE001 - as above
@@ -264,6 +284,8 @@ class Watch:
         began = self._schedule.now()
         updated = self._updated(optimizer)
         if updated is None:
+            if self.counts_steps and self._counting.counts(optimizer):
+                self._unheld.measure(self._recorder.step)
             return
         step = self._recorder.step
         if scaling.is_skipped is not None:
@@ -277,11 +299,14 @@ class Watch:
         self._parameters.measure_checksums(updated, step)
         measured = self._clipped.release(updated.ids, scaling.updates)
         self._parameters.measure_gradients(updated, step, scaling, measured)
+        self._buffers.measure(step)
+        self._unheld.measure(step)
         self._snapshot(step, updated.parameters, "after the update" if has_closure else "before the update")
+        self._recorder.about_to_update()
 
     def _holds_nonfinite(self, updated: Updated) -> bool:
         gradients = [p.parameter.grad for p in updated.parameters if p.parameter.grad is not None]
-        return self._gate.holds_nonfinite(gradients)
+        return self._gate.holds_nonfinite(gradients, at_once=self._recorder.guarding is not None)
 
     def _saw_bad(self, step: int) -> None:
         if self._session.snapshots.bad(step):

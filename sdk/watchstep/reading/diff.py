@@ -15,7 +15,7 @@ from watchstep.reading.index import Want
 from watchstep.reading.run import Run
 from watchstep.segment_checks import PROBE
 from watchstep.statistics import COUNT_COLUMNS, Floats
-from watchstep.tensors import MODES
+from watchstep.tensors import MODES, SYSTEM
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +47,8 @@ class Difference:
 def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
     """Compare the figures of two runs, row by row of the default views, shards as they were recorded.
 
-    Of the probes, those that both runs have are compared.
+    Of the probes, those that both runs have are compared. Figures of the process and its machine differ anyhow, and are
+    left out.
 
     Two figures differ where ``|a - b| > tolerance * scale``, or where one of them is missing. The scale is the larger
     magnitude; of counts, the number of elements; of a mean, the mean magnitude, for a mean that cancels out to next to
@@ -61,7 +62,8 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
         raise ConfigError(
             f"tolerance {tolerance}: below zero", "use 0 for equal to the last bit, or e.g. 1e-5"
         )
-    names = [*dict.fromkeys([*run_a.tensors(), *run_b.tensors()])]
+    known_a, known_b = (_compared(run) for run in (run_a, run_b))
+    names = [*dict.fromkeys([*known_a, *known_b])]
     probes = sorted({*run_a.index.probes()} & {*run_b.index.probes()})
     figures = (*COUNTED, *(PROBE + probe for probe in probes))
     a, b = (_rows(run, names, figures) for run in (run_a, run_b))
@@ -70,7 +72,6 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
     order = np.lexsort([a[name] for name in ("worker", "mode", "tensor", "step")])
     a, b = ({name: column[order] for name, column in held.items()} for held in (a, b))
     table = _table(a, b, (names, figures), tolerance)
-    known_a, known_b = set(run_a.tensors()), set(run_b.tensors())
     return Difference(
         table["step"][0].as_py() if table.num_rows else None,
         table["tensor"][0].as_py() if table.num_rows else None,
@@ -81,12 +82,17 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
     )
 
 
+def _compared(run: Run) -> list[str]:
+    system = set(run.tensors(SYSTEM))
+    return [name for name in run.tensors() if name not in system]
+
+
 def _rows(run: Run, names: list[str], figures: tuple[str, ...]) -> Columns:
     index = run.index
     held = index.consistently(lambda: index.collect(Want((*figures, "shard_index"))))
     place = {name: rank for rank, name in enumerate(names)}
-    ranks = np.array([place[info.name] for info in index.tensors()] or [0], np.int64)
-    return {**held, "tensor": ranks[held["tensor"]]}
+    ranks = np.array([place.get(info.name, -1) for info in index.tensors()] or [0], np.int64)[held["tensor"]]
+    return {name: column[ranks >= 0] for name, column in {**held, "tensor": ranks}.items()}
 
 
 def _common(a: Columns, b: Columns) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

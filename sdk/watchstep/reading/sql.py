@@ -6,16 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from watchstep.block import STAGES
-from watchstep.derived import DERIVED
 from watchstep.errors import ConfigError
-from watchstep.reading.columns import COUNTED, IDENTITY, Columns, figure_of, needs_of
+from watchstep.reading.columns import IDENTITY, needs_of
 from watchstep.reading.index import RunIndex, Want
 from watchstep.reading.part import PartLostError
-from watchstep.segment_checks import PROBE
-from watchstep.statistics import COUNT_COLUMNS
+from watchstep.reading.sql_tables import catalogue_table, statistics_batch, statistics_schema
 from watchstep.tensors import LOSSES, MODES
 
 if TYPE_CHECKING:
@@ -73,7 +69,7 @@ def _locked(duckdb: Any) -> Any:
 
 def _register(connection: Any, index: RunIndex, lost: list[PartLostError]) -> None:
     connection.register("statistics", _lazy(index, lost))
-    connection.register("tensors", _catalogue(index))
+    connection.register("tensors", catalogue_table(index.tensors()))
     connection.execute(
         "CREATE VIEW losses AS SELECT step, mode, worker, tensor AS name, mean AS value FROM statistics "  # noqa: S608
         f"WHERE tensor IN (SELECT name FROM tensors WHERE list_contains(collections, '{LOSSES}'))"
@@ -81,45 +77,12 @@ def _register(connection: Any, index: RunIndex, lost: list[PartLostError]) -> No
     connection.execute("SET lock_configuration = true")
 
 
-def _catalogue(index: RunIndex) -> pa.Table:
-    import pyarrow as pa
-
-    infos = index.tensors()
-    words = ("name", "module", "module_type", "role")
-    return pa.table(
-        {
-            **{word: pa.array([getattr(info, word) for info in infos], pa.string()) for word in words},
-            "order": pa.array([info.order for info in infos], pa.int64()),
-            "shape": pa.array([info.shape for info in infos], pa.list_(pa.int64())),
-            "dtype": pa.array([info.dtype for info in infos], pa.string()),
-            "collections": pa.array([info.collections for info in infos], pa.list_(pa.string())),
-        }
-    )
-
-
-def _schema(index: RunIndex) -> pa.Schema:
-    import pyarrow as pa
-
-    word, whole, short, real = (
-        pa.dictionary(pa.int32(), pa.string()),
-        pa.int64(),
-        pa.int32(),
-        pa.float64(),
-    )
-    kinds = {"step": whole, "mode": word, "worker": short, "tensor": word, "time_ns": whole}
-    kinds |= {"shard_index": short, "shard_count": short, "replica": short, "stage": word}
-    kinds |= {name: real if name not in COUNT_COLUMNS else whole for name in COUNTED}
-    kinds |= dict.fromkeys(DERIVED, real)
-    kinds |= {PROBE + name: real for name in index.probes()}
-    return pa.schema(list(kinds.items()))
-
-
 def _lazy(index: RunIndex, lost: list[PartLostError]) -> Any:
     """A dataset of no rows to Arrow, whose scans read the run: what DuckDB asks of it is what is fetched."""
     import pyarrow as pa
     import pyarrow.dataset as ds
 
-    schema = _schema(index)
+    schema = statistics_schema(index.probes())
 
     class Statistics(ds.InMemoryDataset):  # type: ignore[misc]
         def scanner(self, columns: list[str] | None = None, filter: Any = None, **_: Any) -> Any:  # noqa: A002
@@ -164,19 +127,4 @@ def _batches(index: RunIndex, schema: pa.Schema, tensors: frozenset[str] | None)
     names = [info.name for info in index.tensors()]
     words: dict[str, list[str]] = {"mode": list(MODES), "stage": list(STAGES), "tensor": names}
     for held in index.scan(Want(tuple(dict.fromkeys(needs)), tensors)):
-        yield _batch(held, schema, words)
-
-
-def _batch(held: Columns, schema: pa.Schema, words: dict[str, list[str]]) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    arrays = []
-    for entry in schema:
-        if entry.name in words:
-            indices = pa.array(held[entry.name].astype(np.int32))
-            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(words[entry.name], pa.string())))
-        elif entry.name in held and entry.type != pa.float64():
-            arrays.append(pa.array(held[entry.name], entry.type))
-        else:
-            arrays.append(pa.array(figure_of(held, entry.name), pa.float64(), from_pandas=True))
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+        yield statistics_batch(held, schema, words)

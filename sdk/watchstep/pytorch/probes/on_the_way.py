@@ -21,6 +21,11 @@ class OnTheWay:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether `numbers` would not wait."""
+        return self._event is None or bool(self._event.query())
+
     def numbers(self) -> Floats:
         """The figures as float64, of the tensor's shape."""
         if self._event is not None:

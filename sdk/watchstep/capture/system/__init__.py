@@ -1,0 +1,1 @@
+"""Figures of the process and the machine: sampled beside training, recorded with its steps."""

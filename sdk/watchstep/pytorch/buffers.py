@@ -1,0 +1,130 @@
+"""Running statistics of normalisation layers, and whether the layers take part in training as they should."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; has no public name
+
+from watchstep.capture.record import Group
+from watchstep.capture.session import Session
+from watchstep.kernels.interface import Kernel
+from watchstep.pytorch.names import Names
+from watchstep.pytorch.parameters import Parameters
+from watchstep.pytorch.placement import standing
+from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.statistics import Floats
+from watchstep.tensors import Placement, TensorInfo
+
+_RUNNING = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """One running statistic of a layer."""
+
+    module: _NormBase
+    leaf: str
+    info: TensorInfo
+    place: Placement
+
+    @property
+    def values(self) -> Tensor:
+        """As it is now."""
+        held: Tensor = getattr(self.module, self.leaf)
+        return held
+
+    def learns(self, held: frozenset[int]) -> bool:
+        """Whether one of the parameters that optimizers hold is the layer's scale, and it has a gradient."""
+        scale = self.module.weight
+        return (
+            isinstance(scale, Tensor) and scale.requires_grad and scale.grad is not None and id(scale) in held
+        )
+
+
+@dataclass(frozen=True)
+class _States:
+    """One value for each buffer, of the layer that has it.
+
+    The columns: ``training``, whether the layer is in training mode; ``model_training``, whether the model is; ``learns``,
+    whether an optimizer updates the layer's scale, which has a gradient; ``batches_tracked``, how many batches its running
+    statistics have taken in, NaN where it does not count them.
+    """
+
+    training: Floats
+    model_training: Floats
+    learns: Floats
+    counted: list[int]
+    batches: OnTheWay | None
+
+    def collect(self) -> dict[str, Floats]:
+        numbers = [] if self.batches is None else self.batches.numbers().tolist()
+        batches = np.array([*numbers, np.nan])[self.counted]  # the place of none is the last one
+        return {
+            "training": self.training,
+            "model_training": self.model_training,
+            "learns": self.learns,
+            "batches_tracked": batches,
+        }
+
+
+class Buffers:
+    """Measures the running statistics of one model's layers, where their collection is due."""
+
+    def __init__(self, session: Session, names: Names, parameters: Parameters, kernel: Kernel) -> None:
+        self._recorder = session.recorder
+        self._schedule = session.schedule
+        self._model = names.model
+        self._kernel = kernel
+        self._parameters = parameters
+        self._measured = -1
+        self._groups: dict[tuple[str, ...], Group] = {}
+        self._known: dict[tuple[str, ...], list[_Buffer]] = {}
+        for order, (path, module) in enumerate(names.model.named_modules()):
+            if not isinstance(module, _NormBase):
+                continue
+            for leaf in _RUNNING:
+                values = getattr(module, leaf)
+                if isinstance(values, Tensor) and standing(values, names.whole).records:
+                    info = names.buffer(path, leaf, module, order)
+                    place = standing(values, names.whole).weight
+                    self._known.setdefault(info.collections, []).append(_Buffer(module, leaf, info, place))
+        self._known.pop((), None)
+        for collections, buffers in self._known.items():
+            self._groups[collections] = Group(
+                tuple(one.info for one in buffers), tuple(one.place for one in buffers)
+            )
+
+    def measure(self, step: int) -> None:
+        """Record what is due, once a step.
+
+        Args:
+            step: of the run, of which gradients are there.
+        """
+        if step == self._measured:
+            return
+        self._measured = step
+        for collections, buffers in self._known.items():
+            charged = self._schedule.due(collections, step)
+            if charged is not None:
+                since = self._schedule.now()
+                measured = self._kernel.measure([one.values for one in buffers])
+                self._recorder.add(self._groups[collections], measured, probes=(self._states(buffers),))
+                self._schedule.spent(charged, since)
+
+    def _states(self, buffers: list[_Buffer]) -> _States:
+        held = self._parameters.held()
+        layers = {id(one.module): one.module for one in buffers}
+        counts = {key: layer.num_batches_tracked for key, layer in layers.items()}
+        numbers = {key: count.reshape(()) for key, count in counts.items() if isinstance(count, Tensor)}
+        place = {key: number for number, key in enumerate(numbers)}
+        return _States(
+            training=np.array([float(one.module.training) for one in buffers]),
+            model_training=np.full(len(buffers), float(self._model.training)),
+            learns=np.array([float(one.learns(held)) for one in buffers]),
+            counted=[place.get(id(one.module), -1) for one in buffers],
+            batches=OnTheWay(torch.stack(list(numbers.values()))) if numbers else None,
+        )

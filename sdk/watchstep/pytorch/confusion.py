@@ -1,0 +1,178 @@
+"""Labels and what was predicted for them, counted class by class.
+
+Counted are examples with one label each, 0 … C - 1; labels below zero, with which losses are told to leave an example
+out, and labels from C on do not count. Predictions are scores of shape (examples, C), of which the largest counts, or, in
+host memory, classes as whole numbers. The counts run over all batches looked at, and begin anew after 1,000 examples or
+50 a class, so that they speak of the model as it is of late.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from watchstep import tensors
+from watchstep.capture.record import Group
+from watchstep.capture.session import Session
+from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.statistics import Floats, StatisticsBatch, merge_rows, scalars
+from watchstep.tensors import Mode, TensorInfo
+
+MOST_CLASSES = 100
+_EXAMPLES = 1000
+_EXAMPLES_OF_EACH = 50
+PREDICTIONS = ("outputs", "predictions")
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """The probe: one value for each class.
+
+    ``examples`` of the class, ``correct`` of them, ``confused`` of them taken for the class ``confused_with``, the one that
+    they are most often taken for.
+    """
+
+    matrix: OnTheWay
+
+    def collect(self) -> dict[str, Floats]:
+        """The columns. The matrix has a row for each label and a column for each prediction."""
+        held = self.matrix.numbers()
+        examples, correct = held.sum(1), np.diagonal(held)
+        others = held - np.diag(correct)
+        confused = others.max(1)
+        return {
+            "examples": examples,
+            "correct": correct.copy(),
+            "confused": confused,
+            "confused_with": np.where(confused > 0, others.argmax(1), np.nan),
+        }
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The measurement: of each class the share that was predicted right; of one without examples nothing."""
+
+    counts: _Counts
+    nonfinite: bool | None = False
+
+    def collect(self) -> StatisticsBatch:
+        """One row each."""
+        figures = self.counts.collect()
+        examples, correct = figures["examples"], figures["correct"]
+        seen = np.flatnonzero(examples)
+        return merge_rows(scalars((correct[seen] / examples[seen]).tolist()), seen, len(examples))
+
+
+@dataclass
+class _Matrix:
+    """What has been counted of late: labels by predictions, on a device."""
+
+    counts: Tensor
+    examples: int = 0
+
+
+@dataclass
+class _Given:
+    """What a program gave last: at which step, and which tensor; not kept alive for this."""
+
+    step: int
+    tensor: weakref.ref[Tensor]
+
+
+class Confusion:
+    """Counts what the program gives as labels, and as outputs or predictions, within one step and mode."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._wanted = tensors.CONFUSION in session.config.collections
+        self._given: dict[tuple[str, Mode], _Given] = {}
+        self._matrices: dict[Mode, _Matrix] = {}
+
+    def give(self, name: str, value: Tensor, mode: Mode) -> None:
+        """A tensor that may be one half of a pair.
+
+        Args:
+            name: as the program named it.
+            value: the tensor as the program holds it.
+            mode: of the row.
+        """
+        if not self._wanted or name not in (tensors.LABELS, *PREDICTIONS):
+            return
+        session, step = self._session, self._session.recorder.step
+        role = tensors.LABELS if name == tensors.LABELS else tensors.OUTPUTS
+        self._given[role, mode] = _Given(step, weakref.ref(value))
+        labels, outputs = (self._taken(kind, mode) for kind in (tensors.LABELS, tensors.OUTPUTS))
+        if labels is None or outputs is None:
+            return
+        self._given.pop((tensors.LABELS, mode))
+        self._given.pop((tensors.OUTPUTS, mode))
+        charged = session.schedule.due((tensors.CONFUSION,), step, mode)
+        if charged is not None:
+            since = session.schedule.now()
+            self._count(labels, outputs, mode)
+            session.schedule.spent(charged, since)
+
+    def _taken(self, role: str, mode: Mode) -> Tensor | None:
+        given = self._given.get((role, mode))
+        return given.tensor() if given is not None and given.step == self._session.recorder.step else None
+
+    @torch.no_grad()
+    def _count(self, labels: Tensor, outputs: Tensor, mode: Mode) -> None:
+        classes = _classes(labels, outputs)
+        if classes is None:
+            return
+        given = labels.detach().reshape(-1).to(outputs.device, non_blocking=True).long()
+        predicted = outputs.detach()
+        predicted = predicted.argmax(1) if predicted.dim() == 2 else predicted.long()
+        held = self._matrix(mode, classes, outputs.device)
+        classes = len(held.counts)
+        known = (given >= 0) & (given < classes) & (predicted >= 0) & (predicted < classes)
+        place = torch.where(known, given * classes + predicted, classes * classes)
+        counted = torch.zeros(classes * classes + 1, dtype=torch.int64, device=outputs.device)
+        counted.scatter_add_(0, place, torch.ones_like(place))
+        held.counts = held.counts + counted[:-1].view(classes, classes)
+        held.examples += len(given)
+        counts = _Counts(OnTheWay(held.counts))
+        infos = tuple(
+            TensorInfo(f"confusion/{one}", (tensors.CONFUSION,), "confusion", dtype="float64")
+            for one in range(classes)
+        )
+        self._session.recorder.add(Group.of(infos), _Shares(counts), mode, probes=(counts,))
+        if held.examples >= max(_EXAMPLES, _EXAMPLES_OF_EACH * classes):
+            del self._matrices[mode]
+
+    def _matrix(self, mode: Mode, classes: int, device: torch.device) -> _Matrix:
+        held = self._matrices.get(mode)
+        if held is None or held.counts.device != device:
+            held = self._matrices[mode] = _Matrix(
+                torch.zeros(classes, classes, dtype=torch.int64, device=device)
+            )
+        more = classes - len(held.counts)
+        if more > 0:
+            held.counts = torch.nn.functional.pad(held.counts, (0, more, 0, more))
+        return held
+
+
+def _classes(labels: Tensor, outputs: Tensor) -> int | None:
+    """How many classes there are; None where these are no labels, or no predictions of them."""
+    if labels.is_floating_point() or labels.is_complex() or outputs.is_complex() or labels.dim() == 0:
+        return None
+    if (
+        labels.numel() != labels.shape[0]
+        or outputs.dim() == 0
+        or len(outputs) != len(labels)
+        or not len(labels)
+    ):
+        return None
+    if outputs.dim() == 2 and outputs.is_floating_point():
+        return outputs.shape[1] if 2 <= outputs.shape[1] <= MOST_CLASSES else None
+    if outputs.dim() != 1 or outputs.is_floating_point() or outputs.device.type != "cpu":
+        return None  # on a device the number of classes is not known without waiting
+    if labels.device.type != "cpu":
+        return None
+    most = max(int(outputs.max()), int(labels.max())) + 1
+    return max(2, most) if most <= MOST_CLASSES else None

@@ -1,0 +1,73 @@
+"""The tables that SQL sees, in a run and in a rule: their columns, and how rows become them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from watchstep.derived import DERIVED
+from watchstep.reading.columns import COUNTED, Columns, figure_of
+from watchstep.segment_checks import PROBE
+from watchstep.statistics import COUNT_COLUMNS
+from watchstep.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def catalogue_table(infos: Sequence[TensorInfo]) -> pa.Table:
+    """The table ``tensors``: one row each."""
+    import pyarrow as pa
+
+    words = ("name", "module", "module_type", "role")
+    return pa.table(
+        {
+            **{word: pa.array([getattr(info, word) for info in infos], pa.string()) for word in words},
+            "order": pa.array([info.order for info in infos], pa.int64()),
+            "shape": pa.array([info.shape for info in infos], pa.list_(pa.int64())),
+            "dtype": pa.array([info.dtype for info in infos], pa.string()),
+            "collections": pa.array([info.collections for info in infos], pa.list_(pa.string())),
+        }
+    )
+
+
+def statistics_schema(probes: Sequence[str]) -> pa.Schema:
+    """The columns of the table ``statistics``; a probe's name has the prefix ``probe.`` there."""
+    import pyarrow as pa
+
+    word, whole, short, real = (
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.int64(),
+        pa.int32(),
+        pa.float64(),
+    )
+    kinds = {"step": whole, "mode": word, "worker": short, "tensor": word, "time_ns": whole}
+    kinds |= {"shard_index": short, "shard_count": short, "replica": short, "stage": word}
+    kinds |= {name: real if name not in COUNT_COLUMNS else whole for name in COUNTED}
+    kinds |= dict.fromkeys(DERIVED, real)
+    kinds |= {PROBE + name: real for name in probes}
+    return pa.schema(list(kinds.items()))
+
+
+def statistics_batch(held: Columns, schema: pa.Schema, words: Mapping[str, Sequence[str]]) -> pa.RecordBatch:
+    """Rows of the table ``statistics``.
+
+    Args:
+        held: the recorded columns that the schema's follow from.
+        schema: `statistics_schema`'s, or some of its columns.
+        words: column of words → what its indices stand for.
+    """
+    import pyarrow as pa
+
+    arrays = []
+    for entry in schema:
+        if entry.name in words:
+            indices = pa.array(held[entry.name].astype(np.int32))
+            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(words[entry.name], pa.string())))
+        elif entry.name in held and entry.type != pa.float64():
+            arrays.append(pa.array(held[entry.name], entry.type))
+        else:
+            arrays.append(pa.array(figure_of(held, entry.name), pa.float64(), from_pandas=True))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

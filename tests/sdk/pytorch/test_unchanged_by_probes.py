@@ -1,0 +1,60 @@
+"""Losses are the same to the last bit where every probe has something to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.sdk.training import EVERY_STEP
+from watchstep import CaptureConfig, Hook
+
+STEPS = 60
+
+
+class Reader(nn.Module):
+    """Tokens, normalisation, a layer that begins at one number, and one that no optimizer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(20, 8, padding_idx=0), nn.Linear(8, 6)
+        self.norm, self.held_by_none, self.head = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3)
+        nn.init.constant_(self.inner.weight, 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        held = torch.relu(self.norm(self.inner(self.words(tokens).mean(1))))
+        scores: Tensor = self.head(self.held_by_none(held))
+        return scores
+
+
+def losses(hook: Hook | None, *, clears: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Reader()
+    chosen = [p for name, p in model.named_parameters() if "held_by_none" not in name]
+    optimizer = torch.optim.SGD(chosen, lr=0.01, momentum=0.9)
+    if hook is not None:
+        hook.watch(model, optimizer)
+    found = []
+    for _ in range(STEPS):
+        tokens, labels = torch.randint(0, 20, (16, 5)), torch.randint(0, 3, (16,))
+        if clears:
+            optimizer.zero_grad(set_to_none=False)
+        outputs = model(tokens)
+        loss = nn.functional.cross_entropy(outputs, labels)
+        loss.backward()
+        if hook is not None:
+            hook.record(labels=labels, outputs=outputs)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig()])
+@pytest.mark.parametrize("clears", [True, False])
+def test_losses_are_the_same(config: CaptureConfig, clears: bool, tmp_path: Path) -> None:
+    with Hook(tmp_path, config=config) as hook:
+        watched = losses(hook, clears=clears)
+    assert hook.health["faults"] == {}
+    assert watched == losses(None, clears=clears)

@@ -1,0 +1,71 @@
+"""Parameters that no optimizer holds though they get gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.sdk.training import batches, recorded, small_model
+from watchstep import Hook, Run
+
+STEPS = 51
+
+
+def trained(store: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, by_hand: bool = False) -> Run:
+    hook = Hook(store)
+    hook.watch(model, optimizers[0])
+    for step, (x, y) in enumerate(batches(STEPS)):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizers[0].step()
+        if step % 10 == 9:
+            for optimizer in optimizers[1:]:
+                optimizer.step()
+        if by_hand:
+            with torch.no_grad():
+                model[0].weight.mul_(0.999)  # type: ignore[index]  # a Sequential
+    return recorded(hook)
+
+
+def unheld(run: Run) -> list[str]:
+    return sorted(name for name in run.tensors() if name.endswith(":unheld"))
+
+
+def test_gradients_of_what_no_optimizer_holds(tmp_path: Path) -> None:
+    model = small_model()
+    model[2].requires_grad_(requires_grad=False)
+    run = trained(tmp_path, model, torch.optim.SGD(model[3].parameters(), lr=0.1))
+    assert unheld(run) == ["0.bias:unheld", "0.weight:unheld"]
+    rows = run.tensor("0.weight:unheld").statistics().to_pydict()
+    assert rows["step"] == [0, 25, 50]
+    assert rows["probe.changed"] == [0.0, 0.0, 0.0]
+    assert min(rows["abs_sum"]) > 0
+    assert run.tensor("0.weight:unheld").info.role == "unheld"
+
+
+def test_a_parameter_that_the_program_changes_by_hand(tmp_path: Path) -> None:
+    model = small_model()
+    run = trained(tmp_path, model, torch.optim.SGD(model[3].parameters(), lr=0.1), by_hand=True)
+    assert run.tensor("0.weight:unheld").statistics().to_pydict()["probe.changed"] == [0.0, 1.0, 1.0]
+    assert run.tensor("0.bias:unheld").statistics().to_pydict()["probe.changed"] == [0.0, 0.0, 0.0]
+
+
+def test_another_optimizer_holds_them_from_its_first_step_on(tmp_path: Path) -> None:
+    model = small_model()
+    head, trunk = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[3], model[:3]))
+    run = trained(tmp_path, model, head, trunk)
+    assert run.tensor("0.weight:unheld").statistics().to_pydict()["step"] == [0]
+
+
+def test_where_all_are_held_there_is_nothing(tmp_path: Path) -> None:
+    model = small_model()
+    assert unheld(trained(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))) == []
+
+
+def test_an_optimizer_that_holds_a_copy_leaves_all_unheld(tmp_path: Path) -> None:
+    model = small_model()
+    run = trained(tmp_path, model, torch.optim.SGD(small_model().parameters(), lr=0.1))
+    assert unheld(run) == sorted(f"{name}:unheld" for name, _ in model.named_parameters())
+    assert run.tensor("3.weight:unheld").statistics().to_pydict()["step"] == [0, 25, 50]
