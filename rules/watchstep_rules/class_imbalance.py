@@ -9,6 +9,7 @@ from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 
 _COLUMNS = ("labels_counted", "classes", "largest_class", "smallest_class", "rarest_class")
@@ -20,6 +21,15 @@ class ClassImbalanceParams(Params):
     ratio: float = Field(10.0, gt=1, description="How many times the smallest class the largest may be.")
     deviations: float = Field(
         3.0, ge=0, description="By how many standard deviations chance could make the ratio seem larger."
+    )
+    misprediction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of a class's examples that may be predicted wrong, SageMaker's is 0.7; not judged if null.",
+    )
+    examples: int = Field(
+        20, ge=1, description="Examples of a class below which its mispredictions are not judged."
     )
 
 
@@ -51,14 +61,33 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
     Data that come in the order of their classes show a new class late: nothing is judged until there are twice as
     many labels as when the last new class came. Whether a loss weighs its classes is not to be seen from labels; a
     program that does so on purpose leaves this rule out.
+
+    With ``misprediction`` it also fires for a class with ``1 - correct / examples > misprediction``, over the last 1,000
+    to 2,000 examples of ``hook.record(labels=…, outputs=…)``: the second half of SageMaker's ClassImbalance.
     """
 
     name = "class_imbalance"
     summary = "one class comes more than ten times as often as another"
     needs = Needs(collections=("labels",), roles=("label",), probes=("class_counts",))
     merge = "per_worker"
+    usual_causes = (
+        "The data set itself holds few examples of a class.",
+        "A sampler, a filter or a join dropped examples of a class.",
+        "The data are in the order of classes, and are not shuffled.",
+    )
+    what_to_try = (
+        "Weigh the loss by class (weight= of cross_entropy), or sample evenly with WeightedRandomSampler.",
+        "Look at counts of labels before and after loading.",
+        "Shuffle; judge by figures that do not reward the largest class, such as balanced accuracy.",
+    )
     params_type = ClassImbalanceParams
     state_type = ClassImbalanceState
+
+    def needed(self, params: ClassImbalanceParams) -> Needs:
+        """Predictions as well, where they are judged."""
+        if params.misprediction is None:
+            return self.needs
+        return Needs(("labels", "confusion"), ("label", "confusion"), ("class_counts",))
 
     def evaluate(
         self,
@@ -71,7 +100,7 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
         """Judge the counts so far, row by row."""
         none = np.full(len(block), np.nan)
         labels, classes, largest, smallest, rarest = (block.probes.get(name, none) for name in _COLUMNS)
-        streams, findings = dict(state.streams), []
+        streams, findings = dict(state.streams), self._mispredicted(params, block)
         for row in map(int, np.flatnonzero(classes > 1)):
             name = f"{block.info(row).name}@{block.worker[row]}/{block.mode_name(row)}"
             before = streams.get(name, Classes())
@@ -85,8 +114,30 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
                 and surely > params.ratio * (np.sqrt(smallest[row]) + unlucky) ** 2
             ):
                 seen = (float(largest[row]), float(smallest[row]), float(labels[row]))
-                findings.append(self._finding(params, block, row, int(rarest[row]), seen))
-        return ClassImbalanceState(streams=streams), findings
+                findings[row] = self._finding(params, block, row, int(rarest[row]), seen)
+        return ClassImbalanceState(streams=streams), [findings[row] for row in sorted(findings)]
+
+    def _mispredicted(self, params: ClassImbalanceParams, block: Block) -> dict[int, Finding]:
+        """Classes that are mostly predicted wrong, by row."""
+        if params.misprediction is None:
+            return {}
+        examples, correct = probe(block, "examples"), probe(block, "correct")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            wrong = 1 - correct / examples
+        return {
+            row: finding_at(
+                self.name,
+                block,
+                row,
+                value=float(wrong[row]),
+                threshold=params.misprediction,
+                message=(
+                    f"{block.info(row).name}: of {examples[row]:.0f} examples {wrong[row]:.0%} were predicted wrong, more "
+                    f"than {params.misprediction:.0%}"
+                ),
+            )
+            for row in np.flatnonzero((examples >= params.examples) & (wrong > params.misprediction)).tolist()
+        }
 
     def _finding(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -41,14 +41,28 @@ class Needs:
     """What a rule must be given.
 
     Attributes:
-        collections: it judges tensors of these; the default scope.
+        collections: it judges tensors of these; the default scope; empty for all.
         roles: narrowed to these roles; empty for all.
         probes: extra columns that capture must add.
+        about: roles that findings are about; the others are evidence, which a rule config's ``tensors`` does not narrow.
+            Empty for all.
     """
 
     collections: tuple[str, ...]
     roles: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
+    about: tuple[str, ...] = ()
+
+    def is_evidence(self, role: str) -> bool:
+        """Whether tensors of a role are only held beside those that are judged."""
+        return bool(self.about) and role not in self.about
+
+
+class Advice(NamedTuple):
+    """What is said with a finding of what usually causes it, and what to try; each the likeliest first."""
+
+    usual_causes: tuple[str, ...]
+    what_to_try: tuple[str, ...]
 
 
 class Rule(ABC, Generic[P, S]):
@@ -61,6 +75,9 @@ class Rule(ABC, Generic[P, S]):
         needs: what it judges.
         merge: ``per_worker``: rows are judged as each worker's arrive, and NaN never waits for a dead rank;
             ``sealed``: a step is judged once, when all live workers passed it, with disjoint shards merged.
+        clock: it is judged at every stored tick, also where no row came: a rule about silence.
+        usual_causes: what most often makes it fire, the likeliest first; said with a finding, and never as certain.
+        what_to_try: against each of these, in the same order of likelihood.
     """
 
     name: ClassVar[str]
@@ -68,12 +85,35 @@ class Rule(ABC, Generic[P, S]):
     version: ClassVar[int] = 1
     needs: ClassVar[Needs]
     merge: ClassVar[Merge]
+    clock: ClassVar[bool] = False
+    usual_causes: ClassVar[tuple[str, ...]] = ()
+    what_to_try: ClassVar[tuple[str, ...]] = ()
     params_type: type[P]
     state_type: type[S]
 
     def lookback(self, params: P) -> int:  # noqa: ARG002 - overridden where it depends on them
         """How many earlier rows of each series (tensor, worker, mode) the context must hold."""
         return 0
+
+    def needed(self, params: P) -> Needs:  # noqa: ARG002 - overridden where it depends on them
+        """What it must be given, with these parameters."""
+        return self.needs
+
+    def merged(self, params: P) -> Merge:  # noqa: ARG002 - overridden where it depends on them
+        """How it takes workers, with these parameters."""
+        return self.merge
+
+    def due_ns(self, params: P, state: S) -> int | None:  # noqa: ARG002 - overridden by rules that watch the clock
+        """When it wants a tick though no row comes, nanoseconds since the epoch; None where it waits for rows."""
+        return None
+
+    def problem(self, state: S) -> str:  # noqa: ARG002 - overridden by rules that may fail at a step and go on
+        """Which rows it could not judge though it went on, and why; nothing where it judged all. Told as its health."""
+        return ""
+
+    def advice(self, finding: Finding) -> Advice:  # noqa: ARG002 - overridden where it depends on what was found
+        """The usual causes and what to try, the likeliest for this finding first."""
+        return Advice(self.usual_causes, self.what_to_try)
 
     @abstractmethod
     def evaluate(

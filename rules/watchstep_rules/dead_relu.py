@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.block_view import view
+from watchstep.statistics import Floats
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.progress import Progress, follow
+from watchstep_rules.figures.series import SeriesRows
+from watchstep_rules.figures.steps import in_training, step_numbers
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.progress import Progress
-from watchstep_rules.steps import whole_steps
 
 
 class DeadReluParams(Params):
@@ -41,7 +45,7 @@ class Streak(NamedTuple):
 
 
 class DeadReluState(State):
-    """Streaks by ``tensor@worker``, workers' losses by ``loss@worker``, and parameters without any gradient."""
+    """Streaks under way by ``tensor@worker``, workers' losses by ``loss@worker``, and parameters without any gradient."""
 
     streaks: dict[str, Streak] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
@@ -68,8 +72,20 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         collections=("activations", "gradients", "losses"),
         roles=("output", "gradient", "loss"),
         probes=("channels",),
+        about=("output",),
     )
     merge = "sealed"
+    usual_causes = (
+        "The learning rate is too high: one large step pushed the units below zero for every input.",
+        "Biases began negative, or weights too large.",
+        "Inputs are not centred, or are all of one sign.",
+    )
+    what_to_try = (
+        "Lower the learning rate, or warm it up.",
+        "Use LeakyReLU, ELU or GELU, which pass a gradient below zero.",
+        "Initialise by torch.nn.init.kaiming_normal_, and biases by zero.",
+        "Normalise inputs, or put a normalisation layer before the activation.",
+    )
     params_type = DeadReluParams
     state_type = DeadReluState
 
@@ -82,38 +98,28 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[DeadReluState, list[Finding]]:
         """Judge the layers of each step after its losses and gradients."""
-        streaks, losses, silent = dict(state.streaks), dict(state.losses), dict(state.silent)
+        block = in_training(block)
+        numbers = step_numbers(block)
+        losses, courses = follow(state.losses, block, numbers)
+        silent, all_silent = _silence(state.silent, block, numbers)
         none = np.full(len(block), np.nan)
         channels, dead = (block.probes.get(name, none) for name in ("channels", "dead_channels"))
-        held, findings = block.statistics, []
-        for rows in whole_steps(block):
-            layers = []
-            for row in map(int, rows):
-                info = block.info(row)
-                if info.role == "output":
-                    layers += [row] * bool(channels[row] > 0 and np.isfinite(dead[row]))
-                elif held.finite[row] == 0:
-                    continue
-                elif info.role == "loss":
-                    name = f"{info.name}@{block.worker[row]}"
-                    losses[name] = losses.get(name, Progress()).after(float(held.mean[row]))
-                elif len(info.shape) > 1:
-                    silent[f"{info.name}@{block.worker[row]}"] = bool(held.abs_sum[row] == 0)
-            stuck = not any(loss.converged(params.converged) for loss in losses.values())
-            is_silent = bool(silent) and all(silent.values()) and stuck
-            for row in layers:
-                name = f"{block.info(row).name}@{block.worker[row]}"
-                values = float(held.count[row] / channels[row])
-                share = float(dead[row] / channels[row])
-                streak = streaks[name] = _after(
-                    streaks.get(name, Streak()),
-                    values,
-                    is_dead=share >= params.share,
-                    is_silent=share >= params.silent_share and is_silent,
-                )
-                found = self._judge(params, block, row, share, streak)
-                findings += [found] if found else []
-        return DeadReluState(streaks=streaks, losses=losses, silent=silent), findings
+        is_output = block.mask_of_tensors([info.role == "output" for info in block.catalogue])
+        layers = np.flatnonzero(is_output & (channels > 0) & np.isfinite(dead))
+        share = dead[layers] / channels[layers]
+        stuck = ~courses.any_converged(params.converged)
+        is_dead = share >= params.share
+        is_silent = (share >= params.silent_share) & (all_silent & stuck)[numbers[layers]]
+        streaks, ends = _follow(state.streaks, view(block, layers), is_dead, is_silent, channels[layers])
+        findings = {}
+        for place, streak in ends.items():
+            row = int(layers[place])
+            if found := self._judge(params, block, row, float(share[place]), streak):
+                findings[row] = found
+        return (
+            DeadReluState(streaks=streaks, losses=losses, silent=silent),
+            [findings[row] for row in sorted(findings)],
+        )
 
     def _judge(
         self, params: DeadReluParams, block: Block, row: int, share: float, streak: Streak
@@ -129,6 +135,60 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
                 self.name, block, row, value=share, threshold=params.silent_share, message=message
             )
         return None
+
+
+def _follow(
+    kept: dict[str, Streak],
+    layers: Block,
+    is_dead: NDArray[np.bool_],
+    is_silent: NDArray[np.bool_],
+    channels: Floats,
+) -> tuple[dict[str, Streak], dict[int, Streak]]:
+    """The streaks to be kept, and that of each row in one."""
+    rows = SeriesRows.of(layers)
+    streaks, found = dict(kept), {}
+    hit = is_dead | is_silent
+    goes_on = rows.before(hit, first=True)
+    for row in rows.order[hit[rows.order]].tolist():
+        name = rows.names[rows.series[row]]
+        before = streaks.get(name, Streak()) if goes_on[row] else Streak()
+        values = float(layers.statistics.count[row] / channels[row])
+        found[row] = streaks[name] = _after(
+            before, values, is_dead=bool(is_dead[row]), is_silent=bool(is_silent[row])
+        )
+    for name, last in zip(rows.names, rows.last(hit), strict=True):
+        if not last:
+            streaks.pop(name, None)
+    return streaks, found
+
+
+def _silence(
+    kept: dict[str, bool], block: Block, numbers: NDArray[np.intp]
+) -> tuple[dict[str, bool], NDArray[np.bool_]]:
+    """Which parameters had no gradient at all when it was last seen, and whether that is all of them, by step."""
+    wide = [info.role not in ("output", "loss") and len(info.shape) > 1 for info in block.catalogue]
+    rows = np.flatnonzero(block.mask_of_tensors(wide))
+    rows = rows[block.statistics.finite[rows] > 0]
+    steps = int(numbers[-1]) + 1 if len(numbers) else 0
+    by_series = SeriesRows.of(view(block, rows))
+    alive = (block.statistics.abs_sum[rows] != 0).astype(np.int64)
+    # Counted: how many are alive, and how many known, change from row to row.
+    known = np.array([name in kept for name in by_series.names], np.int64)
+    was = np.array([not kept.get(name, True) for name in by_series.names], np.int64)
+    change = alive - by_series.before(alive, was)
+    new = 1 - by_series.before(np.ones(len(rows), np.int64), known)
+    alive_now = sum(not one for one in kept.values()) + _by_step(change, numbers[rows], steps)
+    known_now = len(kept) + _by_step(new, numbers[rows], steps)
+    silent = {
+        **kept,
+        **{name: not last for name, last in zip(by_series.names, by_series.last(alive), strict=True)},
+    }
+    return silent, (known_now > 0) & (alive_now == 0)
+
+
+def _by_step(changes: NDArray[np.int64], numbers: NDArray[np.intp], steps: int) -> NDArray[np.int64]:
+    """The sum of all changes up to each step."""
+    return np.cumsum(np.bincount(numbers, changes, steps)).astype(np.int64)
 
 
 def _after(streak: Streak, values: float, *, is_dead: bool, is_silent: bool) -> Streak:

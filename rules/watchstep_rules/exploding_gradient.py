@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,12 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block, concatenate
+from watchstep.block import Block
+from watchstep.block_view import together
 from watchstep.derived import l2
+from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats
 from watchstep.tensors import MODES, Mode
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.lasting_flags import Flags, both
+from watchstep_rules.figures.robust import medians_of_known
+from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
+
+_MOST = 0.5
+_SAID = 3
 
 
 class ExplodingGradientParams(Params):
@@ -30,6 +39,11 @@ class ExplodingGradientParams(Params):
     )
     loss_growth: float = Field(
         10.0, gt=1, description="… or only to growth, where the loss is so many times its first value."
+    )
+    overwrites: float = Field(
+        1.0,
+        gt=0,
+        description="Update over its weight, from which on a step writes over what the weight was.",
     )
 
 
@@ -47,16 +61,30 @@ class Past(NamedTuple):
     hit: bool = False
 
 
+class Height(NamedTuple):
+    """The largest norm of any layer so far, findings included, and its step."""
+
+    norm: float = 0.0
+    step: int = 0
+
+
 class ExplodingGradientState(State):
     """The past of each series, by ``tensor@worker/mode``, and by mode the largest norm of any, findings left out.
 
-    By mode also the largest norm of the first step; and by ``loss@worker/mode`` each loss's first value.
+    By mode also the largest norm of the first step, whether a loss was far above its first value when last seen, and
+    whether most weights were written over by their last update, whether both were so at once, and at how many records that is
+    still to be said; the height of the gradients; and by ``loss@worker/mode`` each loss's first value.
     """
 
     series: dict[str, Past] = Field(default_factory=dict)
     largest: dict[str, float] = Field(default_factory=dict)
     began: dict[str, float] = Field(default_factory=dict)
     losses: dict[str, float] = Field(default_factory=dict)
+    risen: dict[str, bool] = Field(default_factory=dict)
+    overwritten: dict[str, bool] = Field(default_factory=dict)
+    wrecked: dict[str, bool] = Field(default_factory=dict)
+    left: dict[str, int] = Field(default_factory=dict)
+    height: dict[str, Height] = Field(default_factory=dict)
 
 
 class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
@@ -78,15 +106,40 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
     ``loss_growth`` times its first value, and the norm ``growth`` times the largest of the first step: a saddle that
     is left behind makes gradients grow as well, but lets the loss fall.
 
-    NaN or infinity alone is another rule's; right after a finding it is the same explosion, gone past what the number
-    format holds.
+    NaN or infinity alone is another rule's: a logarithm of zero, or what the data held. It is an explosion gone past
+    what the number format holds where the steps before it show one: right after a finding, or where the loss was
+    ``loss_growth`` times its first value when it was last a number, or where the last updates of most weights
+    were at least as large as these (``overwrites``; trainings that work take a thousandth, and SageMaker's WeightUpdateRatio
+    holds 10 for large). An explosion goes on until the loss comes back: units that it has killed have a gradient of zero.
+
+    Most weights written over by an update, and then a loss of ``loss_growth`` times its first value, with gradients that have grown as
+    much since the first step, is an explosion between two looks, whatever gradients are at the next: of units that it killed they are small, and the loss settles at what a
+    constant gives. It is said at the next three records, once a run. Of gradients that are small after an explosion the finding's value is
+    the largest norm of any layer since the beginning, with its step, held against the largest of the first step.
     """
 
     name = "exploding_gradient"
-    version = 2
+    version = 4
     summary = "a gradient's norm grows far beyond what its layer has had"
-    needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"))
+    needs = Needs(
+        collections=("gradients", "losses", "updates"),
+        roles=("gradient", "loss", "update"),
+        probes=("update_ratio",),
+        about=("gradient",),
+    )
     merge = "sealed"
+    usual_causes = (
+        "The learning rate is too high for this part of the training.",
+        "A recurrent or deep network multiplies gradients through many steps or layers.",
+        "A batch holds an outlier, or targets that are not scaled.",
+        "Weights began too large, or a normalisation layer is missing.",
+    )
+    what_to_try = (
+        "Clip gradients: torch.nn.utils.clip_grad_norm_ with a bound near their usual norm (Pascanu et al., 2013).",
+        "Lower the learning rate, or warm it up over the first steps.",
+        "Look at the batch of this step; scale inputs and targets.",
+        "Add normalisation or residual connections; initialise by torch.nn.init's gains.",
+    )
     params_type = ExplodingGradientParams
     state_type = ExplodingGradientState
 
@@ -104,6 +157,8 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
     ) -> tuple[ExplodingGradientState, list[Finding]]:
         """Judge step by step, all layers of a step at once."""
         losses, risen = _risen(params, state, block)
+        overwritten = _overwritten(params, state, block)
+        wrecked = both(state.wrecked, risen, overwritten)
         context, block = _gradients(context), _gradients(block)
         past = _Past.of(state, block)
         held = block.statistics
@@ -112,30 +167,75 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         median = _trailing_medians(context, block, params.window)
         limit, hit = np.full(len(block), np.inf), np.zeros(len(block), np.bool_)
         diverges = np.zeros(len(block), np.bool_)
-        (_, mode), step = np.unique(np.stack([block.step, block.mode]), axis=1, return_inverse=True)
-        for rows in _groups(step.ravel()):
-            name = MODES[mode[step.ravel()[rows[0]]]]
+        heights: dict[int, Height] = {}
+        for rows in _groups(sort_key(block.step, block.mode)):
+            name = MODES[block.mode[rows[0]]]
             began = past.began.setdefault(name, float(np.where(whole[rows], norm[rows], 0.0).max()))
             limit[rows] = past.limits(params, name, rows, median[rows])
-            if began > 0 and (int(block.step[rows[0]]), name) in risen:
+            here = int(block.step[rows[0]])
+            away = risen.at(name, here)
+            if began > 0 and away:
                 diverges[rows] = limit[rows] > params.growth * began
                 limit[rows] = np.minimum(limit[rows], params.growth * began)
-            hit[rows] = past.follow(params, name, rows, norm[rows], whole[rows], limit[rows])
-        since = {
-            False: "from what the layer had before",
-            True: "from the first step's, and the loss has risen",
-        }
-        findings = [
-            self._finding(
-                block, int(row), norm[row] if whole[row] else np.inf, limit[row], since[bool(diverges[row])]
+            shown = away or overwritten.at(name, here)
+            grew = past.largest.get(name, 0.0) >= params.loss_growth * began > 0
+            left = past.left.setdefault(name, _SAID) if grew and wrecked.at(name, here) else 0
+            past.left.update({name: left - 1} if left else {})
+            step_of = _Step(name, rows, norm[rows], whole[rows], limit[rows], shown, away, left > 0)
+            hit[rows] = past.follow(params, step_of)
+            past.rise(name, here, float(step_of.numbers.max()))
+            heights.update(dict.fromkeys(rows[hit[rows]].tolist(), past.height.get(name, Height())))
+        findings = []
+        for row in np.flatnonzero(hit).tolist():
+            value, bar = float(norm[row]) if whole[row] else math.inf, float(limit[row])
+            began, height = past.began[block.mode_name(row)], heights[row]
+            after = math.isfinite(value) and value <= bar and height.norm > began
+            findings.append(
+                self._aftermath(block, row, value, height, began)
+                if after
+                else self._finding(block, row, value, bar, diverges=bool(diverges[row]))
             )
-            for row in np.flatnonzero(hit)
-        ]
-        return past.as_state(state, losses), findings
+        return past.as_state(state, losses, (risen, overwritten, wrecked)), findings
 
-    def _finding(self, block: Block, row: int, value: float, limit: float, since: str) -> Finding:
-        message = f"norm of {block.info(row).name} is {value:.3g}, over {limit:.3g}, {since}"
-        return finding_at(self.name, block, row, value=float(value), threshold=float(limit), message=message)
+    def _finding(self, block: Block, row: int, value: float, limit: float, *, diverges: bool) -> Finding:
+        name = block.info(row).name
+        if value == math.inf:
+            message = f"{name} has gone past what its number format holds, after steps that grew"
+        elif value <= limit:
+            message = f"norm of {name} is {value:.3g}, after one that its number format does not hold"
+        else:
+            since = "the first step's, and the loss has risen" if diverges else "what the layer had before"
+            message = f"norm of {name} is {value:.3g}, over {limit:.3g}, from {since}"
+        return finding_at(self.name, block, row, value=value, threshold=limit, message=message)
+
+    def _aftermath(self, block: Block, row: int, value: float, height: Height, began: float) -> Finding:
+        message = (
+            f"gradients had a norm of {height.norm:.3g} at step {height.step}, against {began:.3g} at the first: they wrote "
+            f"over weights, or the loss has not come back. That of {block.info(row).name} is {value:.3g} now"
+        )
+        return finding_at(self.name, block, row, value=height.norm, threshold=began, message=message)
+
+
+class _Step(NamedTuple):
+    """The gradients of one step: the rows, their norms, whether these are numbers, and what they are held against.
+
+    ``shown``: NaN is that of an explosion; ``away``: the loss is far above its first value; ``wrecked``: it was, after
+    updates that wrote over most weights.
+    """
+
+    mode: str
+    rows: NDArray[np.intp]
+    norm: Floats
+    whole: NDArray[np.bool_]
+    limit: Floats
+    shown: bool
+    away: bool
+    wrecked: bool
+
+    @property
+    def numbers(self) -> Floats:
+        """The norms, zero for those that are none."""
+        return np.where(self.whole, self.norm, 0.0)
 
 
 @dataclass
@@ -149,6 +249,8 @@ class _Past:
     hit: NDArray[np.bool_]
     largest: dict[str, float]
     began: dict[str, float]
+    left: dict[str, int]
+    height: dict[str, Height]
 
     @classmethod
     def of(cls, state: ExplodingGradientState, block: Block) -> _Past:
@@ -163,6 +265,8 @@ class _Past:
             np.array([past.hit for past in held], np.bool_),
             dict(state.largest),
             dict(state.began),
+            dict(state.left),
+            dict(state.height),
         )
 
     def limits(
@@ -177,30 +281,43 @@ class _Past:
         )
         return np.where(limit > 0, limit, np.inf)
 
-    def follow(
-        self,
-        params: ExplodingGradientParams,
-        mode: str,
-        rows: NDArray[np.intp],
-        norm: Floats,
-        whole: NDArray[np.bool_],
-        limit: Floats,
-    ) -> NDArray[np.bool_]:
+    def follow(self, params: ExplodingGradientParams, step: _Step) -> NDArray[np.bool_]:
         """Which rows of one step are findings; afterwards the step is past."""
-        series = self.series[rows]
-        hit = (norm > limit) | (~whole & self.hit[series])
-        calm = np.where(whole & ~hit, norm, 0.0)
+        series, norm = self.series[step.rows], step.norm
+        goes_on = self.hit[series] & (~step.whole | step.away)
+        hit = (norm > step.limit) | (~step.whole & step.shown) | goes_on | step.wrecked
+        calm = np.where(step.whole & ~hit, norm, 0.0)
         warming = self.seen[series] < params.warmup
         self.peak[series] = np.maximum(self.peak[series], np.where(warming, calm, 0.0))
         self.seen[series] += warming
         self.hit[series] = hit
-        self.largest[mode] = max(self.largest.get(mode, 0.0), float(calm.max()))
+        self.largest[step.mode] = max(self.largest.get(step.mode, 0.0), float(calm.max()))
         return hit
 
-    def as_state(self, before: ExplodingGradientState, losses: dict[str, float]) -> ExplodingGradientState:
+    def rise(self, mode: str, step: int, norm: float) -> None:
+        """Keep the largest norm of a step if none was so large."""
+        if norm > self.height.get(mode, Height()).norm:
+            self.height[mode] = Height(norm, step)
+
+    def as_state(
+        self,
+        before: ExplodingGradientState,
+        losses: dict[str, float],
+        flags: tuple[Flags, Flags, Flags],
+    ) -> ExplodingGradientState:
         kept = zip(self.names, self.seen.tolist(), self.peak.tolist(), self.hit.tolist(), strict=True)
-        series = {**before.series, **{name: Past(*past) for name, *past in kept}}
-        return ExplodingGradientState(series=series, largest=self.largest, began=self.began, losses=losses)
+        risen, overwritten, wrecked = (each.last for each in flags)
+        return ExplodingGradientState(
+            series={**before.series, **{name: Past(*past) for name, *past in kept}},
+            largest=self.largest,
+            began=self.began,
+            losses=losses,
+            risen=risen,
+            overwritten=overwritten,
+            wrecked=wrecked,
+            left=self.left,
+            height=self.height,
+        )
 
 
 def _gradients(block: Block) -> Block:
@@ -209,19 +326,39 @@ def _gradients(block: Block) -> Block:
 
 def _risen(
     params: ExplodingGradientParams, state: ExplodingGradientState, block: Block
-) -> tuple[dict[str, float], set[tuple[int, Mode]]]:
-    """The first value of each loss, and steps and modes in which some loss is many times that."""
-    first, risen = dict(state.losses), set()
+) -> tuple[dict[str, float], Flags]:
+    """The first value of each loss, and by mode whether some loss is many times that; a loss of NaN says nothing."""
+    first, risen = dict(state.losses), Flags(state.risen)
     is_loss = block.mask_of_tensors([info.role == "loss" for info in block.catalogue])
-    for row in map(int, np.flatnonzero(is_loss & (block.statistics.finite > 0))):
-        mode, size = block.mode_name(row), abs(float(block.statistics.mean[row]))
+    rows = np.flatnonzero(is_loss & (block.statistics.finite > 0))
+    now: dict[Mode, tuple[int, bool]] = {}
+    for row in map(int, rows[np.argsort(block.step[rows], kind="stable")]):
+        mode, step, size = block.mode_name(row), int(block.step[row]), abs(float(block.statistics.mean[row]))
         began = first.setdefault(f"{block.info(row).name}@{block.worker[row]}/{mode}", size)
-        if began > 0 and size >= params.loss_growth * began:
-            risen.add((int(block.step[row]), mode))
+        away = began > 0 and size >= params.loss_growth * began
+        before = now.get(mode, (-1, False))
+        now[mode] = (step, away or (before[0] == step and before[1]))
+        risen.see(mode, now[mode][0], flag=now[mode][1])
     return first, risen
 
 
-def _groups(label: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+def _overwritten(params: ExplodingGradientParams, state: ExplodingGradientState, block: Block) -> Flags:
+    """By mode, whether the last finite updates of most weights were as large as these."""
+    flags = Flags(state.overwritten)
+    wide = block.mask_of_tensors([info.role == "update" and len(info.shape) > 1 for info in block.catalogue])
+    ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
+    rows = np.flatnonzero(wide & np.isfinite(ratio) & (block.statistics.nonfinite == 0))
+    step, mode = block.step[rows], block.mode[rows]
+    _, first, place = np.unique(sort_key(step, mode), return_index=True, return_inverse=True)
+    step, mode = step[first], mode[first]
+    large = np.bincount(place, weights=ratio[rows] >= params.overwrites, minlength=len(step))
+    share = large / np.bincount(place, minlength=len(step))
+    for one, kind, most in zip(step.tolist(), mode.tolist(), (share >= _MOST).tolist(), strict=True):
+        flags.see(MODES[kind], one, flag=most)
+    return flags
+
+
+def _groups(label: NDArray[np.int64]) -> list[NDArray[np.intp]]:
     """The places of each label, ascending, labels ascending."""
     order = np.argsort(label, kind="stable")
     return [rows for rows in np.split(order, np.flatnonzero(np.diff(label[order])) + 1) if len(rows)]
@@ -229,13 +366,16 @@ def _groups(label: NDArray[np.intp]) -> list[NDArray[np.intp]]:
 
 def _trailing_medians(context: Block, block: Block, window: int) -> Floats:
     """For each row of the block, the median norm of up to ``window`` whole rows of its series before it, or NaN."""
-    together = concatenate([context, block])
-    held = together.statistics
+    rows_of_both = together(context, block)
+    held = rows_of_both.statistics
     norm = np.where(held.nonfinite == 0, l2(held), np.nan)
-    medians = np.full(len(together), np.nan)
-    for rows in _groups(together.series_key()):
+    places, parts = [np.empty(0, np.intp)], [np.empty((0, window))]
+    for rows in SeriesRows.of(rows_of_both, by_mode=True).rows():
         padded = np.concatenate([np.full(window, np.nan), norm[rows[:-1]]])
-        windows = np.lib.stride_tricks.sliding_window_view(padded, window)
-        some = ~np.isnan(windows).all(axis=1)
-        medians[rows[some]] = np.nanmedian(windows[some], axis=1)
-    return medians[len(together) - len(block) :]
+        judged = int(np.searchsorted(rows, len(context)))  # a series' rows of the context come first
+        places.append(rows[judged:] - len(context))
+        parts.append(np.lib.stride_tricks.sliding_window_view(padded, window)[judged:])
+    place, windows = np.concatenate(places), np.concatenate(parts)
+    medians = np.full(len(block), np.nan)
+    medians[place] = medians_of_known(windows)
+    return medians

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from watchstep.block import Block
 from watchstep.tensors import Mode, TensorInfo
@@ -17,10 +17,11 @@ class Finding(BaseModel):
         rule: the rule's name.
         step: the step that was judged.
         mode: its mode.
-        worker: the rank whose row was judged; the lowest one where shards were merged.
-        tensor: the tensor's name.
+        worker: the rank whose row was judged; the number of the replica where shards were merged.
+        tensor: the tensor's name; empty for a finding about the run as a whole.
         module: path of the module that owns it, empty where none does.
         module_type: the module's class.
+        role: what the tensor is to it: weight, gradient, output, loss, …
         value: what was seen.
         threshold: what it was held against.
         message: both in words, with the unit.
@@ -37,11 +38,18 @@ class Finding(BaseModel):
     tensor: str
     module: str
     module_type: str
+    role: str = ""
     value: float
     threshold: float
     message: str
     time_ns: int
     cause_rank: tuple[int, int]
+
+    @field_validator("message")
+    @classmethod
+    def _can_be_kept(cls, value: str) -> str:
+        """Databases take no NUL in a text, and a rule of a user's own may say anything."""
+        return value.replace("\0", "\ufffd")
 
 
 def cause_rank(info: TensorInfo) -> tuple[int, int]:
@@ -64,9 +72,39 @@ def finding_at(rule: str, block: Block, row: int, *, value: float, threshold: fl
         tensor=info.name,
         module=info.module,
         module_type=info.module_type,
+        role=info.role,
         value=value,
         threshold=threshold,
         message=message,
         time_ns=int(block.time_ns[row]),
         cause_rank=cause_rank(info),
+    )
+
+
+def finding_of_run(
+    rule: str, step: int, now: int, *, value: float, threshold: float, message: str
+) -> Finding:
+    """A finding about the run as a whole, which no row shows.
+
+    Args:
+        rule: the rule's name.
+        step: the last step that was seen.
+        now: the tick of the evaluation, nanoseconds since the epoch.
+        value: what was seen.
+        threshold: what it was held against.
+        message: both in words.
+    """
+    return Finding(
+        rule=rule,
+        step=step,
+        mode="global",
+        worker=0,
+        tensor="",
+        module="",
+        module_type="",
+        value=value,
+        threshold=threshold,
+        message=message,
+        time_ns=now,
+        cause_rank=(len(_PHASES), 0),
     )

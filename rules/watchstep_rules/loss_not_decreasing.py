@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep_rules import constant_prediction
-from watchstep_rules.constant_prediction import LabelState, against_labels
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures import constant_prediction
+from watchstep_rules.figures.constant_prediction import LabelState, against_labels
+from watchstep_rules.figures.loss_progress import Beginning, Progress, lookback, progress
+from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.loss_progress import Beginning, Progress, lookback, progress
-from watchstep_rules.loss_series import LossSeries, first_steps, is_whole, loss_series
 
 _MOST_NOISE = 0.4
 _ROUNDING = 1e-9
@@ -29,7 +29,14 @@ class LossNotDecreasingParams(Params):
         0.05, gt=0, lt=1, description="Share of its beginning by which a loss that learns falls."
     )
     growth: float = Field(
-        2.0, gt=1, description="How many times its beginning a loss that still rises has reached."
+        2.0,
+        gt=1,
+        description="How many times its beginning a loss that still rises, or that exploded, has reached.",
+    )
+    far: float = Field(
+        10.0,
+        gt=1,
+        description="The same of one that exploded, where labels do not tell that it is worse than a constant.",
     )
     noise: float = Field(
         0.15, gt=0, description="Relative noise up to which a loss is judged by its beginning alone."
@@ -56,6 +63,10 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     or, instead of the second, where labels are recorded: the mean of the whole patience is what the best constant prediction
     gives (within 3 %), and at least half of ``start``. Or it rises and goes on: ``level >= growth * start`` and ``level - earlier > 3 u``.
 
+    First losses whose median is ten times the first one, and whose highest is ten times that median, hold an explosion: then
+    ``start`` is the first. Such a loss has not come back where it does not fall and the median of the patience is
+    ``growth * start``, if it is worse than any constant prediction; where labels are not recorded, ``far * start``.
+
     A loss that fell by much and is flat has converged, and one that falls by little but steadily is slow: both are left
     alone. So is one that has been clearly lower before (two sides of a game), that was ever below zero (a policy's
     gain, a log-likelihood), that is well below any constant prediction (a model that begins trained), that has labels
@@ -71,8 +82,22 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
 
     name = "loss_not_decreasing"
     summary = "the training loss makes no progress from where it began"
-    needs = Needs(collections=("losses", "labels"), roles=("loss", "label"), probes=("class_counts",))
+    needs = Needs(
+        collections=("losses", "labels"), roles=("loss", "label"), probes=("class_counts",), about=("loss",)
+    )
     merge = "sealed"
+    usual_causes = (
+        "The learning rate is much too high or much too low.",
+        "The optimizer's steps do not reach the model: zero_grad, backward and step are not all there, in that order.",
+        "Labels do not belong to their inputs, or the loss does not suit the output.",
+        "Nothing passes through the network: units are dead or saturated, or it began badly.",
+    )
+    what_to_try = (
+        "Try to overfit one small batch: if that fails, the fault is in the program, not in the data.",
+        "Try learning rates ten times larger and smaller.",
+        "Check labels, their order after shuffling, and what the loss expects: logits or probabilities, classes or one-hot.",
+        "Look at alerts about layers of the same run.",
+    )
     params_type = LossNotDecreasingParams
     state_type = LossNotDecreasingState
 
@@ -119,6 +144,8 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     ) -> Finding:
         level, start = float(seen.level[place]), float(seen.start[place])
         what = "and still rises" if rises else f"and has not moved for {params.patience} steps"
+        if seen.peak[place] > 0 and level >= params.growth * start:
+            what = f"rose to {seen.peak[place]:.4g} within the first {params.warmup}, and has not come back"
         message = f"{series.name} is {level:.4g} on average, it began at {start:.4g}, {what}"
         return finding_at(
             self.name, block, int(series.rows[place]), value=level, threshold=start, message=message
@@ -143,4 +170,7 @@ def _verdict(
     plain = seen.noise <= _MOST_NOISE * level
     stays = measure & said.told & plain & flat & (as_began | at_constant) & ~was_lower & ~learnt
     rises = measure & (level >= params.growth * start) & (level - seen.earlier > 3 * unsure)
-    return stays, rises
+    high = (seen.middle >= params.growth * start) & said.above
+    high |= (seen.middle >= params.far * start) & plain
+    lost = measure & (seen.peak > 0) & high & (seen.earlier - level <= 2 * unsure)
+    return stays | lost, rises

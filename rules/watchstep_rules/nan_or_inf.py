@@ -7,8 +7,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep.block_view import view
+from watchstep_rules.contract import Advice, Needs, Params, Rule, State
+from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
+
+_BAD_BATCH = "The data hold NaN or infinity, or a value far beyond all others."
+_LOOK_AT_INPUT = "Look at model:input at this step: where it holds NaN or infinity, check batches with torch.isfinite before they are fed."
 
 
 class NanOrInfParams(Params):
@@ -41,6 +46,20 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
     summary = "a weight, gradient, activation or loss holds NaN or infinity"
     needs = Needs(collections=("losses", "gradients", "weights", "biases", "activations"))
     merge = "per_worker"
+    usual_causes = (
+        "The learning rate is too high: weights and then the loss grow without bound.",
+        "The loss takes the logarithm of zero, divides by zero, or takes the root of zero.",
+        _BAD_BATCH,
+        "Half precision overflows: float16 ends at 65504.",
+    )
+    what_to_try = (
+        "Look at the first tensor of this step in the order of the flow; what comes after it follows.",
+        "Lower the learning rate, warm it up, or clip gradients with torch.nn.utils.clip_grad_norm_.",
+        "Use losses on logits, such as cross_entropy and binary_cross_entropy_with_logits; add an epsilon under roots and logarithms.",
+        _LOOK_AT_INPUT,
+        "Find the operation with torch.autograd.detect_anomaly.",
+        "Under float16 use torch.amp.GradScaler, or take bfloat16.",
+    )
     params_type = NanOrInfParams
     state_type = NanOrInfState
 
@@ -67,6 +86,18 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
             for row in np.flatnonzero(bad > params.max_elements)
         ]
 
+    def advice(self, finding: Finding) -> Advice:
+        """An output that is the first bad tensor of its step had finite weights: what came into it is the likeliest cause.
+
+        Inputs alone are no finding, since a model may fill their gaps.
+        """
+        usual = super().advice(finding)
+        if finding.role not in ("output", "input"):
+            return usual
+        causes = (cause for cause in usual.usual_causes if cause != _BAD_BATCH)
+        tries = (one for one in usual.what_to_try if one != _LOOK_AT_INPUT)
+        return Advice((_BAD_BATCH, *causes), (_LOOK_AT_INPUT, *tries))
+
     def _finding(self, params: NanOrInfParams, block: Block, row: int, bad: int) -> Finding:
         held = block.statistics
         kinds = [(held.nan[row], "NaN"), (held.pos_inf[row], "+inf"), (held.neg_inf[row], "-inf")]
@@ -81,10 +112,14 @@ def _not_yet_finite(block: Block, state: NanOrInfState) -> tuple[NDArray[np.bool
     """Which rows are of a logged loss that has never been finite, and the state after them."""
     logged = block.mask_of_tensors([info.role == "loss" and not info.derived for info in block.catalogue])
     waiting = np.zeros(len(block), np.bool_)
-    finite = dict.fromkeys(state.finite)
-    for row in np.flatnonzero(logged):
-        name = f"{block.info(int(row)).name}@{block.worker[row]}/{block.mode[row]}"
-        if block.statistics.finite[row]:
-            finite[name] = None
-        waiting[row] = name not in finite
-    return waiting, NanOrInfState(finite=tuple(finite))
+    rows = np.flatnonzero(logged)
+    is_finite = block.statistics.finite[rows] > 0
+    by_series = SeriesRows.of(view(block, rows), by_mode=True)
+    known, begun = set(state.finite), {}
+    for name, places in zip(by_series.names, by_series.rows(), strict=True):
+        if name not in known:
+            finite = np.logical_or.accumulate(is_finite[places])
+            waiting[rows[places]] = ~finite
+            if finite[-1]:
+                begun[int(places[np.argmax(finite)])] = name
+    return waiting, NanOrInfState(finite=(*state.finite, *(begun[place] for place in sorted(begun))))

@@ -10,13 +10,15 @@ from pydantic import Field
 
 from watchstep.block import Block
 from watchstep.statistics import Floats
-from watchstep_rules import constant_prediction
-from watchstep_rules.constant_prediction import LabelState
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures import constant_prediction
+from watchstep_rules.figures.constant_prediction import LabelState
+from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.figures.robust import medians, quantiles
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.loss_series import LossSeries, first_steps, is_whole, loss_series
 
 _EVALUATIONS = 8
+_KEPT = "gradients:kept"
 
 
 class OscillatingLossParams(Params):
@@ -51,15 +53,16 @@ class Origin(NamedTuple):
 
 
 class OscillatingLossState(State):
-    """The origin of each series, by ``name/mode``; the step of each loss's first row; the labels so far."""
+    """The origin of each series, by ``name/mode``; the step of each loss's first row; the labels so far; whether gradients are kept."""
 
     series: dict[str, Origin] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
     labels: LabelState = LabelState()
+    kept: bool = False
 
 
 class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
-    """Fires when a loss swings in one of three ways that batch noise does not make.
+    """Fires when a loss swings in one of four ways that batch noise does not make.
 
     *Overshoot*: over ``window`` training losses, ``p90 - p10 >= swing * median``, with at least a fifth as many crossings
     of the median as losses, while the median is ``above_labels`` times what the best constant prediction gives and
@@ -72,6 +75,11 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
     highest. Independent losses have correlations of ``1/sqrt(window)``: 0.7 is more than four times that. Two
     batches in fixed order alternate too, but their loss falls.
 
+    *With a cause*: batches come sorted by label (of the deviations of labels a fifth or less is within batches), or gradients of
+    before an optimizer's step are still in those of the next. Then ``p90 - p10 >= swing * median`` is enough where the ninetieth
+    percentile is half or more of what the best constant prediction gives (the kind of loss that the first is nearest to), or of the first loss where labels are not
+    recorded: what makes the loss swing is known.
+
     *Validation*: of eight evaluations in a row, all but one are turning points, each a quarter of their median or more away from
     the one before, their median a tenth of the first one or more. A validation set does not change, so what swings is the model.
 
@@ -80,13 +88,29 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
     zero, and one of several losses unless its name says that it is the sum, are left alone. Overshoot and alternation
     around a ravine are what gradient descent does above ``2 / curvature`` (Cohen et al., ICLR 2021). SageMaker has no such rule;
     AutoTrainer (ICSE 2021) counts turns of the accuracy. Slow swings, as of cyclic learning rates and of games, turn too
-    seldom for any of the three.
+    seldom for any of these unless their cause is seen.
     """
 
     name = "oscillating_loss"
     summary = "the loss swings without coming to rest"
-    needs = Needs(collections=("losses", "labels"), roles=("loss", "label"), probes=("class_counts",))
+    version = 2
+    needs = Needs(
+        collections=("losses", "labels", "metrics"),
+        roles=("loss", "label", "metric"),
+        probes=("class_counts", "kept_gradients"),
+        about=("loss",),
+    )
     merge = "sealed"
+    usual_causes = (
+        "The learning rate is too high: steps go from one side of a valley to the other.",
+        "Batches are very small, or differ much from each other.",
+        "Momentum is too high for the learning rate.",
+    )
+    what_to_try = (
+        "Lower the learning rate, by threes, or let it decay.",
+        "Take larger batches, or accumulate gradients.",
+        "Shuffle the data; clip gradients; lower the momentum.",
+    )
     params_type = OscillatingLossParams
     state_type = OscillatingLossState
 
@@ -107,6 +131,7 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         evaluations = loss_series(context, block, "eval")
         labels, baselines = constant_prediction.follow(state.labels, block)
         names = first_steps(state.names, losses)
+        gradients = _kept_gradients(state.kept, block)
         kept, findings = dict(state.series), {}
         for series in [*losses, *evaluations]:
             origin = _origins(series, kept.get(series.key, Origin()))
@@ -116,7 +141,11 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
             else:
                 width = params.window
                 known = constant_prediction.at(baselines, series.steps)
+                cause = constant_prediction.in_order_at(baselines, series.steps) | _kept_at(
+                    gradients, series.steps
+                )
                 swings = _overshoots(params, series, origin, known) | _alternates(params, series, origin)
+                swings |= cause & _swings_wide(params, series, origin, known)
             swings &= is_whole(series, names) & ~np.array([each.signed for each in origin])
             low, high = _ends(series, width)
             for place in map(int, np.flatnonzero(swings)):
@@ -130,7 +159,7 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
                     threshold=float(origin[place].first or 0.0),
                     message=message,
                 )
-        state = OscillatingLossState(series=kept, names=names, labels=labels)
+        state = OscillatingLossState(series=kept, names=names, labels=labels, kept=gradients[-1][1])
         return state, [findings[row] for row in sorted(findings)]
 
 
@@ -152,8 +181,8 @@ def _origins(series: LossSeries, past: Origin) -> list[Origin]:
 def _ends(series: LossSeries, width: int) -> tuple[Floats, Floats]:
     """Tenth and ninetieth percentile of the last losses."""
     return (
-        series.trailing(width, lambda windows: np.quantile(windows, 0.1, axis=1)),
-        series.trailing(width, lambda windows: np.quantile(windows, 0.9, axis=1)),
+        series.trailing(width, lambda windows: quantiles(windows, 0.1)),
+        series.trailing(width, lambda windows: quantiles(windows, 0.9)),
     )
 
 
@@ -161,8 +190,8 @@ def _goes_on(windows: Floats, least: float) -> NDArray[np.bool_]:
     """Whether the second half of each window swings at least so much of the first's swing, and has not grown away."""
     half = windows.shape[1] // 2
     halves = windows[:, :half], windows[:, -half:]
-    first, second = (np.quantile(part, 0.9, axis=1) - np.quantile(part, 0.1, axis=1) for part in halves)
-    before, after = (np.median(part, axis=1) for part in halves)
+    first, second = (quantiles(part, 0.9) - quantiles(part, 0.1) for part in halves)
+    before, after = (medians(part) for part in halves)
     going: NDArray[np.bool_] = (second >= least * first) & (after <= 1.5 * before)
     return going
 
@@ -183,11 +212,11 @@ def _overshoots(
     known: list[tuple[float, ...] | None],
 ) -> NDArray[np.bool_]:
     def turns(windows: Floats) -> Floats:
-        above = windows > np.median(windows, axis=1, keepdims=True)
+        above = windows > medians(windows)[:, None]
         often = (above[:, 1:] != above[:, :-1]).sum(axis=1) >= params.window / 5
         return np.where(often & ~_climbs(windows) & _goes_on(windows, 0.5), 1.0, 0.0)
 
-    median = series.trailing(params.window, lambda windows: np.median(windows, axis=1))
+    median = series.trailing(params.window, medians)
     low, high = _ends(series, params.window)
     first = np.array([np.nan if each.first is None else each.first for each in origin])
     bar = np.array(
@@ -199,6 +228,42 @@ def _overshoots(
     swings: NDArray[np.bool_] = (high - low >= params.swing * median) & (median >= bar) & (median > 0)
     found: NDArray[np.bool_] = swings & (series.trailing(params.window, turns) == 1)
     return found
+
+
+def _swings_wide(
+    params: OscillatingLossParams,
+    series: LossSeries,
+    origin: list[Origin],
+    known: list[tuple[float, ...] | None],
+) -> NDArray[np.bool_]:
+    median = series.trailing(params.window, medians)
+    low, high = _ends(series, params.window)
+    goes_on = series.trailing(params.window, lambda windows: np.where(_goes_on(windows, 0.5), 1.0, 0.0)) == 1
+    first = [np.nan if each.first is None else each.first for each in origin]
+    guess = np.array(
+        [
+            min(losses, key=lambda loss: abs(loss - one)) if losses else one
+            for one, losses in zip(first, known, strict=True)
+        ]
+    )
+    wide: NDArray[np.bool_] = (high - low >= params.swing * median) & (high >= guess / 2) & goes_on
+    return wide
+
+
+def _kept_gradients(before: bool, block: Block) -> list[tuple[int, bool]]:
+    """From which step on gradients are kept, or no more; first what was before."""
+    is_metric = block.mask_of_tensors(
+        [_KEPT in info.name and info.role == "metric" for info in block.catalogue]
+    )
+    rows = np.flatnonzero(is_metric & (block.statistics.finite > 0))
+    rows = rows[np.argsort(block.step[rows], kind="stable")]
+    kept = (block.statistics.mean[rows] > 0).tolist()
+    return [(-1, before), *zip(block.step[rows].tolist(), kept, strict=True)]
+
+
+def _kept_at(found: list[tuple[int, bool]], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    places = np.searchsorted([step for step, _ in found], steps, side="right") - 1
+    return np.array([found[place][1] for place in places.tolist()], np.bool_)
 
 
 def _alternates(params: OscillatingLossParams, series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
@@ -215,7 +280,7 @@ def _alternates(params: OscillatingLossParams, series: LossSeries, origin: list[
             alternates |= (near < -params.alternation) & (far > params.alternation)
         return np.where(alternates & _goes_on(windows, 0.8), 1.0, 0.0)
 
-    median = series.trailing(params.window, lambda windows: np.median(windows, axis=1))
+    median = series.trailing(params.window, medians)
     low, high = _ends(series, params.window)
     begun = np.array([each.high for each in origin])
     wide: NDArray[np.bool_] = (high - low >= 0.1 * median) & (median >= begun / 2) & (median > 0)
@@ -227,7 +292,7 @@ def _evaluations(series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
     def turns(windows: Floats) -> Floats:
         moves = np.diff(windows, axis=1)
         turning = (np.sign(moves[:, 1:]) * np.sign(moves[:, :-1]) < 0).sum(axis=1)
-        median = np.median(windows, axis=1)
+        median = medians(windows)
         wide = (np.abs(moves) >= 0.25 * median[:, None]).sum(axis=1) >= _EVALUATIONS - 2
         swings = (turning >= _EVALUATIONS - 3) & wide & (median > 0) & _goes_on(windows, 0.5)
         return np.where(swings, median, np.nan)

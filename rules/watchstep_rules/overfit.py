@@ -12,8 +12,8 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep.statistics import Floats
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.loss_series import LossSeries, loss_series
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.loss_series import LossSeries, loss_series
 
 
 class OverfitParams(Params):
@@ -88,6 +88,18 @@ class Overfit(Rule[OverfitParams, OverfitState]):
     summary = "the validation loss rises from its best while the training loss falls"
     needs = Needs(collections=("losses",), roles=("loss",))
     merge = "sealed"
+    usual_causes = (
+        "The training has gone on for longer than the data carry.",
+        "The model is large for the data.",
+        "There is little regularisation or augmentation.",
+        "Validation data differ from training data.",
+    )
+    what_to_try = (
+        "Stop early, and take the weights of the best validation.",
+        "Add weight decay, dropout or augmentation, or take a smaller model.",
+        "Get more data, or begin from trained weights.",
+        "Check how the validation data were split and prepared.",
+    )
     params_type = OverfitParams
     state_type = OverfitState
 

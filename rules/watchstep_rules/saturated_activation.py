@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.block_view import view
 from watchstep.statistics import Floats
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.layers import is_weighted
+from watchstep_rules.figures.progress import Progress, follow
+from watchstep_rules.figures.series import SeriesRows
+from watchstep_rules.figures.steps import in_training, step_numbers
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.layers import is_weighted
-from watchstep_rules.progress import Progress
-from watchstep_rules.steps import whole_steps
 
 _MIDDLE_AND_HALF = {"Sigmoid": (0.5, 0.5), "Tanh": (0.0, 1.0)}
 """Where these activations are steepest, and how far from there their bounds are."""
@@ -33,7 +35,10 @@ class SaturatedActivationParams(Params):
     steps: int = Field(3, ge=1, description="Records in a row through which that holds …")
     examples: int = Field(32, ge=1, description="… and values of each channel that they saw together.")
     converged: float = Field(
-        0.1, ge=0, lt=1, description="Share of its first value at which a loss has converged: no fault then."
+        0.5,
+        ge=0,
+        lt=1,
+        description="Share of its first value to which a loss that is learnt has come down: no fault then.",
     )
     stuck: float = Field(
         0.75,
@@ -51,7 +56,7 @@ class Streak(NamedTuple):
 
 
 class SaturatedActivationState(State):
-    """Streaks by ``tensor@worker``, losses by ``loss@worker``, and where in the model the last weighted layer stands."""
+    """Streaks under way by ``tensor@worker``, losses by ``loss@worker``, and where in the model the last weighted layer stands."""
 
     streaks: dict[str, Streak] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
@@ -70,14 +75,32 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
     every example (SageMaker's SaturatedActivation asks for half of the nodes). Saturation of hidden layers early in
     training is what Glorot and Bengio (2010) found to stop learning. An activation after the last weighted layer is
     left alone once the loss has come down by a quarter: the output of a classifier that is sure lies at a bound, that
-    of a network whose targets lie beyond the bounds does so too, and its loss stays where it was. So is any layer once the loss is down to a
-    tenth of its start: units that have become switches are how such a network represents what it learnt.
+    of a network whose targets lie beyond the bounds does so too, and its loss stays where it was. So is any layer once the loss is down to
+    half of its start: units that became switches while the network learnt are how it represents what it learnt, and
+    saturation that keeps it from learning is there before that.
     """
 
     name = "saturated_activation"
     summary = "a hidden layer's sigmoids or tanhs stay at their bounds"
-    needs = Needs(collections=("activations", "losses"), roles=("output", "loss"), probes=("channels",))
+    needs = Needs(
+        collections=("activations", "losses"),
+        roles=("output", "loss"),
+        probes=("channels",),
+        about=("output",),
+    )
     merge = "sealed"
+    usual_causes = (
+        "Weights before the activation are too large.",
+        "Inputs are not scaled: raw pixels of 0 to 255, for example.",
+        "The learning rate is too high, and drove the units to their bounds.",
+        "A sigmoid or tanh stands where its bounds do not suit the targets.",
+    )
+    what_to_try = (
+        "Initialise by torch.nn.init.xavier_normal_ with the activation's gain.",
+        "Scale inputs to about zero mean and unit variance, or normalise before the activation.",
+        "Lower the learning rate.",
+        "Use ReLU-like activations in hidden layers; give the loss logits instead of a sigmoid's output.",
+    )
     params_type = SaturatedActivationParams
     state_type = SaturatedActivationState
 
@@ -90,28 +113,28 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[SaturatedActivationState, list[Finding]]:
         """Judge the layers of each step after its losses."""
-        streaks, losses, last = dict(state.streaks), dict(state.losses), state.last
+        block = in_training(block)
+        numbers = step_numbers(block)
+        losses, courses = follow(state.losses, block, numbers)
+        last = _last_layer(state.last, block, numbers)
         slope, share, values = _slopes(block), *_shares(block)
-        findings = []
-        for rows in whole_steps(block):
-            last = max(
-                [last, *(block.info(int(row)).order for row in rows if _is_layer(block.info(int(row))))]
-            )
-            _follow(losses, block, rows)
-            stuck = not any(loss.converged(params.converged) for loss in losses.values())
-            at_start = bool(losses) and not any(loss.converged(params.stuck) for loss in losses.values())
-            for row in map(int, rows):
-                if np.isnan(slope[row]) and np.isnan(share[row]):
-                    continue
-                name = f"{block.info(row).name}@{block.worker[row]}"
-                flat = bool(slope[row] < params.slope) or bool(share[row] >= params.share)
-                before = streaks.get(name, Streak())
-                hit = flat and (stuck if block.info(row).order < last else at_start)
-                streak = Streak(before.steps + 1, before.values + float(values[row])) if hit else Streak()
-                streaks[name] = streak
-                if streak.steps >= params.steps and streak.values >= params.examples:
-                    findings.append(self._finding(params, block, row, (slope[row], share[row]), streak))
-        return SaturatedActivationState(streaks=streaks, losses=losses, last=last), findings
+        judged = np.flatnonzero(~(np.isnan(slope) & np.isnan(share)))
+        order = np.array([info.order for info in block.catalogue], np.int64)[block.tensor[judged]]
+        step = numbers[judged]
+        stuck = ~courses.any_converged(params.converged)[step]
+        at_start = (courses.known & ~courses.any_converged(params.stuck))[step]
+        flat = (slope[judged] < params.slope) | (share[judged] >= params.share)
+        hit = flat & np.where(order < last[step], stuck, at_start)
+        streaks, ends = _follow(state.streaks, view(block, judged), hit, values[judged])
+        findings = {}
+        for place, streak in ends.items():
+            row = int(judged[place])
+            if streak.steps >= params.steps and streak.values >= params.examples:
+                findings[row] = self._finding(params, block, row, (slope[row], share[row]), streak)
+        state = SaturatedActivationState(
+            streaks=streaks, losses=losses, last=int(last[-1]) if len(last) else state.last
+        )
+        return state, [findings[row] for row in sorted(findings)]
 
     def _finding(
         self,
@@ -137,11 +160,30 @@ def _is_layer(info: TensorInfo) -> bool:
     return info.role == "output" and is_weighted(info)
 
 
-def _follow(losses: dict[str, Progress], block: Block, rows: NDArray[np.intp]) -> None:
-    for row in map(int, rows):
-        if block.info(row).role == "loss" and block.statistics.finite[row]:
-            name = f"{block.info(row).name}@{block.worker[row]}"
-            losses[name] = losses.get(name, Progress()).after(float(block.statistics.mean[row]))
+def _last_layer(before: int, block: Block, numbers: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Where in the model the last weighted layer stands that was seen up to each step."""
+    order = np.array([info.order if _is_layer(info) else -1 for info in block.catalogue], np.int64)
+    last = np.full(int(numbers[-1]) + 1 if len(numbers) else 0, before, np.int64)
+    rows = np.flatnonzero(block.mask_of_tensors([_is_layer(info) for info in block.catalogue]))
+    np.maximum.at(last, numbers[rows], order[block.tensor[rows]])
+    return np.maximum.accumulate(last)
+
+
+def _follow(
+    kept: dict[str, Streak], block: Block, hit: NDArray[np.bool_], values: Floats
+) -> tuple[dict[str, Streak], dict[int, Streak]]:
+    """The streaks to be kept, and that of each row in one."""
+    rows = SeriesRows.of(block)
+    streaks, found = dict(kept), {}
+    goes_on = rows.before(hit, first=True)
+    for row in rows.order[hit[rows.order]].tolist():
+        name = rows.names[rows.series[row]]
+        before = streaks.get(name, Streak()) if goes_on[row] else Streak()
+        found[row] = streaks[name] = Streak(before.steps + 1, before.values + float(values[row]))
+    for name, last in zip(rows.names, rows.last(hit), strict=True):
+        if not last:
+            streaks.pop(name, None)
+    return streaks, found
 
 
 def _slopes(block: Block) -> Floats:

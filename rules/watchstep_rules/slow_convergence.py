@@ -7,15 +7,18 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.derived import rms
 from watchstep.statistics import Floats
-from watchstep_rules import constant_prediction
-from watchstep_rules.constant_prediction import LabelState, against_labels
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures import constant_prediction
+from watchstep_rules.figures.constant_prediction import LabelState, against_labels
+from watchstep_rules.figures.loss_progress import Beginning, Progress, lookback, progress
+from watchstep_rules.figures.loss_series import first_steps, is_whole, loss_series
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.loss_progress import Beginning, Progress, lookback, progress
-from watchstep_rules.loss_series import first_steps, is_whole, loss_series
 
 _RECORDS = 5
+_UNSCALED = 0.1
+_STEADY = 0.05  # noise of a loss over its level; a guess's is below, that of a model that has learnt is not
 
 
 class SlowConvergenceParams(Params):
@@ -33,19 +36,21 @@ class SlowConvergenceParams(Params):
 
 
 class SlowConvergenceState(State):
-    """As of the loss; and of the fastest weight's relative updates the last five."""
+    """As of the loss; of the fastest weight's relative updates the last five; and how large inputs are, 0 where that is not known."""
 
     series: dict[str, Beginning] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
     labels: LabelState = LabelState()
     updates: tuple[float, ...] = ()
+    inputs: float = 0.0
 
 
 class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
     """Fires when a training loss has hardly fallen over ``patience`` losses, and no weight takes steps that could change it.
 
     With ``update`` the largest ``rms(update) / rms(weight)`` of any weight matrix in a step, the median of the last five
-    records; ``start``, ``level``, ``earlier`` and ``u`` as in `LossNotDecreasing`::
+    records, times the root mean square of the model's inputs where that is below 0.1 (a step changes what a first layer gives
+    by no more); ``start``, ``level``, ``earlier`` and ``u`` as in `LossNotDecreasing`::
 
         level >= (1 - max_fall) * start                    it has hardly fallen
         0 < update < small_update                          and its weights hardly move,
@@ -59,17 +64,28 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
     oldest of the five, nothing is said. No update at all is another rule's.
 
     Left alone are the losses that `LossNotDecreasing` leaves alone, so a fine-tuning of a trained model, where labels or
-    the loss's noise show it.
+    the loss's noise show it: a loss below that of any constant prediction that hardly varies between batches is scaled, and not learnt.
     """
 
     name = "slow_convergence"
     summary = "the training loss hardly falls, because weights take very small steps"
     needs = Needs(
-        collections=("losses", "labels", "updates"),
-        roles=("loss", "label", "update"),
+        collections=("losses", "labels", "updates", "inputs"),
+        roles=("loss", "label", "update", "input"),
         probes=("update_ratio", "class_counts"),
+        about=("loss",),
     )
     merge = "sealed"
+    usual_causes = (
+        "The learning rate is too low.",
+        "A schedule brings the learning rate down too early, or its warm-up is too long.",
+        "Gradients are scaled down: by a mean where a sum was meant, by clipping, or by weights of losses.",
+    )
+    what_to_try = (
+        "Raise the learning rate by threes; updates near a thousandth of the weights' size are usual.",
+        "Look at the schedule's rate at this step.",
+        "Look at the bound of clipping beside the gradients' norm.",
+    )
     params_type = SlowConvergenceParams
     state_type = SlowConvergenceState
 
@@ -90,13 +106,15 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         labels, baselines = constant_prediction.follow(state.labels, block)
         names = first_steps(state.names, losses)
         updates, recent = _updates(state.updates, block)
+        inputs, sizes = _inputs(state.inputs, block)
         kept, findings = dict(state.series), {}
         for series in losses:
             seen, kept[series.key] = progress(
                 series, kept.get(series.key, Beginning()), params.warmup, params.patience
             )
             known = constant_prediction.at(baselines, series.steps)
-            update = _at(recent, series.steps)
+            size = _at(sizes, series.steps)
+            update = _at(recent, series.steps) * np.where((size > 0) & (size < _UNSCALED), size, 1.0)
             slow = _slow(params, seen, known, update) & is_whole(series, names)
             for place in map(int, np.flatnonzero(slow)):
                 message = (
@@ -112,7 +130,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
                     threshold=float((1 - params.max_fall) * seen.start[place]),
                     message=message,
                 )
-        state = SlowConvergenceState(series=kept, names=names, labels=labels, updates=updates)
+        state = SlowConvergenceState(series=kept, names=names, labels=labels, updates=updates, inputs=inputs)
         return state, [findings[row] for row in sorted(findings)]
 
 
@@ -124,7 +142,8 @@ def _slow(
 ) -> NDArray[np.bool_]:
     level, start = seen.level, seen.start
     said = against_labels(level, known)
-    measure = ~seen.signed & (start > 0) & (level > 0) & said.told & (level >= 0.9 * said.lowest)
+    learns = (level >= 0.9 * said.lowest) | (seen.noise <= _STEADY * level)
+    measure = ~seen.signed & (start > 0) & (level > 0) & said.told & learns
     clear = seen.noise <= np.where(said.lowest > 0, 0.4, 0.25) * level
     hardly = (start - level <= params.max_fall * start) & (level <= 1.5 * start)
     step = seen.earlier - level
@@ -149,6 +168,19 @@ def _updates(kept: tuple[float, ...], block: Block) -> tuple[tuple[float, ...], 
         kept = (*kept, fastest)[-_RECORDS:]
         found.append((step, _counting(kept)))
     return kept, found
+
+
+def _inputs(kept: float, block: Block) -> tuple[float, list[tuple[int, float]]]:
+    """How large a model's inputs are that are no numbers of tokens, at each step with a record from then on."""
+    known = block.mask_of_tensors(
+        [info.role == "input" and "float" in info.dtype for info in block.catalogue]
+    )
+    rows = np.flatnonzero(known & (block.statistics.finite > 0))
+    steps, place = np.unique(block.step[rows], return_inverse=True)
+    largest = np.zeros(len(steps))
+    np.maximum.at(largest, place, rms(block.statistics)[rows])
+    found = [(-1, kept), *zip(steps.tolist(), largest.tolist(), strict=True)]
+    return found[-1][1], found
 
 
 def _counting(updates: tuple[float, ...]) -> float:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats, StatisticsBatch
 from watchstep.tensors import MODES
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
 
 _FIRST = 2.0  # times its first size a gradient may have without being one that grows
@@ -67,8 +67,20 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     name = "vanishing_gradient"
     version = 2
     summary = "a layer's gradient is close to nothing while others still learn"
-    needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"))
+    needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"), about=("gradient",))
     merge = "sealed"
+    usual_causes = (
+        "Sigmoids or tanhs in a deep stack shrink the gradient at each layer.",
+        "Weights began too small for the depth.",
+        "Units before this layer are saturated or dead, so nothing passes back.",
+        "The layer is cut off: detach, no_grad, or its output is not used by the loss.",
+    )
+    what_to_try = (
+        "Use ReLU-like activations, residual connections or normalisation.",
+        "Initialise by fan-in with the activation's gain: torch.nn.init.kaiming_normal_ or xavier_normal_.",
+        "Look at the outputs of the layers between this one and the loss.",
+        "Check that the layer's output reaches the loss; look for detach and torch.no_grad.",
+    )
     params_type = VanishingGradientParams
     state_type = VanishingGradientState
 
@@ -88,13 +100,15 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         if not len(judged):
             return state, []
         size = _size(judged.statistics)
-        names = _series_names(judged)
-        kept, _, before = _so_far(state.series, names, judged.series_key(), size, least=_FIRST)
-        (mode, _), step = np.unique(np.stack([judged.mode, judged.step]), axis=1, return_inverse=True)
-        step = step.ravel()
+        series = SeriesRows.of(judged, by_mode=True)
+        kept, _, before = _so_far(state.series, series.names, series.rows(), size, least=_FIRST)
+        _, first, step = np.unique(sort_key(judged.mode, judged.step), return_index=True, return_inverse=True)
+        mode = judged.mode[first]
         largest = np.zeros(len(mode))
         np.maximum.at(largest, step, size)
-        overall, ever, _ = _so_far(state.largest, {place: MODES[place] for place in mode}, mode, largest)
+        modes = np.unique(mode).tolist()
+        of_mode = [np.flatnonzero(mode == one) for one in modes]
+        overall, ever, _ = _so_far(state.largest, [MODES[one] for one in modes], of_mode, largest)
         floor = params.threshold * params.relative
         never = (ever < floor)[step]
         waits = never & np.isin(judged.step, _steps_without_loss(block))
@@ -123,24 +137,20 @@ def _size(statistics: StatisticsBatch) -> Floats:
     return statistics.abs_sum / np.maximum(nonzero, 1)
 
 
-def _series_names(block: Block) -> dict[int, str]:
-    keys, rows = np.unique(block.series_key(), return_index=True)
-    names = [f"{block.info(row).name}@{block.worker[row]}/{block.mode_name(row)}" for row in rows]
-    return dict(zip(keys.tolist(), names, strict=True))
-
-
 def _so_far(
-    kept: dict[str, float], names: dict[int, str], label: NDArray[Any], values: Floats, least: float = 0.0
+    kept: dict[str, float],
+    names: list[str],
+    places: list[NDArray[np.intp]],
+    values: Floats,
+    least: float = 0.0,
 ) -> tuple[dict[str, float], Floats, Floats]:
-    """The largest value of each label so far: to be kept, up to and with each place, and before each place.
+    """The largest value of each name so far: to be kept, up to and with each place, and before each place.
 
-    That of a label without any counts as ``least`` times its first value.
+    That of a name without any counts as ``least`` times its first value.
     """
     kept = dict(kept)
     including, before = np.empty(len(values)), np.empty(len(values))
-    order = np.argsort(label, kind="stable")
-    for rows in np.split(order, np.flatnonzero(np.diff(label[order])) + 1):
-        name = names[int(label[rows[0]])]
+    for name, rows in zip(names, places, strict=True):
         running = np.maximum.accumulate(
             np.concatenate([[kept.get(name, least * values[rows[0]])], values[rows]])
         )

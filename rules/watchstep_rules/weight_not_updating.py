@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep.derived import rms, zero_share
-from watchstep.statistics import Floats
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.layers import is_normalisation, is_weighted
+from watchstep_rules.figures.progress import Progress
+from watchstep_rules.figures.steps import in_training
+from watchstep_rules.figures.unheld import Held, forgotten
+from watchstep_rules.figures.weights_past import HALF, Figures, Pace, Past, Weights
+from watchstep_rules.figures.weights_steps import StepsOfWeights
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.layers import is_normalisation, is_weighted
-from watchstep_rules.steps import whole_steps
-
-_HALF = ("float16", "bfloat16")
-_ABRUPT = 0.1  # of the usual update; a cosine to zero leaves less at its last records
-_FORGET = 0.9
 
 
 class WeightNotUpdatingParams(Params):
@@ -38,6 +33,11 @@ class WeightNotUpdatingParams(Params):
         ge=1,
         description="Records through which all updates are none, from which on a rate that ran down is a fault too.",
     )
+    ran_down: float = Field(
+        1e-6,
+        ge=0,
+        description="Such a ratio of the fastest weight, from which on a rate has run down; its largest was a thousand times that.",
+    )
     alive: float = Field(
         1e-3,
         gt=0,
@@ -46,48 +46,23 @@ class WeightNotUpdatingParams(Params):
     )
 
 
-class Past(NamedTuple):
-    """What is kept of a parameter.
-
-    Attributes:
-        last: root mean square of the last gradient; negative before the first.
-        largest: the largest so far.
-        dense: whether at least half of the last gradient's elements were not zero.
-        ratio: of the last update that was not none, over the weight; 0 before the first.
-        usual: the largest such ratio, forgotten by a tenth at each.
-    """
-
-    last: float = -1.0
-    largest: float = 0.0
-    dense: bool = False
-    ratio: float = 0.0
-    usual: float = 0.0
-
-    @property
-    def stopped(self) -> bool:
-        """Whether updates that end here end at once, and not as a learning rate that runs down to zero."""
-        return self.ratio >= _ABRUPT * self.usual
-
-    @property
-    def moved(self) -> bool:
-        """Whether it has ever been updated."""
-        return self.ratio > 0
-
-
 class WeightNotUpdatingState(State):
     """The past of each parameter, by ``name@worker``, the order of weighted modules whose output was seen, and losses that are zero.
 
-    ``still`` counts records in a row in which all updates were none.
+    ``still`` counts records in a row in which all updates were none; ``held`` is what optimizers update.
     """
 
     parameters: dict[str, Past] = Field(default_factory=dict)
     computed: dict[str, int] = Field(default_factory=dict)
     nothing_lost: dict[str, bool] = Field(default_factory=dict)
     still: int = 0
+    pace: Pace = Pace()
+    losses: dict[str, Progress] = Field(default_factory=dict)
+    held: Held = Held()
 
 
 class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
-    """Fires when updates are missing in one of five ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
+    """Fires when updates are missing in one of seven ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
 
     - **None at all**: all updates of a step are none while some gradient is alive: the optimizer is skipped, or its
       learning rate is zero. Also where no weight has ever been updated, whatever the gradients,
@@ -95,6 +70,12 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
       at ``alive`` times its own largest; below, a plain optimizer's updates round to nothing because it has converged.
       Updates that were there must have ended at once: a learning rate that a schedule brings down to zero is
       no fault, unless it stays there through ``patience`` records.
+    - **A rate that ran down**: no weight changes by more than ``ran_down`` of its size in a step, at ten records in a row and for a
+      quarter of the run so far, though the fastest once took a thousand times that, gradients are alive, and the loss is above half of where
+      it began: a schedule that was stepped too often. At 1e-6 ten thousand steps in one direction change a weight by a
+      hundredth; schedules that end at nothing do so at the end.
+    - **In no optimizer**: a weight gets gradients, no optimizer holds it, and it has not changed since the first look,
+      as `watchstep_rules.figures.unheld.forgotten` tells it from what is left out on purpose.
     - **Lost to rounding**: ``rounded`` of an update's elements are zero, though half of the gradient's are not.
       Weights in half precision do that where the learning rate is small; in others a gradient that small has vanished.
     - **Cut off**: layers that require a gradient, and were computed, never got one, while all layers after them learn:
@@ -105,8 +86,8 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
       last weighted layer that was computed: the loop that was to freeze some layers froze others as well. Tuning of
       biases, which trains the head, is another thing.
 
-    Deliberate freezing is left alone: parameters with ``requires_grad=False`` have no updates on record, and
-    parameters that the optimizer does not hold have none either. The threshold 1e-8 is that of SageMaker's
+    Gradients that are zero at some steps tell nothing of updates at others: where one of the last eight was, updates that end
+    are left alone. So is deliberate freezing: parameters with ``requires_grad=False`` have no row on record. The threshold 1e-8 is that of SageMaker's
     WeightUpdateRatio. Vectors are judged only where there is nothing else: the gradient of a bias before
     normalisation is zero by construction.
     """
@@ -114,11 +95,25 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
     name = "weight_not_updating"
     summary = "weights stay as they are though there is something to learn"
     needs = Needs(
-        collections=("updates", "gradients", "activations", "losses"),
-        roles=("update", "gradient", "output", "loss"),
+        collections=("updates", "gradients", "activations", "losses", "unheld"),
+        roles=("update", "gradient", "output", "loss", "unheld"),
         probes=("update_ratio",),
+        about=("update", "unheld"),
     )
+    version = 2
     merge = "sealed"
+    usual_causes = (
+        "The optimizer does not step: it is skipped, its rate is zero, or another model's parameters are in it.",
+        "The layer gets no gradient: detach, no_grad, or it does not reach the loss.",
+        "Updates are lost in half precision: they are smaller than the weight can show.",
+        "A schedule has brought the learning rate to zero too early.",
+    )
+    what_to_try = (
+        "Check optimizer.step(), the learning rate now, and that the optimizer was made after the model was moved or replaced.",
+        "Check that param.grad is not None and not zero after backward.",
+        "Keep the weights in float32, with torch.amp.autocast around the forward pass.",
+        "If the layer is frozen on purpose, set requires_grad=False, or leave it out with tensors: {exclude: …}.",
+    )
     params_type = WeightNotUpdatingParams
     state_type = WeightNotUpdatingState
 
@@ -131,105 +126,41 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[WeightNotUpdatingState, list[Finding]]:
         """Judge the updates of each step together."""
-        past = _Past(dict(state.parameters), dict(state.computed), dict(state.nothing_lost), state.still)
-        figures = _Figures.of(block)
+        block = in_training(block)
+        past = Weights(**{name: getattr(state, name) for name in WeightNotUpdatingState.model_fields})
+        figures = Figures.of(block)
+        steps = StepsOfWeights.of(block, figures, params)
         findings = []
-        for rows in whole_steps(block):
+        for stretch in steps.stretches(past):
+            if stretch.is_calm:
+                steps.take_in(past, stretch)
+                continue
+            rows = np.arange(stretch.first, stretch.end)
             updates = past.follow(block, rows, figures)
             for row, why in _missing(params, block, figures, updates, past):
                 findings.append(self._finding(params, block, row, float(figures.ratio[row]), why))
-            past.move(block, figures, updates, params)
-        return WeightNotUpdatingState(
-            parameters=past.parameters,
-            computed=past.computed,
-            nothing_lost=past.nothing_lost,
-            still=past.still,
-        ), findings
+            past.move(block, figures, updates, params.threshold)
+            findings.extend(self._forgotten(block, row) for row in forgotten(block, rows, past.held))
+        return WeightNotUpdatingState(**vars(past)), findings
+
+    def _forgotten(self, block: Block, row: int) -> Finding:
+        size = float(block.statistics.abs_sum[row])
+        message = (
+            f"{block.info(row).name}: sum |gradient| is {size:.3g}, but no optimizer holds the parameter, "
+            "and it has not changed since the first look"
+        )
+        return finding_at(self.name, block, row, value=size, threshold=0.0, message=message)
 
     def _finding(
         self, params: WeightNotUpdatingParams, block: Block, row: int, ratio: float, why: str
     ) -> Finding:
-        held = f"at most {params.threshold:.3g} is none" if ratio <= params.threshold else "it alone learns"
-        message = f"{block.info(row).name} is {ratio:.3g} of the weight, {held}: {why}"
+        none = f", at most {params.threshold:.3g} is none" if ratio <= params.threshold else ""
+        message = f"{block.info(row).name} is {ratio:.3g} of the weight{none}: {why}"
         return finding_at(self.name, block, row, value=ratio, threshold=params.threshold, message=message)
 
 
-class _Figures(NamedTuple):
-    """Of each row: root mean square, that over the weight's (the former, where that is not known), share of zeros."""
-
-    rms: Floats
-    ratio: Floats
-    zero: Floats
-
-    @classmethod
-    def of(cls, block: Block) -> _Figures:
-        size = np.nan_to_num(rms(block.statistics), nan=0.0)
-        ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
-        return cls(size, np.where(np.isfinite(ratio), ratio, size), zero_share(block.statistics))
-
-
-class _Past:
-    """The state while a block is judged."""
-
-    def __init__(
-        self,
-        parameters: dict[str, Past],
-        computed: dict[str, int],
-        nothing_lost: dict[str, bool],
-        still: int,
-    ) -> None:
-        self.parameters = parameters
-        self.computed = computed
-        self.nothing_lost = nothing_lost
-        self.still = still
-
-    def of(self, block: Block, row: int) -> Past:
-        """Of a row's parameter."""
-        return self.parameters.get(_parameter(block, row), Past())
-
-    def follow(self, block: Block, rows: NDArray[np.intp], figures: _Figures) -> list[int]:
-        """Take in a step's gradients, outputs and losses; gives the rows of its updates."""
-        updates = []
-        for row in map(int, rows):
-            info = block.info(row)
-            if block.statistics.finite[row] == 0:
-                continue
-            if info.role == "update":
-                updates.append(row)
-            elif info.role == "gradient":
-                size, before = _short(figures.rms[row]), self.of(block, row)
-                self.parameters[_parameter(block, row)] = before._replace(
-                    last=size, largest=max(size, before.largest), dense=bool(figures.zero[row] <= 0.5)
-                )
-            elif info.role == "loss":
-                name = f"{info.name}@{block.worker[row]}"
-                self.nothing_lost[name] = bool(block.statistics.mean[row] == 0)
-            elif is_weighted(info):
-                self.computed[info.module] = info.order
-        return updates
-
-    def move(
-        self, block: Block, figures: _Figures, updates: list[int], params: WeightNotUpdatingParams
-    ) -> None:
-        """Take in a step's updates."""
-        for row in updates:
-            ratio, before = _short(figures.ratio[row]), self.of(block, row)
-            if ratio > params.threshold:
-                usual = max(ratio, _short(_FORGET * before.usual))
-                self.parameters[_parameter(block, row)] = before._replace(ratio=ratio, usual=usual)
-
-
-def _short(value: float) -> float:
-    """Four digits: what is kept of a tensor is little."""
-    return float(f"{value:.4g}")
-
-
-def _parameter(block: Block, row: int) -> str:
-    return f"{block.info(row).name.rpartition(':')[0]}@{block.worker[row]}"
-
-
 def _missing(
-    params: WeightNotUpdatingParams, block: Block, figures: _Figures, updates: list[int], past: _Past
+    params: WeightNotUpdatingParams, block: Block, figures: Figures, updates: list[int], past: Weights
 ) -> list[tuple[int, str]]:
     """Rows of updates that are missing, and why."""
     if not updates:
@@ -238,11 +169,16 @@ def _missing(
     held = [past.of(block, row) for row in judged]
     none = [figures.ratio[row] <= params.threshold for row in judged]
     past.still = past.still + 1 if all(none) else 0
+    step = int(block.step[judged[0]])
+    past.pace = past.pace.after(params.ran_down, step, float(max(figures.ratio[row] for row in judged)))
+    if past.pace.has_run_down(step) and past.loss_is_high and any(one.is_alive(params.alive) for one in held):
+        why = (
+            f"once it was up to {past.pace.fastest:.2g}, since step {past.pace.since} no weight gets further"
+        )
+        return [(row, why) for row in judged]
     if all(none):
         long = past.still >= params.patience
-        if any(
-            (one.stopped or long) and one.last > 0 and one.last >= params.alive * one.largest for one in held
-        ):
+        if any((one.stopped or long) and one.is_alive(params.alive) for one in held):
             return [(row, "no weight changes, though there are gradients") for row in judged]
         waits = bool(past.nothing_lost) and all(past.nothing_lost.values())
         if not waits and not any(one.moved for one in past.parameters.values()):
@@ -250,13 +186,13 @@ def _missing(
         return []
     found = _cut_off(block, judged, held, past)
     for row, one in zip(judged, held, strict=True):
-        alive = one.dense and one.last >= params.alive * one.largest and block.info(row).dtype in _HALF
+        alive = one.dense and one.last >= params.alive * one.largest and block.info(row).dtype in HALF
         if alive and figures.zero[row] >= params.rounded:
             found.append((row, f"rounding loses {figures.zero[row]:.0%} of its elements"))
     return found or _masked(block, judged, none, past) or _vectors_alone(block, updates, past)
 
 
-def _cut_off(block: Block, judged: list[int], held: list[Past], past: _Past) -> list[tuple[int, str]]:
+def _cut_off(block: Block, judged: list[int], held: list[Past], past: Weights) -> list[tuple[int, str]]:
     learning = [
         block.info(row).order for row, one in zip(judged, held, strict=True) if one.last >= 0 or one.moved
     ]
@@ -267,7 +203,7 @@ def _cut_off(block: Block, judged: list[int], held: list[Past], past: _Past) -> 
     return [(row, why) for row in without if block.info(row).module in past.computed]
 
 
-def _masked(block: Block, judged: list[int], none: list[bool], past: _Past) -> list[tuple[int, str]]:
+def _masked(block: Block, judged: list[int], none: list[bool], past: Weights) -> list[tuple[int, str]]:
     """A zero gradient is no dead layer's where its bias has one, and layers before it learn."""
     learning = [block.info(row).order for row in judged if past.of(block, row).moved]
     found = []
@@ -281,12 +217,12 @@ def _masked(block: Block, judged: list[int], none: list[bool], past: _Past) -> l
     return [(row, why) for row, order in found if order > first]
 
 
-def _vectors_alone(block: Block, updates: list[int], past: _Past) -> list[tuple[int, str]]:
+def _vectors_alone(block: Block, updates: list[int], past: Weights) -> list[tuple[int, str]]:
     infos = [block.info(row) for row in updates]
     held = {info.module for info in infos}
     if any(len(info.shape) > 1 or not (is_weighted(info) or is_normalisation(info)) for info in infos):
         return []
     if not past.computed or max(past.computed, key=lambda module: past.computed[module]) in held:
         return []
-    why = f"of {len(past.computed)} layers that were computed none has a weight that may learn"
+    why = f"it alone learns; of {len(past.computed)} layers that were computed none has a weight that may"
     return [(row, why) for row in updates]

@@ -21,7 +21,11 @@ _NANOSECONDS = 1_000_000_000
 
 
 class CloudEvent(BaseModel):
-    """An event. ``data`` of an alert holds the rule config, the finding and how to fetch the evidence."""
+    """An event.
+
+    ``data`` of an alert holds the rule config, the finding, an explanation, and how to fetch the evidence. Where it names
+    ``inhibited_by``, or a ``dry_run``, the event is a record: nothing was stopped and nobody was told.
+    """
 
     model_config = ConfigDict(frozen=True)
 

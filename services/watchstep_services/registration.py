@@ -6,17 +6,17 @@ import logging
 from dataclasses import asdict
 from typing import Literal
 
-from pydantic import ValidationError
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from watchstep import documents, layout
 from watchstep.control import ControlDocument
 from watchstep.documents import RunDocument
-from watchstep.errors import BadNameError, ConfigError, FormatError, NotFoundError, RuleError
+from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError, WatchstepError
 from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Job, Memory, Project, RuleConfigRow, Run
 from watchstep_services.database.records import hint
@@ -202,28 +202,57 @@ def _discover_in(service: Service, project: Project) -> list[int]:
     if turn is None:
         return []
     fresh = [name for name in store.folders(f"{project.name}/") if name not in known and _is_name(name)]
-    found = [_take_in(service, store, project.name, name) for name in fresh]
+    found = [_seen(service, store, project.name, name) for name in fresh]
     return [run_id for run_id in found if run_id is not None]
+
+
+def _seen(service: Service, store: Store, project: str, run: str) -> int | None:
+    """A run taken in. What goes wrong with it is told in the log, and keeps no other run from being seen."""
+    try:
+        run_id = _take_in(service, store, project, run)
+    except Exception as error:  # noqa: BLE001 - whatever its owner wrote there
+        if (project, run) not in service.untaken:
+            service.untaken.add((project, run))
+            known = error.what if isinstance(error, WatchstepError) else ""
+            _log.warning(
+                "run %s/%s cannot be taken in: %s; it is tried at every listing", project, run, known or error,
+                exc_info=None if known else error,
+            )  # fmt: skip
+        return None
+    service.untaken.discard((project, run))
+    return run_id
 
 
 def _take_in(service: Service, store: Store, project: str, run: str) -> int | None:
     key = layout.run_prefix(project, run) + layout.RUN_DOCUMENT
-    problem = ""
-    asked: tuple[RuleConfig, ...] = ()
     try:
-        document = documents.decode(RunDocument, store.get(key, limit=documents.MAX_BYTES), key)
-        asked = rule_file.check({"rules": list(document.rules)}, key)
+        asked, problem = _asked(store.get(key, limit=documents.MAX_BYTES), key), ""
     except NotFoundError:
         return None  # a folder, not yet a run
-    except (FormatError, RuleError, ValidationError) as error:
-        problem = error.what if isinstance(error, FormatError | RuleError) else str(error)
-    run_id = register(service, project, run, asked, "recorder")
+    except StoreError:
+        raise  # it says nothing of the document
+    except Exception as error:  # noqa: BLE001 - a recorder's document may hold anything; its fault is the run's health
+        asked, problem = (), error.what if isinstance(error, WatchstepError) else str(error)
+    try:
+        run_id = register(service, project, run, asked, "recorder")
+    except Exception as error:
+        if not asked:
+            raise
+        problem = f"its rules cannot be kept: {type(error).__name__}: {error}"
+        run_id = register(service, project, run, (), "recorder")
     if problem:
         _log.warning("%s", problem)
         with service.database.write() as session:
             row = session.get_one(Run, run_id)
-            row.health = {**row.health, "run_document": problem[:500]}
+            row.health = {**row.health, "run_document": problem.replace("\0", "\ufffd")[:500]}
     return run_id
+
+
+def _asked(content: bytes, key: str) -> tuple[RuleConfig, ...]:
+    """The rule configs that a run's document asks for."""
+    document = documents.decode(RunDocument, content, key)
+    with no_programs(NOT_FROM_RECORDERS):
+        return rule_file.check({"rules": list(document.rules)}, key)
 
 
 def _is_name(name: str) -> bool:

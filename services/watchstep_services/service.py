@@ -11,6 +11,7 @@ from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.sandbox.isolation import set_demand
 from watchstep_services.database.engine import Database
 from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.local import LocalBackend
@@ -27,6 +28,9 @@ class Notifier(Protocol):
     def action_due(self, action_id: int) -> None:
         """An action may be done now."""
 
+    def backtest_due(self, number: int) -> None:
+        """The next run of a backtest may be judged."""
+
 
 class Silent:
     """Tells nobody; the sweep finds everything."""
@@ -35,6 +39,9 @@ class Silent:
         """Nothing."""
 
     def action_due(self, action_id: int) -> None:
+        """Nothing."""
+
+    def backtest_due(self, number: int) -> None:
         """Nothing."""
 
 
@@ -70,6 +77,8 @@ class Service:
         backends: kinds of jobs that can be stopped, by name.
         stores: opened stores.
         histories: earlier rows of runs that this process has judged.
+        receivers: names that a rule config may notify.
+        untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
     """
 
     settings: Settings
@@ -80,12 +89,23 @@ class Service:
     backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": LocalBackend()})
     stores: Stores = field(default_factory=Stores)
     histories: HistoryCache = field(default_factory=HistoryCache)
+    receivers: frozenset[str] = frozenset()
+    untaken: set[tuple[str, str]] = field(default_factory=set)
+
+    def unknown_receivers(self, config: RuleConfig) -> list[str]:
+        """What to say of receivers that a rule config names and nobody is known for; empty where all are."""
+        return [
+            f"receiver {name!r} is not known to this service: nobody is told"
+            for name in config.receivers
+            if name not in self.receivers
+        ]
 
 
 def owner_rules(settings: Settings) -> tuple[RuleConfig, ...]:
-    """The owner's rules: their file's, or the defaults.
+    """The owner's rules: their file's, or the defaults. From now on this process runs programs as the settings say.
 
     Raises:
         RuleError: the file is missing or not valid.
     """
+    set_demand(settings.python_rules)
     return DEFAULT_RULES if settings.rules_file is None else rule_file.load(settings.rules_file)

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from watchstep.errors import ConfigError
+from watchstep_rules.sandbox.isolation import DEFAULT, Demand
 
 NANOSECONDS = 1_000_000_000
 PREFIX = "WATCHSTEP_"
@@ -44,6 +45,11 @@ class Settings(BaseSettings):
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(8, ge=1, description="Tries of an action that fails before it is given up.")
     webhook_seconds: float = Field(10.0, gt=0, description="How long a receiver may take to answer.")
+    python_rules: Demand = Field(
+        DEFAULT,
+        description="Rules that are programs: `refuse`, `full_only` where a machine shuts them in wholly, or "
+        "`allow_partial`.",
+    )
     max_segments: int = Field(200, ge=1, description="Most segments that one evaluation reads.")
     max_bytes: int = Field(
         256 * 1024 * 1024, ge=1, description="After so many bytes an evaluation reads no more."

@@ -214,3 +214,25 @@ def test_health_checks_tell_running_parts_from_missing_ones(production: Producti
         for written in production.folder.glob("beat-schedule*"):
             os.utime(written, (0, 0))
         assert not production.is_healthy("scheduler")
+
+
+def test_a_backtest_is_judged_by_a_worker(production: Production) -> None:
+    recording = Recording(Store.open(production.environment["WATCHSTEP_STORE"])).begin()
+    recording.write_all([3, 7], nan_from(6))
+    place = f"/v1/projects/{PROJECT}/backtests"
+    with production.api():
+        production.client(production.recorder).register({"run": "run-1", "attempt": "a1"})
+        body = {"runs": ["run-*"], "rules": [{"rule": "nan_or_inf"}], "sweep": ["max_elements=0,1"]}
+        headers = {"authorization": f"Bearer {production.operator}"}
+        asked = httpx.post(production.url + place, json=body, headers=headers)
+        assert asked.status_code == 202, asked.text
+        number = asked.json()["id"]
+        production.broker.client.flushall()  # the sweep finds it
+        with production.workers():
+            eventually(lambda: production.get(f"{place}/{number}")["state"] == "done", 90)
+        report = production.get(f"{place}/{number}")["report"]
+    (run,) = report["runs"]
+    assert run["location"] == "s3://runs/some/prefix/vision/run-1"
+    (rule,) = run["attempts"][0]["rules"]
+    assert [change["step"] for change in rule["transitions"]] == [6]
+    assert [len(one["fired"]) for one in report["sweep"]] == [1, 0]

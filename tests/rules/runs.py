@@ -9,14 +9,15 @@ from random import Random
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.sdk.blocks import Row, block_of, gradient, tensor
 from watchstep.block import Block, concatenate
 from watchstep.tensors import Mode, Placement
-from watchstep_rules.alert import Transition
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
-from watchstep_rules.judge import Progress, RuleMemory, judge
+from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.judge import Progress, RuleMemory, judge
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,28 @@ def trimmed(config: RuleConfig, history: Block, sealed: int) -> Block:
     """No more of the history than the contract promises."""
     reach = config.implementation.lookback(config.parameters)
     waiting = history.step > sealed
-    if config.implementation.merge == "per_worker":
+    if config.implementation.merged(config.parameters) == "per_worker":
         return history.tail(reach)
     rows = np.arange(len(history))
     done = rows[~waiting][np.argsort(history.step[~waiting], kind="stable")]
-    kept = history.take(done).tail(reach)
-    return concatenate([kept, history.where(waiting)])
+    past = history.take(done)
+    sharded = past.places.shard_count > 1
+    kept = [past.where(~sharded).tail(reach), past.where(sharded & of_last_steps(past, reach))]
+    return concatenate([*kept, history.where(waiting)])
+
+
+def of_last_steps(block: Block, steps: int) -> NDArray[np.bool_]:
+    """Which rows are of the last steps of their tensor, whichever shard they are of."""
+    seen: dict[tuple[int, ...], set[int]] = {}
+    keys = list(
+        zip(*(column.tolist() for column in (block.tensor, block.mode, block.places.replica)), strict=True)
+    )
+    for key, step in zip(keys, block.step.tolist(), strict=True):
+        seen.setdefault(key, set()).add(step)
+    kept = {key: set(sorted(held)[-steps:] if steps else []) for key, held in seen.items()}
+    return np.array(
+        [step in kept[key] for key, step in zip(keys, block.step.tolist(), strict=True)], np.bool_
+    )
 
 
 def all_at_once(config: RuleConfig, block: Block) -> Said:
@@ -111,6 +128,22 @@ INFOS = (
     tensor("second.weight:update", "updates", order=2),
     replace(tensor("act:output", "activations", order=1), module_type="Tanh"),
     tensor("labels", "labels", shape=(8,)),
+    tensor("first.weight:checksum", "checksums", order=1, shape=()),
+    tensor("gradient_scaler:scale", "metrics", shape=()),
+    tensor("gradient_scaler:skipped", "metrics", shape=()),
+    tensor("model:input", "inputs", shape=(2, 1, 1, 1)),
+    tensor("gradients:kept", "metrics", shape=()),
+    replace(tensor("norm.running_var", "buffers", order=2, shape=(8,)), module_type="BatchNorm1d"),
+    tensor("first.weight:unheld", "unheld", role="unheld", order=1),
+    tensor("confusion/1", "confusion", role="confusion", shape=()),
+    tensor("tree_depth", "custom", role="tree_depth"),
+    tensor("feature_importance/weight", "custom", role="feature_importance"),
+    tensor("system/gpu_0", "system", role="system", shape=()),
+    tensor("system/gpu_0_memory", "system", role="system", shape=()),
+    tensor("system/node_cpu", "system", role="system", shape=()),
+    tensor("system/memory_private", "system", role="system", shape=()),
+    tensor("system/step_seconds", "system", role="system", shape=()),
+    tensor("system/data_wait", "system", role="system", shape=()),
 )
 LAST = 24
 ODD = (0.0, 1e-12, 1e9, float("nan"), float("inf"), float("-inf"))
@@ -123,6 +156,11 @@ def elements(random: Random) -> list[float]:
         random.choice(ODD) if random.random() < 0.15 else scale * random.gauss(0, 1)
         for _ in range(random.randint(0, 3))
     ]
+
+
+def elements_of(name: str, random: Random) -> list[float]:
+    """The same; of a running variance mostly what it begins with."""
+    return [1.0] if "running_var" in name and random.random() < 0.7 else elements(random)
 
 
 def figures(random: Random) -> dict[str, float]:
@@ -138,6 +176,20 @@ def figures(random: Random) -> dict[str, float]:
         "largest_class": random.choice([60.0, 250.0]),
         "smallest_class": random.choice([1.0, 40.0]),
         "rarest_class": 1.0,
+        "unit_spread": random.choice([0.0, 1.0, float("nan")]),
+        "unit_movement": random.choice([0.0, 1.0]),
+        "training": random.choice([0.0, 0.0, 1.0]),
+        "model_training": random.choice([0.0, 0.0, 1.0]),
+        "learns": random.choice([0.0, 1.0, 1.0]),
+        "batches_tracked": random.choice([0.0, 100.0]),
+        "changed": random.choice([0.0, 0.0, 1.0]),
+        "token_share": random.choice([0.1, 0.9, 0.9, float("nan")]),
+        "top_token_share": random.choice([0.1, 0.9]),
+        "examples": random.choice([10.0, 50.0]),
+        "correct": random.choice([2.0, 10.0]),
+        "confused": random.choice([0.0, 5.0]),
+        "top_share_3": random.choice([0.5, 0.9, float("nan")]),
+        "confused_with": random.choice([3.0, float("nan")]),
     }
 
 
@@ -150,7 +202,10 @@ def segments(random: Random, worker: int, sharded: frozenset[str]) -> list[Block
         places = [Placement(worker, 2) if info.name in sharded else Placement() for info in named]
         pairs = zip(named, places, strict=True)
         steps.append(
-            [Row(step, info, elements(random), mode, worker, place, figures(random)) for info, place in pairs]
+            [
+                Row(step, info, elements_of(info.name, random), mode, worker, place, figures(random))
+                for info, place in pairs
+            ]
         )
     cuts = sorted({0, len(steps), *random.choices(range(len(steps)), k=3)})
     return [block_of([row for step in steps[start:end] for row in step]) for start, end in pairwise(cuts)]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule_file import check
 
@@ -9,19 +9,43 @@ def test_the_defaults_are_a_rule_file() -> None:
     assert check({"rules": [config.as_data() for config in DEFAULT_RULES]}, "defaults") == DEFAULT_RULES
 
 
-def test_every_rule_is_on_by_default_once() -> None:
-    assert sorted(config.rule for config in DEFAULT_RULES) == sorted(RULES)
+def test_every_rule_is_on_by_default_once_or_off() -> None:
+    on = [config.rule for config in DEFAULT_RULES]
+    assert sorted([*on, *OFF_BY_DEFAULT]) == sorted(RULES)
 
 
 def test_only_what_does_not_come_back_stops_a_job() -> None:
     assert [config.rule for config in DEFAULT_RULES if config.stops] == ["nan_or_inf"]
 
 
-WAIT_BY_THEMSELVES = {"dead_relu", "saturated_activation", "class_imbalance"}
+WAIT_BY_THEMSELVES = {
+    "dead_relu",
+    "saturated_activation",
+    "class_imbalance",
+    "symmetric_units",
+    "frozen_batch_norm",
+}
 """They fire after several records, or when chance is ruled out."""
 ONCE = {"poor_initialization"}
+EXACT = {"replica_divergence", "scaler_skips", "missing_zero_grad"}
+"""They compare bits, or count what the program says of itself."""
+
+
+def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:
+    lasting = {config.rule: config.timing.keep_steps for config in DEFAULT_RULES}
+    assert {name for name, steps in lasting.items() if steps == 100} == {
+        "loss_not_decreasing",
+        "slow_convergence",
+        "oscillating_loss",
+    }
+    assert {name for name, steps in lasting.items() if steps == 10} == {
+        "vanishing_gradient",
+        "dead_relu",
+        "saturated_activation",
+        "weight_not_updating",
+    }
 
 
 def test_rules_that_judge_by_size_wait_for_a_second_look() -> None:
     at_once = {config.rule for config in DEFAULT_RULES if config.hold.steps == 1 and not config.stops}
-    assert at_once <= WAIT_BY_THEMSELVES | ONCE
+    assert at_once <= WAIT_BY_THEMSELVES | ONCE | EXACT

@@ -77,6 +77,62 @@ def test_an_explosion_goes_on_when_it_leaves_the_number_format() -> None:
     ]
 
 
+LOSS = tensor("loss", "losses", shape=())
+
+
+def with_losses(losses: list[float], *layers: list[Row]) -> Block:
+    return in_steps(*layers, [Row(step, LOSS, [loss]) for step, loss in enumerate(losses)])
+
+
+def updates(name: str, ratios: list[float]) -> list[Row]:
+    info = tensor(f"{name}.weight:update", "updates")
+    return [Row(step, info, [ratio], probes={"update_ratio": ratio}) for step, ratio in enumerate(ratios)]
+
+
+def test_nan_after_a_loss_that_rose_is_an_explosion() -> None:
+    gradients = [*norms("a", [1.0, 2.0]), *norms("a", [math.nan, math.nan], first=4)]
+    assert found(with_losses([1.0, 2.0, 1e6, 1e20, math.nan, math.nan], gradients)) == [4, 5]
+    assert found(with_losses([1.0, 2.0, 0.9, 1.1, math.nan, math.nan], gradients)) == []
+
+
+def test_nan_after_a_step_as_large_as_most_weights_is_an_explosion() -> None:
+    gradients = norms("a", [1.0, math.nan, math.nan])
+    losses = [2.3, math.nan, math.nan]
+    overwritten = [updates("a", [5.0]), updates("b", [1.0]), updates("c", [0.01])]
+    assert found(with_losses(losses, gradients, *overwritten)) == [1, 2]
+    usual = [updates("a", [5.0]), updates("b", [0.1]), updates("c", [0.01])]
+    assert found(with_losses(losses, gradients, *usual)) == []
+    assert found(with_losses(losses, gradients, *usual), overwrites=0.1) == [1, 2]
+
+
+def test_an_explosion_between_two_looks_is_said_though_the_loss_settles() -> None:
+    gradients = [*norms("a", [1.0, 20.0]), *norms("a", [0.01] * 6, first=4)]
+    losses = [2.3, 4.0, 1e5, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3]
+    assert found(with_losses(losses, gradients, updates("a", [0.8, 3.0]))) == [4, 5, 6]
+    assert found(with_losses(losses, gradients, updates("a", [0.8, 0.1]))) == []
+    steady = [*norms("a", [1.0, 2.0]), *norms("a", [0.01] * 6, first=4)]
+    assert found(with_losses(losses, steady, updates("a", [0.8, 3.0]))) == []
+    assert found(with_losses([2.3] * 10, gradients, updates("a", [0.8, 3.0]))) == []
+
+
+def test_an_explosion_lasts_until_the_loss_comes_back() -> None:
+    dead = norms("a", [1.0, 1e5, 0.0, 0.0, 0.0])
+    assert found(with_losses([1.0, 2.0, 1e6, 1e6, 1.5], dead)) == [1, 2, 3]
+    assert found(with_losses([1.0, 2.0, 1.0, 1e6, 1.5], dead)) == [1]
+    said = all_at_once(RuleConfig(rule="exploding_gradient"), with_losses([1.0, 2.0, 1e6], dead[:3]))
+    after = said.findings[1]
+    assert after.message == (
+        "gradients had a norm of 1e+05 at step 1, against 1 at the first: they wrote over weights, or the loss has not "
+        "come back. That of a.weight:gradient is 0 now"
+    )
+    assert (after.step, after.value, after.threshold) == (2, 1e5, 1.0)
+    overflown = with_losses([1.0, 1e6, 1e6], norms("a", [0.0, math.inf, 0.0]))
+    said = all_at_once(RuleConfig(rule="exploding_gradient"), overflown)
+    assert said.findings[1].message == (
+        "norm of a.weight:gradient is 0, after one that its number format does not hold"
+    )
+
+
 def test_nan_alone_is_another_rules() -> None:
     assert found(in_steps(norms("a", [*CALM, math.nan, math.inf, math.nan]))) == []
     assert found(in_steps(norms("a", [math.nan] * 30))) == []

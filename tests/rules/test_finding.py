@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep_rules.finding import Finding, cause_rank, finding_at
+from watchstep_rules.finding import Finding, cause_rank, finding_at, finding_of_run
 
 
 def test_a_finding_says_where_its_row_stands() -> None:
@@ -11,7 +11,8 @@ def test_a_finding_says_where_its_row_stands() -> None:
     finding = finding_at("rule", block, 0, value=1.0, threshold=0.5, message="large")
     assert finding == Finding(
         rule="rule", step=3, mode="eval", worker=2, tensor="conv.weight:gradient", module="conv",
-        module_type="Linear", value=1.0, threshold=0.5, message="large", time_ns=3_000_002, cause_rank=(3, -4),
+        module_type="Linear", role="gradient", value=1.0, threshold=0.5, message="large",
+        time_ns=3_000_002, cause_rank=(3, -4),
     )  # fmt: skip
 
 
@@ -35,3 +36,10 @@ def test_values_that_are_not_finite_read_back() -> None:
     for value in (math.inf, -math.inf):
         finding = finding_at("rule", block, 0, value=value, threshold=0.0, message="")
         assert Finding.model_validate_json(finding.model_dump_json()) == finding
+
+
+def test_a_finding_about_the_run_names_no_tensor() -> None:
+    finding = finding_of_run("rule", 7, 9, value=1900.0, threshold=1800.0, message="nothing for 1900 s")
+    assert (finding.tensor, finding.step, finding.time_ns, finding.mode) == ("", 7, 9, "global")
+    block = block_of([Row(7, gradient("conv", order=4), [1.0])])
+    assert finding.cause_rank > finding_at("rule", block, 0, value=0, threshold=0, message="").cause_rank

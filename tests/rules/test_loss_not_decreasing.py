@@ -29,7 +29,13 @@ def found(block: Block, hold: int = 5, name: str = "loss", **params: object) -> 
     return [change.step for change in all_at_once(config, block).transitions if change.phase == "firing"]
 
 
+EXPLODED = np.array([2.3, 35260.0, 1e16, 5e27, 3e27, 519.0, 472.0, 554.0, 687.0, 811.0])
+"""What a learning rate of 1,000 makes of the first losses of a classifier."""
+
 FAULTY = {
+    "explodes at once": run_of([*EXPLODED, *noisy(450 * FLAT, 0.3)]),
+    "explodes at once and comes back in part": run_of([*EXPLODED, *noisy(6 * FLAT, 0.2)], labels=TEN),
+    "explodes at once and then guesses": run_of([*EXPLODED, *noisy(LN10 * FLAT, 0.02)]),
     "labels that were shuffled": run_of(noisy(LN10 * FLAT, 0.02)),
     "no update at all, no noise": run_of(LN10 * FLAT),
     "a large loss": run_of(noisy(5e4 * FLAT, 0.1)),
@@ -45,6 +51,11 @@ FAULTY = {
 PLATEAU = np.concatenate([falling(2.9, 2.77, 60, 10), np.full(40, 2.76), falling(2.76, 0.1, 200, 30)])
 GAME = 0.7 + 0.1 * np.sin(np.arange(400) / 25)
 HEALTHY = {
+    "an easy batch first": run_of([0.05, *noisy(falling(2.3, 1.5, 300, 80), 0.05)]),
+    "an explosion that is overcome": run_of(
+        [*EXPLODED, *noisy(falling(20.0, 0.5, 300, 40), 0.1)], labels=TEN
+    ),
+    "a penalty that begins at nothing": run_of([*10.0 ** np.arange(-6, 0), *noisy(0.8 * FLAT, 0.5)]),
     "converges": run_of(noisy(falling(LN10, 0.1, 400, 40), 0.2)),
     "converges to nearly nothing": run_of(noisy(falling(1.0, 1e-7, 400, 10), 0.3)),
     "converges to zero": run_of(np.maximum(0, falling(1.0, -0.1, 400, 10)), labels=TEN),

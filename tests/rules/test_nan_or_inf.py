@@ -79,6 +79,24 @@ def test_it_is_judged_as_it_arrives_and_the_likeliest_cause_is_named() -> None:
     assert fired.finding.tensor == OUTPUT.name
 
 
+@pytest.mark.parametrize(
+    ("info", "cause", "advised"),
+    [
+        (tensor("a:output", "activations"), "The data hold NaN", "Look at model:input"),
+        (tensor("a.weight", "weights"), "The learning rate", "Look at the first tensor"),
+    ],
+)
+def test_a_bad_output_points_at_the_batch_and_a_bad_weight_does_not(
+    info: TensorInfo, cause: str, advised: str
+) -> None:
+    (finding,) = found(info, [NAN])
+    advice = NanOrInf().advice(finding)
+    assert advice.usual_causes[0].startswith(cause)
+    assert advice.what_to_try[0].startswith(advised)
+    assert sorted(advice.usual_causes) == sorted(NanOrInf.usual_causes)
+    assert sorted(advice.what_to_try) == sorted(NanOrInf.what_to_try)
+
+
 def test_it_remembers_nothing_of_gradients() -> None:
     said = all_at_once(RuleConfig(rule="nan_or_inf"), in_steps(norms("a", [1.0, NAN])))
     assert said.memory.state == {"finite": []}

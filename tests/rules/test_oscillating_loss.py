@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.rules.losses import chi_squared, falling, in_pieces, noisy, run_of
+from tests.rules.losses import LOSS, Curve, chi_squared, classes, falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once
+from tests.sdk.blocks import Row, block_of, tensor
 from watchstep.block import Block
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.oscillating_loss import OscillatingLossParams
@@ -69,6 +72,37 @@ def test_noise_and_slow_swings_are_fine(name: str) -> None:
 def test_the_scale_of_the_loss_does_not_matter_where_labels_are_not_recorded() -> None:
     for scale in (1e-6, 1e6):
         assert found(run_of(scale * BURSTS))
+
+
+KEPT = tensor("gradients:kept", "metrics", role="metric", shape=())
+LEAPS = np.tile([2.5, 2.0, 1.5, 1.0, 0.7, 0.5, 0.4, 0.3], 30)
+RNG_LABELS = RNG(2).integers(0, 4, (240, 16)).astype(float)
+
+
+def with_labels(
+    losses: Sequence[float] | Curve, labels: Sequence[Sequence[float]] | Curve, kept: float | None = None
+) -> Block:
+    info = replace(tensor("labels", "labels", shape=(16,)), dtype="int64")
+    rows = []
+    for step, (loss, of_batch) in enumerate(zip(losses, labels, strict=True)):
+        rows += [Row(step, LOSS, [loss]), Row(step, info, list(of_batch), probes=classes([60] * 4))]
+        rows += [Row(step, KEPT, [kept])] if kept is not None else []
+    return block_of(rows)
+
+
+def test_a_wide_swing_is_found_where_batches_come_sorted_by_label() -> None:
+    in_order = [[float(step // 2 % 4)] * 16 for step in range(240)]
+    assert found(with_labels(LEAPS, in_order))
+    assert not found(with_labels(LEAPS, RNG_LABELS))
+    assert not found(with_labels(np.concatenate([LEAPS[:8], LEAPS[8:] / 10]), in_order))
+    rare = [[0.0] * 15 + [float(step % 9 == 0)] for step in range(240)]
+    assert not found(with_labels(LEAPS, rare))
+
+
+def test_a_wide_swing_is_found_where_gradients_are_never_cleared() -> None:
+    assert found(with_labels(LEAPS, RNG_LABELS, kept=1.0))
+    assert not found(with_labels(LEAPS, RNG_LABELS, kept=0.0))
+    assert not found(with_labels(falling(2.3, 0.3, 240, 40), RNG_LABELS, kept=1.0))
 
 
 def test_thresholds_are_the_users_to_set() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.rules.runs import all_at_once
 from tests.sdk.blocks import Row, block_of, gradient, tensor
 from watchstep_rules.config import RuleConfig
-from watchstep_rules.judge import RuleMemory
+from watchstep_rules.judging.judge import RuleMemory
 
 SMALL = [
     Row(0, tensor("a.bias:gradient", "gradients", role="gradient", shape=(16,)), [1.0]),
@@ -68,6 +68,59 @@ def test_normalisation_takes_any_scale_out() -> None:
     norm = weight("norm", 9, [1.0, 1.0], "BatchNorm1d")
     assert found(*of_gains(8.0, 8.0, 8.0), norm) == []
     assert found(*of_gains(0.008, 0.008, 0.008), norm, *SMALL) == []
+
+
+def outputs(*spreads: float, step: int = 0) -> list[Row]:
+    """Outputs of layers with such a spread: a batch of four, ten units each."""
+    return [
+        Row(
+            step, replace(info, module=f"layer{place}", module_type="Linear", role="output"), [0.0, 2 * width]
+        )
+        for place, width in enumerate(spreads)
+        for info in [tensor(f"layer{place}:output", "activations", order=place, shape=(4, 10))]
+    ]
+
+
+def loss_of(value: float) -> Row:
+    return Row(0, tensor("loss", "losses", shape=()), [value])
+
+
+def test_a_signal_that_dies_or_runs_away_between_layers_is_found() -> None:
+    small, usual = of_gains(0.2, 0.2, 0.2, 0.2), of_gains(1.0, 1.0, 1.0, 1.0)
+    assert found(*small, *outputs(1.0, 0.06, 0.005, 0.001)) == ["layer2:output"]
+    assert found(*usual, *outputs(1.0, 0.06, 0.005, 0.001)) == []
+    assert found(*usual, *outputs(1.0, 9.0, 80.0, 800.0)) == ["layer3:output"]
+    assert found(*small, *outputs(1.0, 0.5, 0.2, 0.001)) == []
+    assert found(*small, *outputs(1.0, 0.0, 0.2, 0.2)) == []
+
+
+def test_large_weights_that_are_sure_before_they_learnt_are_found() -> None:
+    head = [*of_gains(1.0), weight("layer1", 1, spread(8.0))]
+    sure = outputs(1.0, 6.0)
+    assert found(*head, *sure, loss_of(9.0)) == ["loss"]
+    assert found(*head, *sure, loss_of(5.0)) == []
+    assert found(*head, *sure, loss_of(400.0)) == []
+    assert found(*head, *outputs(1.0, 1.5), loss_of(9.0)) == []
+    assert found(*of_gains(1.0, 2.0), *sure, loss_of(9.0)) == []
+    norm = weight("norm", 9, [1.0, 1.0], "BatchNorm1d")
+    assert found(*head, norm, *sure, loss_of(9.0)) == ["loss"]
+
+
+def test_loud_inputs_and_measured_targets_are_another_fault() -> None:
+    head = [*of_gains(1.0), weight("layer1", 1, spread(8.0)), *outputs(1.0, 6.0), loss_of(9.0)]
+    pixels = replace(tensor("model:input", "inputs", role="input"), dtype="float32")
+    assert found(*head, Row(0, pixels, [100.0, 200.0])) == []
+    assert found(*head, Row(0, pixels, [0.5, -0.5])) == ["loss"]
+    assert found(*head, Row(0, replace(pixels, dtype="int64"), [100.0, 200.0])) == ["loss"]
+    targets = replace(tensor("labels", "labels"), dtype="float32")
+    assert found(*head, Row(0, targets, [0.3, 0.7])) == []
+
+
+def test_an_embedding_that_the_last_layer_shares_counts_as_its_weight() -> None:
+    words = replace(tensor("words.weight", "weights", order=0, shape=(10, 64)), module_type="Embedding")
+    rows = [Row(0, words, [1.0, -1.0]), *outputs(1.0, 8.0), loss_of(15.0)]
+    assert found(*rows) == ["loss"]
+    assert found(*rows, weight("layer1", 1, spread(1.0))) == []
 
 
 def test_only_the_first_step_is_judged() -> None:

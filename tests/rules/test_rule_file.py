@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from watchstep.errors import RuleError
-from watchstep_rules.rule_file import check, load, load_as_data, parse
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.presets import PRESETS
+from watchstep_rules.rule_file import MAX_BYTES, check, load, load_as_data, parse
 
 GOOD = """
 rules:
@@ -49,15 +52,16 @@ def test_an_empty_file_has_no_rules(text: str) -> None:
         ("a: b: c", "not valid YAML (line 1, column 5: "),
         ("rules: !!python/object:os.system {}", "not valid YAML (line 1, column 8: "),
         ("\x07", "not valid YAML"),
-        ("- rule: nan_or_inf", "no mapping"),
-        ("just text", "no mapping"),
-        ("rule: nan_or_inf", "rules: Field required (and 1 more)"),
-        ("rules: nan_or_inf", "rules: Input should be a valid tuple"),
-        ("rules: [nan_or_inf]", "rules.0: "),
-        ("rules: [{rule: nan}]", "rules.0: unknown rule 'nan'; use one of: "),
+        ("- rule: nan_or_inf", "rules: no mapping: start it"),
+        ("just text", "rules: no mapping: start it"),
+        ("rule: nan_or_inf", "rule: Extra inputs are not permitted"),
+        ("{}", "rules: Field required"),
+        ("rules: nan_or_inf", "rules: Input should be a list"),
+        ("rules: [nan_or_inf]", "rules.0: Input should be a mapping"),
+        ("rules: [{rule: nan}]", "rules.0.rule: unknown rule 'nan'; use one of: "),
         (
             "rules: [{rule: nan_or_inf}, {rule: nan_or_inf}]",
-            "rules: two rule configs are named 'nan_or_inf': give one of them",
+            "rules.1: two rule configs are named 'nan_or_inf': give one of them",
         ),
         ("rules: [{rule: nan_or_inf, for: {steps: 0}}]", "rules.0.for.steps: "),
         ("rules: [{rule: nan_or_inf, params: {max_elements: -1}}]", "rules.0.params.max_elements: "),
@@ -69,7 +73,8 @@ def test_an_empty_file_has_no_rules(text: str) -> None:
     ],
 )
 def test_a_wrong_file_names_the_place_and_the_mend(text: str, place: str) -> None:
-    with pytest.raises(RuleError, match=r"^rule file my/rules.yaml: " + re.escape(place)) as caught:
+    line = "" if place.startswith("not valid") else "line 1: "
+    with pytest.raises(RuleError, match=r"^rule file my/rules.yaml: " + re.escape(line + place)) as caught:
         parse(text, "my/rules.yaml")
     assert caught.value.mend
 
@@ -84,3 +89,118 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("rules: [] # ü".encode("latin-1"))
     with pytest.raises(RuleError, match="cannot be read"):
         load(tmp_path / "latin.yaml")
+
+
+def names(text: str) -> list[str]:
+    return [config.name for config in parse(text, "rules.yaml")]
+
+
+def test_a_file_may_begin_with_the_defaults() -> None:
+    assert parse("extends: defaults", "rules.yaml") == DEFAULT_RULES
+    text = """
+extends: defaults
+rules:
+  - {rule: overfit, severity: info}
+  - {rule: loss_spike}
+  - {rule: overfit, name: late}
+"""
+    read = parse(text, "rules.yaml")
+    assert [config.name for config in read] == [*(one.name for one in DEFAULT_RULES), "loss_spike", "late"]
+    assert next(config for config in read if config.name == "overfit").severity == "info"
+
+
+def test_what_a_file_does_not_say_of_a_default_stays_as_it_is() -> None:
+    text = """
+extends: defaults
+rules:
+  - {rule: nan_or_inf, labels: {team: vision}, params: {only_nan: true}}
+  - {rule: loss_not_decreasing, actions: [stop], params: {patience: 300}}
+"""
+    given = {config.name: config for config in DEFAULT_RULES}
+    read = {config.name: config for config in parse(text, "rules.yaml")}
+    first, second = read["nan_or_inf"], read["loss_not_decreasing"]
+    assert (first.stops, first.severity, first.labels) == (True, "critical", {"team": "vision"})
+    assert first.inhibits == given["nan_or_inf"].inhibits
+    assert first.params == {"only_nan": True}
+    assert (second.stops, second.hold) == (True, given["loss_not_decreasing"].hold)
+    assert RuleConfig.model_validate(second.as_data()) == second
+
+
+def test_a_rule_of_another_kind_takes_the_whole_place_of_its_namesake() -> None:
+    (config,) = (
+        one
+        for one in parse("extends: defaults\nrules: [{rule: loss_spike, name: nan_or_inf}]", "rules.yaml")
+        if one.name == "nan_or_inf"
+    )
+    assert (config.rule, config.stops, config.severity) == ("loss_spike", False, "warning")
+
+
+def test_a_file_may_begin_with_a_preset() -> None:
+    (preset, *_) = (config for config in PRESETS["sagemaker"])
+    text = f"preset: sagemaker\nrules: [{{rule: {preset.rule}, name: {preset.name}, dry_run: true}}]"
+    read = parse(text, "rules.yaml")
+    assert names(text) == [config.name for config in PRESETS["sagemaker"]]
+    assert read[0].dry_run
+    both = names("extends: defaults\npreset: sagemaker")
+    assert len(both) == len(set(both)) >= len(DEFAULT_RULES)
+
+
+def test_inhibitions_of_the_file_become_those_of_the_sources() -> None:
+    text = """
+rules:
+  - {rule: nan_or_inf, inhibits: [overfit]}
+  - {rule: overfit}
+  - {rule: exploding_gradient, name: wild}
+inhibit:
+  - {source: nan_or_inf, target: [wild, overfit]}
+"""
+    assert [config.inhibits for config in parse(text, "rules.yaml")] == [("overfit", "wild"), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "inhibit: [{source: nan_or_inf, target: [nothing]}]",
+            "inhibit.0.target.0: no rule config and no rule",
+        ),
+        ("inhibit: [{source: late, target: [overfit]}]", "inhibit.0.source: no rule config is named 'late'"),
+        (
+            "inhibit: [{source: overfit, target: [nan_or_inf]}]",
+            "inhibit.0.target.0: nan_or_inf is judged as each",
+        ),
+        ("inhibit: [{source: overfit, target: []}]", "inhibit.0.target: Tuple should have at least 1"),
+        (
+            "inhibit: [{source: overfit, target: [dead_relu]}, {source: dead_relu, target: [overfit]}]",
+            "rules.1: rules that inhibit each other in a circle: overfit, dead_relu",
+        ),
+        ("preset: azure", "preset: no preset is named 'azure': use one of sagemaker"),
+        ("extends: everything", "extends: Input should be 'defaults'"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(text: str, fault: str) -> None:
+    rules = "rules: [{rule: nan_or_inf}, {rule: overfit}, {rule: dead_relu}]\n"
+    with pytest.raises(RuleError, match=r"^rule file rules.yaml: line 2: " + re.escape(fault)) as caught:
+        parse(rules + text, "rules.yaml") if "circle" not in fault else parse(
+            text + "\n" + rules, "rules.yaml"
+        )
+    assert caught.value.mend
+
+
+def test_all_faults_are_counted_and_the_first_has_its_line() -> None:
+    text = """
+rules:
+  - rule: exploding_gradient
+    params:
+      growth: 0.5
+    severity: fatal
+  - rule: overfit
+  - rule: overfit
+"""
+    with pytest.raises(RuleError, match=r"rules.yaml: line 5: rules.0.params.growth: .* \(and 2 more"):
+        parse(text, "rules.yaml")
+
+
+def test_a_huge_file_is_refused() -> None:
+    with pytest.raises(RuleError, match="over the limit"):
+        parse("#" * (MAX_BYTES + 1), "rules.yaml")

@@ -64,6 +64,18 @@ def test_units_that_are_switches_at_convergence_are_fine() -> None:
     assert found(layer(outputs), HEAD, [Row(step, LOSS, [1.0]) for step in range(60)])[0] == 42
 
 
+def test_a_loss_that_falls_by_much_at_each_step_has_converged_though_its_mean_lags() -> None:
+    falling = [Row(step, LOSS, [max(0.4**step, 1e-7)]) for step in range(12)]
+    assert found(layer([[0.5, -0.5]] * 6 + [[-0.99, 0.99]] * 6), HEAD, falling) == []
+    lucky = [Row(step, LOSS, [0.0 if step in (8, 10) else 1.0]) for step in range(12)]
+    assert found(layer([[0.5, -0.5]] * 6 + [[-0.99, 0.99]] * 6), HEAD, lucky) == [8, 9, 10, 11]
+
+
+def test_a_layer_that_saturates_while_the_loss_halves_is_fine() -> None:
+    halves = [Row(step, LOSS, [3e4 if step < 20 else 1e4]) for step in range(60)]
+    assert found(layer([[0.5, -0.5]] * 40 + [[-0.99, 0.99]] * 20), HEAD, halves) == []
+
+
 def test_the_finding_says_the_slope() -> None:
     said = all_at_once(RuleConfig(rule="saturated_activation"), in_steps(layer([[0.99, -0.99]] * 3), HEAD))
     assert said.findings[0].message == (

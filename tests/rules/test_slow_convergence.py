@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from pydantic import ValidationError
 
 from tests.rules.losses import falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once
-from watchstep.block import Block
+from tests.sdk.blocks import Row, block_of, tensor
+from watchstep.block import Block, concatenate
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.slow_convergence import SlowConvergenceParams
 
@@ -34,6 +36,7 @@ FAULTY = {
     "sinks below its noise, labels unknown": run_of(noisy(SINKING, 0.02), update=1e-4),
     "does not seem to move": run_of(noisy(np.full(STEPS, 35.0), 0.15), update=1e-5),
     "sinks steadily, updates are modest": run_of(falling(1.2, 0, STEPS, 2000), update=1e-3),
+    "a loss that is scaled down": run_of(noisy(np.full(STEPS, 0.02), 0.003), update=1e-4, labels=TEN),
     "the learning rate has decayed too soon": run_of(
         noisy(falling(2.30, 2.24, STEPS, 10), 0.01), update=ramp(1e-2, 1e-8)
     ),
@@ -59,6 +62,26 @@ def test_steps_too_small_to_get_anywhere_are_found(name: str) -> None:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_others_are_fine(name: str) -> None:
     assert not found(HEALTHY[name])
+
+
+def with_inputs(block: Block, size: float, dtype: str = "float32") -> Block:
+    info = replace(tensor("model:input", "inputs", role="input"), dtype=dtype)
+    rows = block_of([Row(step, info, [size, -size]) for step in range(0, STEPS, 5)])
+    return concatenate([block, rows]).ordered()
+
+
+def test_steps_are_small_where_inputs_are() -> None:
+    ordinary = run_of(noisy(SINKING, 0.02), update=5e-3)
+    assert found(with_inputs(ordinary, 0.01))
+    assert not found(with_inputs(ordinary, 0.5))
+    assert not found(with_inputs(ordinary, 0.01, "int64"))
+
+
+def test_labels_that_are_whole_numbers_and_no_classes_say_nothing_of_the_loss() -> None:
+    tokens = replace(tensor("labels", "labels", shape=(16,)), dtype="int64")
+    rows = block_of([Row(step, tokens, list(range(16))) for step in range(0, STEPS, 5)])
+    flat = run_of(noisy(np.full(STEPS, 2.7), 0.1), update=1e-4)
+    assert found(concatenate([flat, rows]).ordered())
 
 
 def test_thresholds_are_the_users_to_set() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.rules.trainings import CASES, Training
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.block import Block
-from watchstep_rules.backtest import backtest
+from watchstep_rules.backtesting.backtest import backtest
 from watchstep_rules.defaults import DEFAULT_RULES
 
 OVER_LAYERS = {

@@ -33,10 +33,9 @@ def outputs(name: str, *, order: int, kind: str = "Linear") -> list[Row]:
     return [Row(0, info, [1.0])]
 
 
-def found(*layers: list[Row], name: str = "a") -> list[int]:
-    return steps_of(
-        all_at_once(RuleConfig(rule="weight_not_updating"), in_steps(*layers)), f"{name}.weight:update"
-    )
+def found(*layers: list[Row], name: str = "a", **params: object) -> list[int]:
+    config = RuleConfig.model_validate({"rule": "weight_not_updating", "params": params})
+    return steps_of(all_at_once(config, in_steps(*layers)), f"{name}.weight:update")
 
 
 def test_an_optimizer_that_stops_is_found_and_one_that_goes_on_is_not() -> None:
@@ -53,6 +52,59 @@ def test_a_learning_rate_that_a_schedule_brings_to_zero_is_fine() -> None:
 def test_a_schedule_that_ends_long_before_the_training_is_found() -> None:
     falling = [10.0**-step for step in range(2, 9)] + [0.0] * 30
     assert found(updates("a", falling), gradients("a", [0.1] * 37)) == list(range(25, 37))
+
+
+def test_a_rate_that_ran_down_long_before_the_end_is_found() -> None:
+    falling = [10.0 ** -(2 + step / 2) for step in range(10)] + [3e-7] * 40
+    alive, high = gradients("a", [0.1] * 50), losses([2.3] * 50)
+    assert found(updates("a", falling), alive, high)[0] == 17
+    assert found(updates("a", falling), alive, losses([2.3] * 8 + [0.5] * 42)) == []
+    assert found(updates("a", falling), gradients("a", [0.1] * 8 + [1e-6] * 42), high) == []
+    assert found(updates("a", falling), alive, high, ran_down=1e-7) == []
+
+
+def test_a_schedule_that_ends_at_nothing_with_the_training_is_fine() -> None:
+    ends = [1e-3 * (100 - step) / 100 for step in range(100)] + [1e-7] * 12
+    assert found(updates("a", ends), gradients("a", [0.1] * 112), losses([2.3] * 112)) == []
+
+
+def test_a_small_rate_from_the_start_is_another_rules() -> None:
+    assert found(updates("a", [3e-7] * 60), gradients("a", [0.1] * 60), losses([2.3] * 60)) == []
+
+
+def test_gradients_that_are_zero_now_and_then_tell_nothing_of_updates_at_other_steps() -> None:
+    seldom = gradients("a", [0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+    still = updates("a", [1e-3, 1e-3, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert found(still, seldom) == []
+    assert found(still, gradients("a", [0.1] * 8)) == [3, 4, 5, 6, 7]
+
+
+def unheld(name: str, changed: Sequence[float], *, order: int, size: float = 0.1, wide: int = 8) -> list[Row]:
+    info = replace(
+        tensor(f"{name}.weight:unheld", "unheld", role="unheld", order=order, shape=(8, wide)), module=name
+    )
+    return [Row(step, info, [size] * 4, probes={"changed": flag}) for step, flag in enumerate(changed)]
+
+
+def left_out(*layers: list[Row], name: str) -> list[int]:
+    said = all_at_once(RuleConfig(rule="weight_not_updating"), in_steps(*layers))
+    return steps_of(said, f"{name}.weight:unheld")
+
+
+def test_weights_that_no_optimizer_holds_are_found_where_they_were_forgotten() -> None:
+    trunk = updates("a", [1e-3] * 3, order=1)
+    assert left_out(trunk, unheld("b", [0.0] * 3, order=2), name="b") == [0, 1, 2]
+    assert left_out(trunk, unheld("b", [0.0, 1.0, 1.0], order=2), name="b") == [0]
+    assert left_out(trunk, unheld("b", [0.0] * 3, order=2, size=0.0), name="b") == []
+    nothing = unheld("b", [0.0] * 3, order=0), unheld("c", [0.0] * 3, order=1)
+    assert left_out(*nothing, name="b") == left_out(*nothing, name="c") == [0, 1, 2]
+
+
+def test_weights_that_are_left_out_on_purpose_are_fine() -> None:
+    head = updates("b", [1e-3] * 3, order=2)
+    assert left_out(head, unheld("a", [0.0] * 3, order=1), name="a") == []
+    adapter = updates("b", [1e-3] * 3, order=2)
+    assert left_out(adapter, unheld("c", [0.0] * 3, order=3, wide=32), name="c") == []
 
 
 def test_a_converged_training_is_fine() -> None:

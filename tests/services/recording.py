@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.sdk.blocks import Row, block_of, gradient, tensor
 from watchstep import documents, layout, segment
@@ -72,19 +72,30 @@ class Recording:
         """A segment's key."""
         return SegmentKey(self.writer(worker), seq, first, last)
 
-    def encoded(self, first: int, last: int, value: Value = healthy, worker: int = 0) -> bytes:
-        """The bytes of a segment with a loss and two gradients at every step."""
+    def encoded(
+        self, first: int, last: int, value: Value = healthy, worker: int = 0, taken_ns: int = 0
+    ) -> bytes:
+        """The bytes of a segment with a loss and two gradients at every step, a millisecond each since a time."""
         rows = [
             Row(step, info, [value(step, info.name)], worker=worker)
             for step in range(first, last + 1)
             for info in (LOSS, *LAYERS)
         ]
-        return segment.encode(block_of(rows))
+        block = block_of(rows)
+        return segment.encode(replace(block, time_ns=block.time_ns + taken_ns))
 
-    def write(self, seq: int, first: int, last: int, value: Value = healthy, worker: int = 0) -> SegmentKey:
+    def write(
+        self,
+        seq: int,
+        first: int,
+        last: int,
+        value: Value = healthy,
+        worker: int = 0,
+        taken_ns: int = 0,
+    ) -> SegmentKey:
         """Put a segment onto the store."""
         key = self.key(seq, first, last, worker)
-        self.store.put(key.path, self.encoded(first, last, value, worker))
+        self.store.put(key.path, self.encoded(first, last, value, worker, taken_ns))
         self.written.setdefault(key.writer.writer, []).append(key)
         return key
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import Depends, FastAPI
 
-from watchstep_services.api import alerts, announcements, events, health, problems, rules, runs
+from watchstep_services.api import alerts, announcements, backtests, events, health, problems, rules, runs
 from watchstep_services.api.access import authorize
 from watchstep_services.service import Service
 
@@ -24,6 +24,6 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     problems.install(app)
-    for part in (runs, announcements, alerts, events, rules, health):
+    for part in (runs, announcements, alerts, events, rules, backtests, health):
         app.include_router(part.router)
     return app

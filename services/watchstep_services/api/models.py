@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from watchstep_rules.explanation import Explanation
 from watchstep_services.events import CloudEvent
 
 _HEALTH_BYTES = 64 * 1024
@@ -115,9 +116,13 @@ class RuleState(BaseModel):
     granted_stop: bool = Field(description="Whether its alert stops the job.")
     health: str = Field(description="ok, no_data or error; of the newest attempt.")
     problem: str
+    warnings: list[str] = Field(description="What the service cannot do that the config asks for.")
     judged: int = Field(description="Rows judged.")
     findings: int = Field(description="Findings so far; the first thousand are kept.")
     phase: str = Field(description="inactive, pending, firing or resolved.")
+    isolation: dict[str, Any] | None = Field(
+        None, description="How far a Python rule's process was shut in when it was last judged."
+    )
     config: dict[str, Any]
 
 
@@ -169,6 +174,18 @@ class RunList(BaseModel):
     runs: list[RunSummary]
 
 
+class AlertDetails(BaseModel):
+    """What is said of an alert that has fired."""
+
+    since_step: int = Field(description="The first step of the findings that made it fire.")
+    since_ns: int = Field(description="When that was, by the clock of the rank.")
+    labels: dict[str, str] = Field(description="The rule config's.")
+    dry_run: bool = Field(description="It stops nothing and nobody is told.")
+    inhibited_by: str | None = Field(description="The rule config that keeps it quiet.")
+    message: str = Field(description="The rule config's own message, or the finding's.")
+    explanation: Explanation
+
+
 class AlertOutput(BaseModel):
     """An alert: a rule config on one attempt."""
 
@@ -182,6 +199,7 @@ class AlertOutput(BaseModel):
     fired_ns: int | None
     resolved_ns: int | None
     finding: dict[str, Any] | None
+    details: AlertDetails | None = Field(description="Once it has fired.")
 
 
 class AlertList(BaseModel):
@@ -231,6 +249,36 @@ class StopOutput(BaseModel):
 
     accepted: bool = Field(description="False where the attempt has been asked to stop already.")
     attempt: str
+
+
+class BacktestInput(_Input):
+    """Runs to judge again."""
+
+    runs: list[Annotated[str, Field(max_length=128)]] = Field(
+        min_length=1, max_length=1000, description="Names of runs of the project; * and ? stand for anything."
+    )
+    rules: list[dict[str, Any]] = Field(
+        default_factory=list,
+        max_length=200,
+        description="Rule configs, as in a rule file; the default rules where none.",
+    )
+    sweep: list[Annotated[str, Field(max_length=1000)]] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Other values of a parameter: [CONFIG.]PARAMETER=FROM:TO[:NUMBER] or =A,B,C.",
+    )
+
+
+class BacktestOutput(BaseModel):
+    """A backtest, and what it found."""
+
+    id: int
+    state: str = Field(description="waiting, running or done.")
+    runs: int = Field(description="How many runs are judged.")
+    judged: int = Field(description="How many have been.")
+    report: dict[str, Any] | None = Field(
+        description="As 'watchstep rules backtest --json' writes it; once it is done."
+    )
 
 
 class RuleSummary(BaseModel):

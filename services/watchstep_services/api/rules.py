@@ -7,7 +7,7 @@ import inspect
 from fastapi import APIRouter
 
 from watchstep.errors import NotFoundError, RuleError
-from watchstep_rules.registry import RULES, find_rule
+from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_services.api.access import permits
 from watchstep_services.api.models import RuleList, RuleOutput, RuleSummary
 
@@ -18,7 +18,8 @@ router = APIRouter(prefix="/v1/rules", tags=["rules"])
 @permits("read")
 def list_rules() -> RuleList:
     """All rules by name."""
-    return RuleList(rules=[RuleSummary(name=name, summary=RULES[name].summary) for name in sorted(RULES)])
+    every = {**RULES, **KINDS}
+    return RuleList(rules=[RuleSummary(name=name, summary=every[name].summary) for name in sorted(every)])
 
 
 @router.get("/{name}", summary="Look at a rule")

@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
 from watchstep_rules import rule_file
-from watchstep_rules.judge import RuleMemory
+from watchstep_rules.python_rule import Python
+from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import (
@@ -32,6 +33,7 @@ from watchstep_services.api.problems import RefusedError
 from watchstep_services.database.models import Alert, Attempt, Job, Memory, RuleConfigRow, Run
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.estimator.backend import JobHandle
+from watchstep_services.evaluator.judging import load_config, memory_of
 from watchstep_services.events import run_url
 from watchstep_services.registration import bind_job, register
 from watchstep_services.service import Service
@@ -55,7 +57,8 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller) 
         raise ConfigError("attempt: none is named for the job", "name the attempt that the job is")
     if body.attempt:
         check_name("attempt", body.attempt)
-    rules = rule_file.check({"rules": body.rules}, "of the request")
+    with no_programs("" if operator else NOT_FROM_RECORDERS):
+        rules = rule_file.check({"rules": body.rules}, "of the request")
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     run_id = register(service, project, body.run, rules, "operator" if operator else "recorder")
     if job is not None:
@@ -126,7 +129,7 @@ def _read(service: Service, project: str, run: str) -> RunOutput:
             **_summary(service, session, row),
             control=ControlData.model_validate(row.control),
             job=None if job is None else _job(job),
-            rules=_rules(session, row),
+            rules=_rules(service, session, row),
             health=row.health,
         )
 
@@ -158,7 +161,7 @@ def _job(job: Job) -> JobOutput:
     )
 
 
-def _rules(session: Session, run: Run) -> list[RuleState]:
+def _rules(service: Service, session: Session, run: Run) -> list[RuleState]:
     rows = session.execute(
         select(RuleConfigRow, Memory)
         .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == run.attempt))
@@ -167,7 +170,8 @@ def _rules(session: Session, run: Run) -> list[RuleState]:
     ).all()
     states = []
     for config, held in rows:
-        memory = RuleMemory() if held is None else RuleMemory.model_validate_json(held.memory)
+        asked = load_config(config, None).config
+        memory = memory_of(None if held is None else held.memory)
         states.append(
             RuleState(
                 name=config.name,
@@ -176,9 +180,11 @@ def _rules(session: Session, run: Run) -> list[RuleState]:
                 granted_stop=config.granted_stop,
                 health=memory.health.value,
                 problem=memory.problem,
+                warnings=[] if asked is None else service.unknown_receivers(asked),
                 judged=memory.judged,
                 findings=0 if held is None else held.findings,
                 phase=memory.alert.phase.value,
+                isolation=(memory.state or {}).get("isolation") if config.rule == Python.name else None,
                 config=config.data,
             )
         )

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from typing import Annotated
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.registry import RULES, find_rule
+from watchstep.errors import RuleError
+from watchstep_rules.contract import AnyRule
+from watchstep_rules.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
+from watchstep_rules.explanation import sentence
+from watchstep_rules.registry import KINDS, RULES, find_rule
+from watchstep_services.cli import backtest, rule_tests, rules_check
 from watchstep_services.cli.output import console, table
+from watchstep_services.cli.rule_words import after, does, lasting
 
 app = typer.Typer(help="The rules.", no_args_is_help=True)
+app.command("backtest")(backtest.backtest)
+app.command("check")(rules_check.check)
+app.command("schema")(rules_check.schema)
+app.command("test")(rule_tests.run_tests)
 
 
 @app.command("list")
@@ -23,20 +36,74 @@ def list_rules() -> None:
         config = defaults.get(name)
         state = "off" if config is None else config.severity + (", stops" if config.stops else "")
         shown.add_row(name, state, rule.summary)
+    for name, rule in sorted(KINDS.items()):
+        shown.add_row(name, "your own", rule.summary)
     console().print(shown)
 
 
 @app.command("show")
 def show_rule(name: Annotated[str, typer.Argument(help="The rule's name.")]) -> None:
     """Show what a rule tests, and its parameters."""
-    rule = find_rule(name)
+    rule = _known(name)
     out = console()
     out.print(f"[bold]{rule.name}[/bold]: {rule.summary}\n")
     out.print(inspect.getdoc(type(rule)) or "", markup=False, highlight=False, soft_wrap=True)
-    collections = ", ".join(rule.needs.collections)
-    out.print(f"\nJudges: {collections}; {rule.merge.replace('_', ' ')}.\n")
+    collections = ", ".join(rule.needs.collections) or "all tensors"
+    how = "by the clock, also where no row comes" if rule.clock else rule.merge.replace("_", " ")
+    out.print(f"\nJudges: {collections}; {how}.")
+    for line in _by_default(rule):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    out.print()
+    out.print(_parameters(rule))
+    for title, sentences in (("Usual causes", rule.usual_causes), ("What to try", rule.what_to_try)):
+        if sentences:
+            out.print(f"\n{title}:")
+            for words in sentences:
+                out.print(f"- {sentence(words)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _known(name: str) -> AnyRule:
+    """The rule of that name.
+
+    Raises:
+        RuleError: there is none; what was probably meant comes first.
+    """
+    every = {**RULES, **KINDS}
+    if name in every:
+        return find_rule(name)
+    close = difflib.get_close_matches(name, every, n=3)
+    meant = [f"did you mean {' or '.join(close)}?"] if close else []
+    names = textwrap.wrap(", ".join(sorted(every)), 96)
+    raise RuleError(f"unknown rule {name!r}", "\n  ".join([*meant, "use one of:", *names]))
+
+
+def _by_default(rule: AnyRule) -> Iterator[str]:
+    """What the default rules make of it."""
+    config = next((config for config in DEFAULT_RULES if config.rule == rule.name), None)
+    if config is None:
+        why = OFF_BY_DEFAULT.get(rule.name, "it judges by what you write")
+        yield f"Off by default: {why}."
+        return
+    until = f"over after {lasting(config.keep_firing or config.hold)} without"
+    yield f"By default: {'; '.join([config.severity, f'fires after {after(config)}', until, *does(config)])}."
+    if config.inhibits:
+        yield f"Keeps quiet while it fires: {', '.join(config.inhibits)}."
+
+
+def _parameters(rule: AnyRule) -> Table:
     shown = table("PARAMETER", "TYPE", "DEFAULT", "MEANING")
-    for parameter, schema in rule.params_type.model_json_schema()["properties"].items():
-        default = schema.get("default")
-        shown.add_row(parameter, str(schema.get("type", "")), str(default), schema.get("description", ""))
-    out.print(shown)
+    schema = rule.params_type.model_json_schema()
+    for name, held in schema.get("properties", {}).items():
+        required = name in schema.get("required", ())
+        default = "required" if required else str(held.get("default"))
+        shown.add_row(name, _type(held), default, held.get("description", ""))
+    return shown
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """``number or null`` of what may be either."""
+    return (
+        " or ".join(_type(one) for one in schema["anyOf"])
+        if "anyOf" in schema
+        else str(schema.get("type", ""))
+    )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from watchstep.store import checked_scheme
+from watchstep_services.cli import rule_words
+from watchstep_services.cli.telling import Teller
 from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
 
 DEFAULT_STORE = "watchstep-runs"
+_TELL_SECONDS = 0.5
 
 
 def serve(
@@ -32,16 +37,33 @@ def serve(
     with EmbeddedService(settings) as service:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
+        teller = Teller(service.database)
         typer.echo(f"watchstep: watching {service.service.settings.store}")
-        for config in service.service.owner_rules:
-            stops = ", stops the job" if config.stops else ""
-            typer.echo(
-                f"watchstep: rule {config.name} ({config.severity}, after {config.hold.steps} steps{stops})"
-            )
-        if not any(config.stops for config in service.service.owner_rules):
-            typer.echo("watchstep: none of your rules stops a job")
+        for line in _rules_of(service.service):
+            typer.echo(f"watchstep: {line}")
         typer.echo(f"watchstep: {service.url} (API at {service.url}/docs; Ctrl-C ends it)")
-        service.wait()
+        while not service.wait(_TELL_SECONDS):
+            _tell(teller)
+        _tell(teller)
+
+
+def _rules_of(service: Service) -> Iterator[str]:
+    """By what runs are judged."""
+    configs = service.owner_rules
+    for config in configs:
+        words = ", ".join([config.severity, f"after {rule_words.after(config)}", *rule_words.does(config)])
+        yield f"rule {rule_words.named(config)} ({words})"
+        for warning in service.unknown_receivers(config):
+            yield f"rule {config.name}: {warning}"
+    if not configs:
+        yield "the rule file has no rules: nothing judges but what recorders ask for"
+    elif not any(config.stops for config in configs):
+        yield "none of your rules stops a job"
+
+
+def _tell(teller: Teller) -> None:
+    for line in teller.new_lines():
+        typer.echo(line)
 
 
 def settings_for(store: str, home: Path | None, **values: Any) -> Settings:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Boolean, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    ForeignKey,
+    Index,
+    Integer,
+    String,
+    Text,
+    UniqueConstraint,
+    false,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 NAME_LENGTH = 128
@@ -60,7 +71,11 @@ class Run(Base):
 
 
 class Attempt(Base):
-    """An attempt: its workers, how far each came, what is sealed, and which segments hold the history."""
+    """An attempt: its workers, how far each came, what is sealed, and which segments hold the history.
+
+    Its evaluations are the run's ticks before ``ticks``; those before ``journaled`` are on the store, in so many parts. Where
+    the store refused one, the next is tried no sooner than ``journal_due_ns``.
+    """
 
     __tablename__ = "attempts"
     __table_args__ = (UniqueConstraint("run_id", "attempt"),)
@@ -77,6 +92,10 @@ class Attempt(Base):
     writers: Mapped[dict[str, Any]] = mapped_column(default=dict)
     ends: Mapped[dict[str, Any]] = mapped_column(default=dict)
     context: Mapped[list[int]] = mapped_column(default=list)
+    ticks: Mapped[int] = mapped_column(default=0, server_default="0")
+    journaled: Mapped[int] = mapped_column(default=0, server_default="0")
+    journal_parts: Mapped[int] = mapped_column(default=0, server_default="0")
+    journal_due_ns: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class RuleConfigRow(Base):
@@ -106,7 +125,10 @@ class Memory(Base):
 
 
 class Segment(Base):
-    """The inbox: what was announced or found on the store, and, once read, its place in the journal."""
+    """The inbox: what was announced or found on the store, and, once read, its place in the journal.
+
+    ``ranks`` says of each rank with rows in it: rank, first step, last step, rows.
+    """
 
     __tablename__ = "segments"
     __table_args__ = (
@@ -126,11 +148,15 @@ class Segment(Base):
     state: Mapped[str] = mapped_column(String(16))
     found_ns: Mapped[int]
     position: Mapped[int | None] = mapped_column(default=None)
+    ranks: Mapped[list[list[int]] | None] = mapped_column(JSON(none_as_null=True), default=None)
     problem: Mapped[str] = mapped_column(Text, default="")
 
 
 class Tick(Base):
-    """One evaluation that judged: the journal's end after it, and the clock that its rules were given."""
+    """One evaluation that judged: the journal's end after it, and the clock that its rules were given.
+
+    ``ended``: no row came, and the attempt had ended, so that silence was not judged.
+    """
 
     __tablename__ = "ticks"
 
@@ -139,6 +165,7 @@ class Tick(Base):
     attempt: Mapped[str] = mapped_column(String(NAME_LENGTH))
     position: Mapped[int]
     at_ns: Mapped[int]
+    ended: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
 
 
 class Seal(Base):
@@ -155,7 +182,7 @@ class Seal(Base):
 
 
 class Alert(Base):
-    """Where the alert of a rule config stands on one attempt."""
+    """Where the alert of a rule config stands on one attempt; its finding, and what is said of it to people."""
 
     __tablename__ = "alerts"
     __table_args__ = (UniqueConstraint("config_id", "attempt"),)
@@ -169,6 +196,7 @@ class Alert(Base):
     severity: Mapped[str] = mapped_column(String(16))
     phase: Mapped[str] = mapped_column(String(16))
     finding: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
+    details: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
     since_step: Mapped[int]
     since_ns: Mapped[int]
     fired_ns: Mapped[int | None] = mapped_column(default=None)
@@ -252,6 +280,38 @@ class Job(Base):
     state: Mapped[str] = mapped_column(String(16), default="running")
     exit_code: Mapped[int | None] = mapped_column(default=None)
     gone_ns: Mapped[int | None] = mapped_column(default=None)
+
+
+class Backtest(Base):
+    """A backtest that somebody asked for: which runs of a project, by which rules, and how far it came.
+
+    Runs are judged one by one: ``next`` is the place of the one that is due, ``tries`` how often it was begun.
+    """
+
+    __tablename__ = "backtests"
+
+    id: Mapped[int] = mapped_column(_Id, primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    runs: Mapped[list[str]] = mapped_column(JSON)
+    rules: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    sweeps: Mapped[list[str]] = mapped_column(JSON)
+    state: Mapped[str] = mapped_column(String(16), default="waiting", index=True)
+    next: Mapped[int] = mapped_column(default=0)
+    claims: Mapped[int] = mapped_column(default=0)
+    tries: Mapped[int] = mapped_column(default=0)
+    lease_until_ns: Mapped[int] = mapped_column(default=0)
+    created_ns: Mapped[int]
+    finished_ns: Mapped[int | None] = mapped_column(default=None)
+
+
+class BacktestResult(Base):
+    """What a backtest found of one run."""
+
+    __tablename__ = "backtest_results"
+
+    backtest_id: Mapped[int] = mapped_column(ForeignKey("backtests.id"), primary_key=True)
+    place: Mapped[int] = mapped_column(primary_key=True)
+    result: Mapped[dict[str, Any]]
 
 
 class Token(Base):

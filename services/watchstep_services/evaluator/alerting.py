@@ -10,8 +10,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.layout import run_prefix
-from watchstep_rules.alert import Phase, Transition
-from watchstep_rules.config import RuleConfig, WebhookAction
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.explanation import RunName, explain, say
+from watchstep_rules.judging.alert import Phase, Transition
 from watchstep_services.database.models import Alert, Segment
 from watchstep_services.database.records import add_action, add_event
 from watchstep_services.dispatcher.request import request_stop
@@ -54,16 +55,26 @@ def publish(session: Session, place: Place, judged: Judged) -> list[int]:
             _data(session, place, judged.config, transition),
         )
         add_event(session, place.held.run_id, event, place.now_ns)
-        actions += _webhooks(session, place, judged.config, event)
-        if transition.phase is Phase.FIRING and judged.row.granted_stop and judged.config.stops:
-            stop = request_stop(
-                session,
-                place.base_url,
-                place.held.run_id,
-                place.attempt,
-                (event.id, _reason(judged, transition)),
-            )
-            actions += [] if stop is None else [stop]
+        if not transition.inhibited_by and not judged.config.dry_run:
+            actions += _act(session, place, judged, transition, event)
+    return actions
+
+
+def _act(
+    session: Session, place: Place, judged: Judged, transition: Transition, event: CloudEvent
+) -> list[int]:
+    """What a change of an alert causes, where somebody is told of it."""
+    assert judged.config is not None
+    actions = _webhooks(session, place, judged.config, event)
+    if transition.phase is Phase.FIRING and judged.row.granted_stop and judged.config.stops:
+        stop = request_stop(
+            session,
+            place.base_url,
+            place.held.run_id,
+            place.attempt,
+            (event.id, _reason(place, judged.config, transition)),
+        )
+        actions += [] if stop is None else [stop]
     return actions
 
 
@@ -83,6 +94,7 @@ def _move(session: Session, place: Place, judged: Judged, transition: Transition
     row.since_step, row.since_ns = transition.step, place.now_ns
     if transition.finding is not None:
         row.finding = json.loads(transition.finding.model_dump_json())
+        row.details = _details(place, judged.config, transition)
     if transition.phase is Phase.FIRING:
         row.fired_ns, row.resolved_ns = place.now_ns, None
     elif transition.phase is Phase.RESOLVED:
@@ -90,17 +102,37 @@ def _move(session: Session, place: Place, judged: Judged, transition: Transition
     session.flush()
 
 
+def _details(place: Place, config: RuleConfig, transition: Transition) -> dict[str, Any]:
+    """What an alert and its events say beside the finding."""
+    return {
+        "since_step": transition.since_step,
+        "since_ns": transition.since_ns,
+        "labels": dict(config.labels),
+        "dry_run": config.dry_run,
+        "inhibited_by": transition.inhibited_by or None,
+        "message": say(config, transition, _named(place)),
+        "explanation": explain(config, transition).model_dump(mode="json"),
+    }
+
+
 def _data(session: Session, place: Place, config: RuleConfig, transition: Transition) -> dict[str, Any]:
     finding = transition.finding
+    assert finding is not None  # only what fires or is resolved becomes an event
     return {
         "attempt": place.attempt,
         "phase": transition.phase.value,
         "step": transition.step,
         "severity": config.severity,
+        "notify": list(config.receivers),
+        **_details(place, config, transition),
         "rule_config": config.as_data(),
-        "finding": json.loads(finding.model_dump_json()) if finding else None,
-        "evidence": _evidence(session, place, finding.step if finding else transition.step),
+        "finding": json.loads(finding.model_dump_json()),
+        "evidence": _evidence(session, place, finding.step),
     }
+
+
+def _named(place: Place) -> RunName:
+    return RunName(place.held.project, place.held.run, place.attempt)
 
 
 def _evidence(session: Session, place: Place, step: int) -> dict[str, Any]:
@@ -123,20 +155,17 @@ def _evidence(session: Session, place: Place, step: int) -> dict[str, Any]:
 
 def _webhooks(session: Session, place: Place, config: RuleConfig, event: CloudEvent) -> list[int]:
     added = []
-    for action in config.actions:
-        if isinstance(action, WebhookAction):
-            url = str(action.url)
-            cause = {
-                "event_id": event.id,
-                "at_ns": place.now_ns,
-                "payload": {"url": url, "event": event.model_dump(mode="json")},
-            }
-            added.append(
-                add_action(session, place.held.run_id, "webhook", f"webhook:{event.id}:{url}"[:700], cause)
-            )
+    for url in config.webhooks:
+        cause = {
+            "event_id": event.id,
+            "at_ns": place.now_ns,
+            "payload": {"url": url, "event": event.model_dump(mode="json")},
+        }
+        added.append(
+            add_action(session, place.held.run_id, "webhook", f"webhook:{event.id}:{url}"[:700], cause)
+        )
     return [action_id for action_id in added if action_id is not None]
 
 
-def _reason(judged: Judged, transition: Transition) -> str:
-    said = transition.finding.message if transition.finding else "its alert fires"
-    return f"rule {judged.row.name} at step {transition.step}: {said}"
+def _reason(place: Place, config: RuleConfig, transition: Transition) -> str:
+    return f"rule {config.name} at step {transition.step}: {say(config, transition, _named(place))}"

@@ -12,11 +12,11 @@ from watchstep.block import Block
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.layout import SegmentKey, WriterId
 from watchstep.store import Store
+from watchstep_rules.judging.history import canonical
 from watchstep_services.database.models import Attempt, Run, Segment
 from watchstep_services.evaluator import cursor as cursors
 from watchstep_services.evaluator.claim import Claim, renew
 from watchstep_services.evaluator.discover import discover, key_of, listing_due
-from watchstep_services.evaluator.history import union_catalogue, with_catalogue
 from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_plan
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
@@ -184,7 +184,7 @@ def decode(data: bytes, key: SegmentKey) -> Block:
             f"segment {key.path}: holds steps {block.step.min()} to {block.step.max()}",
             "the writer or the transfer damaged it",
         )
-    return with_catalogue(block, union_catalogue([block])).ordered()
+    return canonical(block)
 
 
 def run_store_of(service: Service, held: Claim) -> Store:

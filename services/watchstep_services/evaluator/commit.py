@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from watchstep.block import Block
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import (
     Attempt,
@@ -45,6 +47,7 @@ class Outcome:
         seal: the new seal, if any.
         context: journal positions that the next evaluation may look back to.
         judged: what the rules said.
+        ended: no row came, and the attempt has ended: its silence was not judged.
         due_ns: when to look again without a hint.
     """
 
@@ -54,6 +57,7 @@ class Outcome:
     seal: SealDecision | None
     context: list[int]
     judged: list[Judged]
+    ended: bool
     due_ns: int | None
 
 
@@ -97,11 +101,11 @@ def _move(session: Session, held: Claim, outcome: Outcome) -> bool:
 
 
 def _segments(session: Session, held: Claim, collected: Collected, now: int) -> None:
-    for place, (entry, _) in enumerate(collected.blocks):
+    for place, (entry, block) in enumerate(collected.blocks):
         session.execute(
             update(Segment)
             .where(Segment.id == entry.row_id)
-            .values(state="read", position=held.journal + place)
+            .values(state="read", position=held.journal + place, ranks=_ranks(block))
         )
     for entry, problem in collected.corrupt:
         session.execute(
@@ -118,6 +122,16 @@ def _segments(session: Session, held: Claim, collected: Collected, now: int) -> 
         health["last_corrupt"] = collected.corrupt[-1][1][:500]
     if health != run.health:
         run.health = health
+
+
+def _ranks(block: Block) -> list[list[int]]:
+    """Of each rank with rows: rank, first step, last step, rows. So they are found again after a compaction."""
+    ranks, counts = np.unique(block.worker, return_counts=True)
+    steps = [block.step[block.worker == rank] for rank in ranks]
+    return [
+        [int(rank), int(held.min()), int(held.max()), int(count)]
+        for rank, held, count in zip(ranks, steps, counts, strict=True)
+    ]
 
 
 def _mark_missing(session: Session, run_id: int, gap: Gap, now: int) -> int:
@@ -140,6 +154,7 @@ def _attempt(session: Session, held: Claim, outcome: Outcome) -> None:
             writers=writers_as_data(progress.writers),
             first_heard_ns=progress.first_heard_ns,
             largest=progress.largest,
+            ticks=held.tick + 1,
             sealed=outcome.seal.step if outcome.seal else progress.sealed,
             context=outcome.context,
         )
@@ -155,6 +170,7 @@ def _journal(session: Session, held: Claim, outcome: Outcome) -> None:
             attempt=attempt,
             position=held.journal + len(outcome.collected.blocks),
             at_ns=held.now_ns,
+            ended=outcome.ended,
         )
     )
     if outcome.seal:
@@ -175,7 +191,7 @@ def _remember(session: Session, attempt: str, judged: Judged) -> None:
     if row is None:
         row = Memory(config_id=judged.row.id, attempt=attempt, memory="", findings=0)
         session.add(row)
-    row.memory = judged.memory.model_dump_json()
+    row.memory = judged.kept
     kept = session.execute(
         select(func.count()).select_from(FindingRow).filter_by(config_id=judged.row.id, attempt=attempt)
     ).scalar_one()

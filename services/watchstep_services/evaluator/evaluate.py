@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,20 +11,20 @@ from sqlalchemy import select
 
 from watchstep.errors import WatchstepError
 from watchstep.store import Store
-from watchstep_rules.judge import Progress
-from watchstep_services.database.models import Attempt, Memory, RuleConfigRow, Run, Segment
-from watchstep_services.evaluator import attempts, seals
+from watchstep_rules.judging.history import History, joined, trimmed
+from watchstep_rules.judging.judge import Progress
+from watchstep_services.database.models import Attempt, Run, Segment
+from watchstep_services.evaluator import attempts, seals, ticks
 from watchstep_services.evaluator import cursor as cursors
 from watchstep_services.evaluator.claim import Claim, claim, release
 from watchstep_services.evaluator.collect import Collected, FencedError, collect, decode, fetch, run_store_of
 from watchstep_services.evaluator.commit import Outcome, commit
-from watchstep_services.evaluator.discover import key_of
-from watchstep_services.evaluator.history import History, joined, trimmed
-from watchstep_services.evaluator.judging import Loaded, judge_all, load_config, lookback
+from watchstep_services.evaluator.discover import discover, key_of
+from watchstep_services.evaluator.judging import Judged, judge_all, lookback
 from watchstep_services.evaluator.plan import Gap, ended_ranks
 from watchstep_services.evaluator.seals import AttemptProgress, WriterProgress
 from watchstep_services.service import Service
-from watchstep_services.settings import nanoseconds
+from watchstep_services.settings import NANOSECONDS, nanoseconds
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
@@ -88,14 +89,14 @@ def _let_go(service: Service, held: Claim, error: BaseException) -> None:
 
 def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
     run_store = run_store_of(service, held)
-    collected = collect(service, held, run_store)
-    if not collected.attempt:
-        collected.attempt = _attempt_to_seal(service, held)
+    collected = _collect(service, held, run_store)
     if not collected.attempt:
         empty = AttemptProgress(0, 0, {}, frozenset(), -1)
-        return Outcome(collected, held.cursor, empty, None, [], [], _due(service, held, collected)), None
+        return Outcome(
+            collected, held.cursor, empty, None, [], [], False, _due(service, held, collected)
+        ), None
     attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt)
-    configs = _configs(service, held.run_id, collected.attempt)
+    configs = ticks.load_configs(service, held.run_id, collected.attempt)
     reach = lookback(configs)
     before = _history(service, held, run_store, attempt, reach)
 
@@ -107,7 +108,8 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
 
     parts = [(held.journal + place, block) for place, (_, block) in enumerate(collected.blocks)]
     arrived = joined(parts, History.empty()).block
-    judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns))
+    ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
+    judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
     rows = trimmed(joined(parts, before), reach, sealed)
     outcome = Outcome(
         collected=collected,
@@ -116,9 +118,25 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
         seal=seal,
         context=rows.positions,
         judged=judged,
-        due_ns=_due(service, held, collected, replace(progress, sealed=sealed)),
+        ended=ended,
+        due_ns=_due(service, held, collected, replace(progress, sealed=sealed), judged),
     )
     return outcome, _Kept(rows, reach)
+
+
+def _collect(service: Service, held: Claim, run_store: Store) -> Collected:
+    """What there is to judge: rows, or else an attempt that is to be sealed further or whose silence is to be judged."""
+    collected = collect(service, held, run_store)
+    if collected.blocks:
+        return collected
+    silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
+    # A lost announcement is as silent as a training that stands still; only the store can tell which.
+    if silent and discover(service, held.run_id):
+        collected = collect(service, held, run_store)
+        silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
+    if not collected.attempt:
+        collected.attempt = _attempt_to_seal(service, held) or silent
+    return collected
 
 
 def _attempt_to_seal(service: Service, held: Claim) -> str:
@@ -134,17 +152,6 @@ def _attempt_to_seal(service: Service, held: Claim) -> str:
         if seals.decide(_progress(service, held, row, nothing), held.now_ns, patience):
             return row.attempt
     return ""
-
-
-def _configs(service: Service, run_id: int, attempt: str) -> list[Loaded]:
-    with service.database.read() as session:
-        rows = session.execute(
-            select(RuleConfigRow, Memory.memory)
-            .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == attempt))
-            .where(RuleConfigRow.run_id == run_id, ~RuleConfigRow.origin.startswith("retired"))
-            .order_by(RuleConfigRow.id)
-        ).all()
-    return [load_config(row, memory) for row, memory in rows]
 
 
 def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, reach: int) -> History:
@@ -186,7 +193,11 @@ def _progress(service: Service, held: Claim, row: Attempt, collected: Collected)
 
 
 def _due(
-    service: Service, held: Claim, collected: Collected, progress: AttemptProgress | None = None
+    service: Service,
+    held: Claim,
+    collected: Collected,
+    progress: AttemptProgress | None = None,
+    judged: Sequence[Judged] = (),
 ) -> int | None:
     """When to look again, should no hint come before."""
     settings = service.settings
@@ -197,7 +208,21 @@ def _due(
     if progress is not None:
         sealing = seals.due_ns(progress, nanoseconds(settings.seal_seconds))
         moments += [] if sealing is None else [sealing]
+    ticking = _tick_due(service, held, collected.attempt, judged)
+    moments += [] if ticking is None else [ticking]
     return min(moments, default=None)
+
+
+def _tick_due(service: Service, held: Claim, attempt: str, judged: Sequence[Judged]) -> int | None:
+    """When a rule wants to be judged though nothing comes; a rule that asks for the past gets the next second."""
+    newest = ticks.newest_attempt(service, held.run_id)
+    if not newest:
+        return None
+    remembered = (
+        judged if newest == attempt else ticks.load_configs(service, held.run_id, newest, only_clocks=True)
+    )
+    due = ticks.next_tick(remembered)
+    return None if due is None else max(due, held.now_ns + NANOSECONDS)
 
 
 def _gap_due(service: Service, held: Claim, gap: Gap) -> int:

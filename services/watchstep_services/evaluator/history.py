@@ -1,101 +1,13 @@
-"""Earlier rows of an attempt: as many as its rules look back on, and all that are not sealed yet.
-
-Each row knows the journal position of the segment that it came from. The positions that still hold needed rows are
-committed with the cursor, so that another process rebuilds exactly the same rows from exactly those segments.
-"""
+"""Earlier rows of the runs that this process judged last, kept so that they need not be read again."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from watchstep.block import Block, concatenate
-from watchstep.tensors import TensorInfo
+from watchstep_rules.judging.history import History
 
 _ENTRIES = 64
-
-
-@dataclass(frozen=True)
-class History:
-    """Rows in journal order, and the journal position of each, int64 of shape (n,)."""
-
-    block: Block
-    position: NDArray[np.int64]
-
-    @classmethod
-    def empty(cls) -> History:
-        """No rows."""
-        return cls(Block.empty(), np.empty(0, np.int64))
-
-    @property
-    def positions(self) -> list[int]:
-        """Journal positions that hold rows, ascending."""
-        return [int(place) for place in np.unique(self.position)]
-
-
-def joined(parts: list[tuple[int, Block]], before: History) -> History:
-    """Earlier rows and those of further segments, as (position, rows) in journal order."""
-    block = concatenate([before.block, *(rows for _, rows in parts)])
-    position = np.concatenate(
-        [before.position, *(np.full(len(rows), place, np.int64) for place, rows in parts)]
-    )
-    return History(block, position)
-
-
-def trimmed(history: History, lookback: int, sealed: int) -> History:
-    """Only the rows that a later evaluation can need.
-
-    Args:
-        history: all rows.
-        lookback: of the rule that looks back furthest, in rows of a series.
-        sealed: the last sealed step; later rows are all kept.
-    """
-    block = history.block
-    if not len(block):
-        return History.empty()
-    key = block.series_key()
-    arrival = np.arange(len(block))
-    needed = (block.step > sealed) | _last_of_each(key, arrival, lookback)
-    done = np.flatnonzero(block.step <= sealed)
-    by_step = _last_of_each(key[done], np.lexsort((arrival[done], block.step[done])), lookback)
-    needed[done[by_step]] = True
-    rows = np.flatnonzero(needed)
-    return History(block.take(rows), history.position[rows])
-
-
-def _last_of_each(key: NDArray[np.int64], order: NDArray[np.intp], rows: int) -> NDArray[np.bool_]:
-    """Which rows are among the last of their series, when they stand in an order."""
-    chosen = np.zeros(len(key), np.bool_)
-    if rows <= 0 or not len(key):
-        return chosen
-    grouped = order[np.argsort(key[order], kind="stable")]
-    held = key[grouped]
-    from_end = np.searchsorted(held, held, side="right") - np.arange(len(held))
-    chosen[grouped[from_end <= rows]] = True
-    return chosen
-
-
-def with_catalogue(block: Block, catalogue: tuple[TensorInfo, ...]) -> Block:
-    """The same rows over another catalogue that holds all of the block's tensors."""
-    if block.catalogue == catalogue:
-        return block
-    place = {info.name: index for index, info in enumerate(catalogue)}
-    moved = np.array([place[info.name] for info in block.catalogue], np.int32)
-    tensor = moved[block.tensor] if len(block) else block.tensor
-    return replace(block, tensor=tensor, catalogue=catalogue)
-
-
-def union_catalogue(blocks: list[Block]) -> tuple[TensorInfo, ...]:
-    """All tensors that blocks speak of, by name; of several descriptions of one, the last.
-
-    Sorted by name, so that rows of one step stand in the same order whichever segments came together.
-    """
-    known = {info.name: info for block in blocks for info in block.catalogue}
-    return tuple(known[name] for name in sorted(known))
 
 
 class HistoryCache:

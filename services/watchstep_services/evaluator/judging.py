@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from watchstep.block import Block
-from watchstep.errors import RuleError
-from watchstep_rules.alert import Transition
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
-from watchstep_rules.judge import Health, Progress, RuleMemory, judge
+from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.history import over_one_catalogue
+from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict, failed, reach_of
+from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.rule_set import judge_set
 from watchstep_services.database.models import RuleConfigRow
-from watchstep_services.evaluator.history import union_catalogue, with_catalogue
 
 
 @dataclass(frozen=True)
@@ -28,43 +29,57 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Judged:
-    """What one rule config said."""
+    """What one rule config said; its memory also as the JSON text that is kept."""
 
     row: RuleConfigRow
     config: RuleConfig | None
     memory: RuleMemory
+    kept: str
     findings: list[Finding]
     transitions: list[Transition]
 
 
 def load_config(row: RuleConfigRow, memory: str | None) -> Loaded:
     """A rule config from the database. One that this version cannot read is told as the rule's health."""
-    held = RuleMemory.model_validate_json(memory) if memory else RuleMemory()
+    held = memory_of(memory)
     try:
         return Loaded(row, RuleConfig.model_validate(row.data), held)
-    except (ValidationError, RuleError) as error:
+    except Exception as error:  # noqa: BLE001 - one that cannot be read must not stop the others
         return Loaded(row, None, held, str(error).replace("\n", " ")[:500])
+
+
+def memory_of(text: str | None) -> RuleMemory:
+    """What a rule config remembers; nothing where it is damaged or of an earlier version: it begins anew."""
+    if not text:
+        return RuleMemory()
+    try:
+        return RuleMemory.model_validate_json(text)
+    except ValidationError:
+        return RuleMemory()
 
 
 def lookback(configs: list[Loaded]) -> int:
     """How many earlier rows of each series the rule that looks back furthest needs."""
-    return max(
-        (held.config.implementation.lookback(held.config.parameters) for held in configs if held.config),
-        default=0,
-    )
+    return reach_of(held.config for held in configs if held.config is not None)
 
 
 def judge_all(configs: list[Loaded], history: Block, arrived: Block, progress: Progress) -> list[Judged]:
     """Judge with every rule config; a rule that fails says so in its health and stops no other."""
-    # One catalogue for both, so that rows of one step have the same order however the segments were split.
-    catalogue = union_catalogue([history, arrived])
-    history, arrived = with_catalogue(history, catalogue), with_catalogue(arrived, catalogue)
-    return [_judge_one(held, history, arrived, progress) for held in configs]
+    rows = Prepared(*over_one_catalogue(history, arrived), progress)
+    remembered = [(held.config, held.memory) for held in configs if held.config is not None]
+    verdicts = iter(judge_set(remembered, rows))
+    return [_unreadable(held) if held.config is None else _judged(held, next(verdicts)) for held in configs]
 
 
-def _judge_one(held: Loaded, history: Block, arrived: Block, progress: Progress) -> Judged:
-    if held.config is None:
-        told = held.memory.model_copy(update={"health": Health.ERROR, "problem": held.problem})
-        return Judged(held.row, None, told, [], [])
-    verdict = judge(held.config, held.memory, history, arrived, progress)
-    return Judged(held.row, held.config, verdict.memory, verdict.findings, verdict.transitions)
+def _judged(held: Loaded, verdict: Verdict) -> Judged:
+    try:
+        kept = verdict.memory.model_dump_json()
+    except Exception as error:  # noqa: BLE001 - a state that cannot be kept is its rule's fault, and must not stop the others
+        told = failed(held.memory, error)
+        return Judged(held.row, held.config, told, told.model_dump_json(), [], [])
+    return Judged(held.row, held.config, verdict.memory, kept, verdict.findings, verdict.transitions)
+
+
+def _unreadable(held: Loaded) -> Judged:
+    told = held.memory.model_copy(update={"health": Health.ERROR, "problem": held.problem})
+    return Judged(held.row, None, told, told.model_dump_json(), [], [])

@@ -18,7 +18,7 @@ from watchstep.errors import WatchstepError
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.scheduler import work
-from watchstep_services.scheduler.production import DISPATCH, EVALUATE, SWEEP, production_service
+from watchstep_services.scheduler.production import BACKTEST, DISPATCH, EVALUATE, SWEEP, production_service
 from watchstep_services.scheduler.sweep import sweep as look_for_work
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
@@ -90,6 +90,12 @@ def dispatch_action(action_id: int) -> None:
     work.do_action(service(), action_id)
 
 
+@app.task(name=BACKTEST)  # type: ignore[untyped-decorator]
+def judge_backtest(number: int) -> None:
+    """Judge the next run of a backtest."""
+    work.do_backtest(service(), number)
+
+
 @app.task(name=SWEEP)  # type: ignore[untyped-decorator]
 def sweep() -> None:
     """Look for work, and hand it out."""
@@ -99,3 +105,5 @@ def sweep() -> None:
         mine.notifier.run_changed(run_id)
     for action_id in found.actions:
         mine.notifier.action_due(action_id)
+    for number in found.backtests:
+        mine.notifier.backtest_due(number)

@@ -96,9 +96,9 @@ class EmbeddedService:
         """Wait until a condition holds, looking after every piece of work; False if it does not in time."""
         return self._queue.wait_until(done, timeout)
 
-    def wait(self) -> None:
-        """Wait until `stop_waiting` is called, by a signal handler, say."""
-        self._stopping.wait()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until `stop_waiting` is called, by a signal handler, say; False if it is not in time, in seconds."""
+        return self._stopping.wait(timeout)
 
     def stop_waiting(self) -> None:
         """Let `wait` return."""
@@ -221,6 +221,8 @@ class EmbeddedService:
             self._queue.run_changed(run_id)
         for action_id in work.actions:
             self._queue.action_due(action_id)
+        for number in work.backtests:
+            self._queue.backtest_due(number)
 
 
 def read_service_file(home: Path) -> dict[str, str] | None:

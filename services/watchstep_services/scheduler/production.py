@@ -14,6 +14,7 @@ from watchstep_services.settings import Settings
 
 EVALUATE = "watchstep.evaluate"
 DISPATCH = "watchstep.dispatch"
+BACKTEST = "watchstep.backtest"
 SWEEP = "watchstep.sweep"
 
 _WAITING_HINTS = 1000
@@ -39,6 +40,10 @@ class CeleryNotifier:
     def action_due(self, action_id: int) -> None:
         """Have an action tried."""
         self._put(DISPATCH, action_id)
+
+    def backtest_due(self, number: int) -> None:
+        """Have the next run of a backtest judged."""
+        self._put(BACKTEST, number)
 
     def _put(self, task: str, number: int) -> None:
         try:

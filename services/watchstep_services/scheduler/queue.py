@@ -8,11 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from watchstep.errors import WatchstepError
-from watchstep_services.scheduler.work import do_action, evaluate_run
+from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_run
 from watchstep_services.service import Service
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, int]
+_WORK: dict[str, Callable[[Service, int], object]] = {
+    "run": evaluate_run, "action": do_action, "backtest": do_backtest
+}  # fmt: skip
 
 
 class WorkQueue:
@@ -23,6 +26,8 @@ class WorkQueue:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-work")
+        # Backtests have a thread of their own: a run that goes on never waits for one that is over.
+        self._backtests = ThreadPoolExecutor(1, thread_name_prefix="watchstep-backtest")
         self._condition = threading.Condition()
         self._busy: set[_Key] = set()
         self._again: set[_Key] = set()
@@ -43,6 +48,10 @@ class WorkQueue:
         """Try an action."""
         self._put(("action", action_id))
 
+    def backtest_due(self, number: int) -> None:
+        """Judge the next run of a backtest."""
+        self._put(("backtest", number))
+
     def wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
         """Wait until a condition holds, looking after each piece of work; False if it does not in time."""
         with self._condition:
@@ -53,7 +62,8 @@ class WorkQueue:
         with self._condition:
             self._closed = True
             self._again.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._backtests, self._pool):
+            pool.shutdown(wait=True, cancel_futures=True)
         self.tell()
 
     def tell(self) -> None:
@@ -69,16 +79,14 @@ class WorkQueue:
                 self._again.add(key)
                 return
             self._busy.add(key)
-            self._pool.submit(self._do, key)
+            pool = self._backtests if key[0] == "backtest" else self._pool
+            pool.submit(self._do, key)
 
     def _do(self, key: _Key) -> None:
         service = self._service
         assert service is not None
         try:
-            if key[0] == "run":
-                evaluate_run(service, key[1])
-            else:
-                do_action(service, key[1])
+            _WORK[key[0]](service, key[1])
         except WatchstepError as error:
             _log.warning("%s %d: %s", *key, error)
         except Exception:  # noqa: BLE001 - logged; the thread goes on

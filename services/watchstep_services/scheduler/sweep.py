@@ -9,10 +9,12 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
+from watchstep_services.backtests import due_backtests
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Project, Run
 from watchstep_services.dispatcher.dispatch import due_actions
 from watchstep_services.evaluator.discover import discover, listing_due
+from watchstep_services.evaluator.journal import unwritten, write_journal
 from watchstep_services.evaluator.lifecycle import ENDED, advance_run
 from watchstep_services.registration import discover_runs
 from watchstep_services.service import Service
@@ -23,16 +25,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Work:
-    """Ids of runs to evaluate and of actions to try."""
+    """Ids of runs to evaluate, of actions to try, and of backtests to go on with."""
 
     runs: tuple[int, ...]
     actions: tuple[int, ...]
+    backtests: tuple[int, ...] = ()
 
 
 def sweep(service: Service) -> Work:
     """Find new runs, list silent ones, follow their lives, and say what is due.
 
-    A store that does not answer is told in the log and in the run's health, and keeps no other run from its turn.
+    What is due of journals is written. A store that does not answer is told in the log and in the run's health, and keeps
+    no other run from its turn.
     """
     try:
         discover_runs(service)
@@ -49,7 +53,17 @@ def sweep(service: Service) -> Work:
             _tell(service, run.id, error)
         except SQLAlchemyError as error:
             _log.warning("run %s/%s: %s; the next sweep tries again", run.project, run.run, error)
+    _write_journals(service)
     return find_due(service)
+
+
+def _write_journals(service: Service) -> None:
+    for due in unwritten(service):
+        try:
+            write_journal(service, due)
+        except WatchstepError as error:
+            _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
+            _tell(service, due.run_id, error)
 
 
 def find_due(service: Service) -> Work:
@@ -60,7 +74,7 @@ def find_due(service: Service) -> Work:
             .where(Run.due_ns.is_not(None), Run.due_ns <= now_ns(), Run.lease_until_ns <= now_ns())
             .order_by(Run.due_ns)
         ).scalars()
-        return Work(tuple(runs), tuple(due_actions(service)))
+        return Work(tuple(runs), tuple(due_actions(service)), due_backtests(service))
 
 
 def _runs(service: Service) -> list[tuple[Run, str, int]]:

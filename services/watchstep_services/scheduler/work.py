@@ -1,9 +1,10 @@
-"""The two pieces of work, as threads and Celery tasks both do them."""
+"""The pieces of work, as threads and Celery tasks both do them."""
 
 from __future__ import annotations
 
 from sqlalchemy import select
 
+from watchstep_services.backtests import judge_next
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.dispatcher.outbox import Tried
@@ -36,3 +37,9 @@ def do_action(service: Service, action_id: int) -> Tried | None:
             run_id = session.execute(select(Action.run_id).filter_by(id=action_id)).scalar_one()
         advance_run(service, run_id)
     return tried
+
+
+def do_backtest(service: Service, number: int) -> None:
+    """Judge the next run of a backtest, and have the others judged after whatever else is due."""
+    if judge_next(service, number):
+        service.notifier.backtest_due(number)

@@ -13,7 +13,7 @@ def test_every_route_but_the_open_ones_needs_a_token(api: Api) -> None:
     walked = 0
     for path, methods in paths.items():
         for method in methods:
-            place = path.format(project="vision", run="run-1", name="nan_or_inf")
+            place = path.format(project="vision", run="run-1", name="nan_or_inf", number=1)
             for headers in ({}, {"authorization": "Bearer ws_guessed"}, {"authorization": "Basic eDp5"}):
                 answer = api.client.request(method, place, headers=headers)
                 assert (answer.status_code == 401) == (path not in OPEN_PATHS), (method, path)
@@ -36,6 +36,8 @@ def test_the_open_ones_answer(api: Api) -> None:
         ("recorder", "POST", f"{RUNS}/run-1/stop", 403),
         ("recorder", "PUT", f"{RUNS}/run-1/job", 403),
         ("viewer", "GET", "/v1/rules", 200),
+        ("viewer", "GET", "/v1/projects/vision/backtests/1", 403),
+        ("recorder", "POST", "/v1/projects/vision/backtests", 403),
     ],
 )
 def test_roles(api: Api, role: str, method: str, path: str, status: int) -> None:

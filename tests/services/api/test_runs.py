@@ -8,6 +8,7 @@ import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording, nan_from
+from tests.services.scheduler.test_discovery import BAD as BAD_RULES
 from watchstep.control import ControlDocument
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store
@@ -53,6 +54,15 @@ def test_an_operator_grants_stop_and_replaces_the_owners_rule_of_the_same_name(a
     }
     again = api.call("POST", RUNS, {"run": "run-1"}, role="recorder").json()["rules"]
     assert [rule["name"] for rule in again] == [rule["name"] for rule in told]
+
+
+def test_a_receiver_that_the_service_does_not_know_is_told(api: Api) -> None:
+    rules = [{"rule": "overfit", "actions": [{"notify": "ml-oncall"}]}, {"rule": "dead_relu"}]
+    told = api.call("POST", RUNS, {"run": "run-1", "rules": rules}).json()["rules"]
+    assert {rule["name"]: rule["warnings"] for rule in told if rule["origin"] == "operator"} == {
+        "overfit": ["receiver 'ml-oncall' is not known to this service: nobody is told"],
+        "dead_relu": [],
+    }
 
 
 def test_a_recorder_binds_no_job_and_an_operator_does(api: Api) -> None:
@@ -207,3 +217,10 @@ def test_a_fault_of_the_service_shows_no_stack_trace(
     assert (answer.status_code, answer.json()["title"]) == (500, "Fault")
     assert "ZeroDivision" not in answer.text
     assert "ZeroDivision" in caplog.text
+
+
+@pytest.mark.parametrize("rule", BAD_RULES)
+def test_rules_that_cannot_be_used_are_refused(api: Api, rule: dict[str, Any]) -> None:
+    refused = api.call("POST", RUNS, {"run": "run-1", "rules": [rule]})
+    assert refused.status_code == 422
+    assert "rules.0" in refused.text

@@ -82,6 +82,7 @@ def test_version() -> None:
         (["runs", "show", "../night"], "name '..' cannot be used"),
         (["runs", "stats", "night", "nope"], "tensor 'nope'"),
         (["runs", "list", "--store", "/no/such/folder"], "no such folder"),
+        (["runs", "alerts", "vision/night"], "no service runs for"),
         (["rules", "show", "nope"], "unknown rule 'nope'"),
         (["serve", "--rules", "/no/rules.yaml"], "rule file /no/rules.yaml"),
         (["serve", "--store", "/dev/null/x"], "/dev/null/x"),
@@ -99,7 +100,17 @@ def test_bad_input_is_told_in_two_lines(store: Path, arguments: list[str], says:
 
 
 @contextmanager
-def serving(store: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def serving(store: Path) -> Iterator[subprocess.Popen[str]]:
+    with started(store, len(DEFAULT_RULES)) as (process, told):
+        assert "rule nan_or_inf (critical, after 1 step, stops the job)" in told[0]
+        yield process
+
+
+@contextmanager
+def started(
+    store: Path, lines: int, *options: str | Path
+) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A service, and so many lines that it says of rules."""
     process = subprocess.Popen(
         [WATCHSTEP, "serve", "--store", store, "--port", "0", *options],
         stdout=subprocess.PIPE,
@@ -109,11 +120,10 @@ def serving(store: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     )
     assert process.stdout is not None
     try:
-        told = [process.stdout.readline() for _ in range(len(DEFAULT_RULES) + 2)]
+        told = [process.stdout.readline() for _ in range(lines + 2)]
         assert "watching" in told[0]
-        assert "rule nan_or_inf (critical, after 1 steps, stops the job)" in told[1]
         assert "http://127.0.0.1:" in told[-1]
-        yield process
+        yield process, [line.removeprefix("watchstep: ").rstrip() for line in told[1:-1]]
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -128,6 +138,61 @@ def test_serve_is_found_by_run_and_ends_clean(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [note["url"], note["recorder_token"]]
     assert not (tmp_path / ".watchstep" / "service.json").exists()
+
+
+def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
+    with serving(tmp_path) as process:
+        with Hook(tmp_path, run="ill", project="vision") as hook:
+            for step in range(3):
+                hook.log(loss=float("nan") if step == 2 else 1.0)
+                hook.step()
+        assert process.stdout is not None
+        block = [process.stdout.readline() for _ in range(6)]
+        assert block[0] == "watchstep: vision/ill: nan_or_inf (critical) firing at step 2\n"
+        assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
+        shown = watchstep("runs", "alerts", "vision/ill", "--store", tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.startswith("nan_or_inf (critical) firing at step 2 (attempt ")
+        assert "  seen    1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
+        assert "error: rule" not in shown.stdout
+        # Which others have no data depends on how much of the run was read by then.
+        [without] = [line for line in shown.stdout.splitlines() if line.startswith("no data: ")]
+        assert "class_imbalance" in without.removeprefix("no data: ").split(", ")
+        missing = watchstep("runs", "alerts", "vision/well", "--store", tmp_path)
+        assert (missing.returncode, "mend: " in missing.stderr) == (2, True)
+
+
+def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    query = "SELECT tensor FROM losses JOIN statistics USING (step) WHERE tensor::INTEGER > 0"
+    rules.write_text(
+        "rules:\n"
+        "  - {rule: nan_or_inf, name: lost, dry_run: true, actions: [stop], for: {steps: 2}}\n"
+        "  - {rule: stalled_training, for: {seconds: 60}}\n"
+        f"  - {{rule: sql, name: mine, params: {{query: '{query}'}}}}\n"
+    )
+    with started(tmp_path / "runs", 4, "--rules", rules) as (process, told):
+        assert told == [
+            "rule lost, of rule nan_or_inf (warning, after 2 steps, dry run)",
+            "rule stalled_training (warning, after 60 s)",
+            "rule mine, of rule sql (warning, after 1 step)",
+            "none of your rules stops a job",
+        ]
+        with Hook(tmp_path / "runs", run="well", project="vision") as hook:
+            for _ in range(3):
+                hook.log(loss=1.0)
+                hook.step()
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("watchstep: vision/well: rule mine cannot be evaluated: ")
+        shown = watchstep("runs", "alerts", "vision/well", "--store", tmp_path / "runs")
+    assert shown.stdout.startswith("vision/well: no alert has fired\nerror: rule mine cannot be evaluated: ")
+
+
+def test_serve_says_that_nothing_judges(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: []")
+    with started(tmp_path / "runs", 1, "--rules", rules) as (_, told):
+        assert told == ["the rule file has no rules: nothing judges but what recorders ask for"]
 
 
 PRINT_SERVICE = "import os; print(os.environ['WATCHSTEP_SERVICE'], os.environ['WATCHSTEP_TOKEN'])"

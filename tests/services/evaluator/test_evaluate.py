@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,16 @@ import pytest
 from sqlalchemy import update
 
 from tests.services.driving import Driven, make_service
-from tests.services.recording import Recording, exploding_from, healthy, nan_from
+from tests.services.recording import PROJECT, Recording, exploding_from, healthy, nan_from
 from watchstep.errors import StoreError
 from watchstep.store import Store
+from watchstep_rules.config import RuleConfig
 from watchstep_services.database.models import Run
 from watchstep_services.evaluator import commit as committing
 from watchstep_services.evaluator import evaluate as evaluating
 from watchstep_services.evaluator.claim import claim
 from watchstep_services.evaluator.judging import judge_all
+from watchstep_services.registration import register
 
 
 def test_segments_are_judged_and_an_alert_fires(driven: Driven, folder_store: Store) -> None:
@@ -202,3 +205,34 @@ def test_a_rule_that_is_no_longer_known_is_an_error_and_stops_no_other(
     driven.evaluate(run_id)
     assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
     assert '"health":"error"' in driven.memories()[1][2]
+
+
+HOARDER = """
+from watchstep_rules.contract import Needs, Params, Rule, State
+
+class Held(State):
+    text: str = ""
+
+class Hoarder(Rule[Params, Held]):
+    name = "hoarder"
+    summary = "for tests"
+    needs = Needs(collections=("losses",))
+    merge = "per_worker"
+    params_type = Params
+    state_type = Held
+
+    def evaluate(self, params, state, context, block, now):
+        return Held.model_construct(text="\\ud800"), []
+"""
+
+
+def test_a_state_that_cannot_be_kept_silences_no_other_rule(driven: Driven, folder_store: Store) -> None:
+    hoarder = RuleConfig(rule="python", name="hoarder", params={"source": HOARDER, "class": "Hoarder"})
+    recording = Recording(folder_store).begin()
+    recording.write_all([3, 7], nan_from(5))
+    run_id = register(driven.service, PROJECT, recording.run, (hoarder,), "operator")
+    driven.announce(run_id, *recording.written["w0"])
+    assert driven.evaluate(run_id).outcome == "committed"
+    assert driven.alerts(run_id)["nan_or_inf"][:2] == ("firing", 5)
+    kept = [json.loads(memory) for _, _, memory, _ in driven.memories()]
+    assert [one["health"] for one in kept] == ["ok", "ok", "error"]

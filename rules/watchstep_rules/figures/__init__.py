@@ -1,0 +1,1 @@
+"""What several rules compute from rows, or remember of them."""

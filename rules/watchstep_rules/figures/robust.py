@@ -1,0 +1,68 @@
+"""Middle and scatter as the middle half shows them: single outliers do not count."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from watchstep.statistics import Floats
+
+_NORMAL = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation."""
+
+
+def medians(windows: Floats) -> Floats:
+    """The median of each row, as `numpy.median` gives it, for narrow windows some twenty times as fast; NaN where any is.
+
+    Args:
+        windows: shape (rows, width), width at least 1.
+    """
+    ordered = np.sort(windows, axis=1)  # in vector registers, where partitioning goes row by row
+    width = ordered.shape[1]
+    middle = ordered[:, width // 2]
+    if width % 2 == 0:
+        middle = (ordered[:, width // 2 - 1] + middle) / 2
+    found: Floats = np.where(np.isnan(ordered[:, -1]), np.nan, middle)
+    return found
+
+
+def medians_of_known(windows: Floats) -> Floats:
+    """The median of each row's values that are not NaN, as `numpy.nanmedian` gives it; NaN where there is none.
+
+    Args:
+        windows: shape (rows, width), width at least 1.
+    """
+    ordered = np.sort(windows, axis=1)  # NaN come last
+    known, row = np.count_nonzero(~np.isnan(ordered), axis=1), np.arange(len(ordered))
+    low, high = (
+        ordered[row, np.maximum(known - 1, 0) // 2],
+        ordered[row, np.minimum(known // 2, ordered.shape[1] - 1)],
+    )
+    found: Floats = np.where(known % 2 == 1, low, (low + high) / 2)
+    return np.where(known == 0, np.nan, found)
+
+
+def quantiles(windows: Floats, share: float) -> Floats:
+    """A quantile of each row, between values by straight lines, as `numpy.quantile` gives it; NaN where any is.
+
+    Args:
+        windows: shape (rows, width), width at least 1.
+        share: 0 … 1.
+    """
+    ordered = np.sort(windows, axis=1)
+    place = share * (ordered.shape[1] - 1)
+    below = int(place)
+    low, high = ordered[:, below], ordered[:, min(below + 1, ordered.shape[1] - 1)]
+    part = place - below
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = high - low
+        found = high - apart * (1 - part) if part >= 0.5 else low + apart * part
+    return np.where(np.isnan(ordered[:, -1]), np.nan, found)
+
+
+def robust_spread(windows: Floats) -> Floats:
+    """1.4826 times the median absolute deviation: the standard deviation, were values normal (Hampel 1974).
+
+    Args:
+        windows: shape (rows, width).
+    """
+    return _NORMAL * medians(np.abs(windows - medians(windows)[:, None]))

@@ -1,0 +1,158 @@
+"""A guard: rules that judge a training from inside, and may end it before a bad update is made."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from watchstep.block import Block
+from watchstep.errors import RuleError
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.finding import Finding
+from watchstep_rules.guard.step_judge import Said, StepJudge
+from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.judge import Health, Verdict
+from watchstep_rules.registry import KINDS
+from watchstep_rules.rule_file import load
+
+_log = logging.getLogger("watchstep")
+Told = Callable[[RuleConfig, Verdict], None]
+
+
+class Guarded(Protocol):
+    """What a guard is attached to: a `watchstep.Hook`."""
+
+    def guard_with(self, guard: Any, *, agree: bool = False) -> None:
+        """Show each step to the guard."""
+        ...
+
+
+class Guard:
+    """Judges each step in the training process, by the rows that the hook records; the findings are a backtest's.
+
+    Only rule configs with the action ``stop`` end the training, by `watchstep.StopTraining`: those that judge rows as they
+    come (``nan_or_inf``) before the optimizer updates anything, the others when the step is over, before the next
+    begins. What the others find is logged, and told by ``hook.health["guard"]``.
+
+    Example::
+
+        hook = watchstep.Hook("s3://bucket/runs")
+        Guard("rules.yaml").attach(hook)
+    """
+
+    def __init__(
+        self,
+        rules: str | os.PathLike[str] | Sequence[RuleConfig] | None = None,
+        *,
+        every: int = 25,
+        agree: bool = False,
+        told: Told | None = None,
+    ) -> None:
+        """Make a guard; it judges nothing until it is attached.
+
+        Args:
+            rules: a rule file, or rule configs; the default rules where it is left out.
+            every: rules that stop nothing are judged together every so many steps: cheaper, and they find the same.
+            agree: of several ranks, let all stop together: one number is reduced before each update of a watched model, also by
+                a rank whose hook has faults or is closed, until all are closed. A closed rank stops with the others. All ranks
+                must attach the guard, watch, and make the same updates in the same order: a rank that waits five minutes for
+                the others' number gives up, says so, and goes on unguarded.
+            told: is called with each config and its verdict, on the training thread.
+
+        Raises:
+            RuleError: the rule file is missing or not valid; a rule needs the service or is a program or a query; or
+                ``every`` is below 1.
+        """
+        if every < 1:
+            raise RuleError(f"guard: every={every}", "use a whole number from 1")
+        configs = _configs(rules)
+        if waiting := [config.name for config in configs if config.implementation.clock]:
+            raise RuleError(
+                f"guard: {', '.join(waiting)}: a rule about silence is judged by the service, not inside the process",
+                "leave it out of the guard's rules",
+            )
+        if slow := [config.name for config in configs if config.rule in KINDS]:
+            raise RuleError(
+                f"guard: {', '.join(slow)}: a rule of kind {' or '.join(sorted(KINDS))} would take milliseconds of each step",
+                "leave it out of the guard's rules, and let the service judge it",
+            )
+        self._every = every
+        self._agree = agree
+        self._told = told
+        self._stops = StepJudge([config for config in configs if config.stops])
+        self._others = StepJudge([config for config in configs if not config.stops])
+        self._steps = 0
+        self._firing: dict[str, int] = {}
+
+    def attach(self, hook: Guarded) -> Guard:
+        """Judge what a hook records from now on; best before the first step.
+
+        Raises:
+            ConfigError: the hook has a guard, or there are several ranks and ``agree`` was not asked for.
+        """
+        hook.guard_with(self, agree=self._agree)
+        return self
+
+    def before_update(self, rows: Block) -> str:
+        """Why the training shall stop before an update, or nothing; called by the hook."""
+        found = self._stops.ahead(rows)
+        return _reason(*found) if found is not None else ""
+
+    def after_step(self, step: int, rows: Block) -> str:  # noqa: ARG002 - rows have their step
+        """Why the training shall stop after a step, or nothing; called by the hook."""
+        self._steps += 1
+        self._stops.take(rows)
+        fired = self._tell(self._stops.judge())
+        self._others.take(rows)
+        if self._others.steps >= self._every:
+            self._tell(self._others.judge())
+        return _reason(*fired[0]) if fired else ""
+
+    def end(self) -> str:
+        """Judge what is left, and ask for nothing any more; called by the hook."""
+        self._tell(self._others.judge())
+        return ""
+
+    def as_data(self) -> dict[str, Any]:
+        """Steps judged, the alerts that fire with the step since when, and rules that cannot be judged; JSON-ready."""
+        memories = {**self._stops.memories, **self._others.memories}
+        problems = {
+            name: memory.problem for name, memory in memories.items() if memory.health is Health.ERROR
+        }
+        return {"steps": self._steps, "firing": dict(self._firing), "problems": problems}
+
+    def _tell(self, said: list[Said]) -> list[tuple[RuleConfig, Finding]]:
+        """Tell of verdicts; gives what began to fire."""
+        fired = []
+        for config, verdict in said:
+            if self._told is not None:
+                self._told(config, verdict)
+            begun = [self._follow(config, transition) for transition in verdict.transitions]
+            fired += [(config, finding) for finding in begun if finding is not None]
+        return fired
+
+    def _follow(self, config: RuleConfig, transition: Transition) -> Finding | None:
+        if transition.phase is not Phase.FIRING or transition.finding is None:
+            self._firing.pop(config.name, None)
+            return None
+        self._firing[config.name] = transition.step
+        _log.warning("watchstep: guard: %s", _reason(config, transition.finding))
+        return transition.finding
+
+
+def make(rules: str | os.PathLike[str] | None) -> Guard:
+    """A guard for ``Hook(guard=…)``: the entry point ``watchstep.guards``."""
+    return Guard(rules)
+
+
+def _configs(rules: str | os.PathLike[str] | Sequence[RuleConfig] | None) -> Sequence[RuleConfig]:
+    if rules is None:
+        return [config for config in DEFAULT_RULES if not config.implementation.clock]
+    return load(os.fspath(rules)) if isinstance(rules, str | os.PathLike) else rules
+
+
+def _reason(config: RuleConfig, finding: Finding) -> str:
+    return f"{config.name} at step {finding.step}: {finding.message}"

@@ -1,0 +1,1 @@
+"""Rows that arrive become findings and alerts: one evaluation, whoever asks for it."""

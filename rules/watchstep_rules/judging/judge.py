@@ -1,0 +1,192 @@
+"""One rule config over the rows that have arrived: scope, rule, alert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from watchstep.block import Block
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.finding import Finding
+from watchstep_rules.judging.alert import AlertMemory, Transition, advance
+from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.streaks import Tick
+
+
+class Health(str, Enum):
+    """Whether a rule can be evaluated; apart from what it says."""
+
+    OK = "ok"
+    NO_DATA = "no_data"
+    ERROR = "error"
+
+
+class RuleMemory(BaseModel):
+    """All that is kept of a rule config on one attempt between evaluations; JSON in the database.
+
+    Attributes:
+        version: of the rule whose state this is.
+        state: the rule's own, as data; None before the first block.
+        alert: the alert's life.
+        health: whether the rule could be evaluated.
+        problem: why not.
+        judged: rows judged so far; evidence beside them does not count.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+
+    version: int = 0
+    state: dict[str, Any] | None = None
+    alert: AlertMemory = AlertMemory()
+    health: Health = Health.NO_DATA
+    problem: str = ""
+    judged: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rule that waits for seals may judge: steps in (before, now] of each attempt.
+
+    Attributes:
+        before: the last step sealed at the previous evaluation; -1 for none.
+        now: the last step sealed at this one.
+        clock_ns: the stored tick of this evaluation.
+        ended: the attempt has ended: that no row comes says nothing any more.
+    """
+
+    before: int
+    now: int
+    clock_ns: int
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What judging gave."""
+
+    memory: RuleMemory
+    findings: list[Finding]
+    transitions: list[Transition]
+
+
+def judge(
+    config: RuleConfig, memory: RuleMemory, history: Block, arrived: Block, progress: Progress
+) -> Verdict:
+    """Judge what can be judged now, by one rule config; `judge_prepared` where there are several.
+
+    Args:
+        config: the rule config.
+        memory: as the last call returned it.
+        history: rows that arrived before: all that are not sealed, and of each series the last ``lookback`` that
+            are.
+        arrived: rows that are new, in the order of their segments.
+        progress: which steps are sealed.
+    """
+    return judge_prepared(config, memory, Prepared(history, arrived, progress))
+
+
+def judge_prepared(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
+    """Judge what can be judged now.
+
+    Args:
+        config: the rule config.
+        memory: as the last call returned it.
+        rows: those of this evaluation, which several rule configs share.
+
+    Returns:
+        The new memory, findings and changes of the alert. A rule config at which anything raises leaves its alert as it was and
+        says so in its health. Rows of a step that was sealed before they came are judged by rules that take each
+        worker by itself; to those that wait for seals they are context. A rule that watches the clock is judged also
+        where no row came, until the attempt has ended.
+    """
+    try:
+        return _judged(config, memory, rows)
+    except Exception as error:  # noqa: BLE001 - a rule's fault is told as health, and must not stop the others
+        return Verdict(failed(memory, error), [], [])
+
+
+def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
+    """What is remembered of a rule config that could not be evaluated: as before, and why."""
+    problem = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+    return memory.model_copy(
+        update={"health": Health.ERROR, "problem": problem.replace("\0", "\ufffd")[:500]}
+    )
+
+
+def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
+    rule, params, clock_ns = config.implementation, config.parameters, rows.progress.clock_ns
+    block = rows.block(config)
+    if not len(block) and (not rule.clock or rows.progress.ended):
+        return Verdict(memory, [], [])
+    context = rows.context(config)
+    state = _state(config, memory, context, clock_ns)
+    state, findings = rule.evaluate(params, state, context, block, clock_ns)
+    problem = rule.problem(state)
+    needs = rule.needed(params)
+    of_these = [not needs.is_evidence(info.role) for info in block.catalogue]
+    judged = memory.judged + int(np.count_nonzero(block.mask_of_tensors(of_these)))
+    tick = Tick(rows.progress.now, clock_ns) if rule.clock else None
+    alert, transitions = advance(memory.alert, config.timing, block, findings, tick)
+    kept = RuleMemory(
+        version=rule.version,
+        state=state.model_dump(mode="json"),
+        alert=alert,
+        health=Health.ERROR if problem else (Health.OK if judged or rule.clock else Health.NO_DATA),
+        problem=problem,
+        judged=judged,
+    )
+    return Verdict(kept, findings, transitions)
+
+
+def due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:
+    """When a rule that watches the clock wants a tick though no row comes; None where it waits for rows.
+
+    One that failed waits for rows: a rule that fails at every tick must not ask for the next at once. So does one whose
+    state is damaged; the next rows make a new one.
+    """
+    try:
+        return _due_ns(config, memory)
+    except Exception:  # noqa: BLE001 - judging tells it with the next rows; here it must not keep others from their ticks
+        return None
+
+
+def reach_of(configs: Iterable[RuleConfig]) -> int:
+    """How many earlier rows of each series the rule that looks back furthest needs.
+
+    One whose rule cannot say it needs none: it cannot be judged either, and judging tells why.
+    """
+    return max(map(_reach, configs), default=0)
+
+
+def _reach(config: RuleConfig) -> int:
+    try:
+        return config.implementation.lookback(config.parameters)
+    except Exception:  # noqa: BLE001 - told by judging, and must not stop the others
+        return 0
+
+
+def _due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:
+    rule = config.implementation
+    if not rule.clock or memory.health is Health.ERROR:
+        return None
+    if memory.state is None or memory.version != rule.version:
+        return rule.due_ns(config.parameters, rule.state_type())
+    return rule.due_ns(config.parameters, rule.state_type.model_validate(memory.state))
+
+
+def _state(config: RuleConfig, memory: RuleMemory, context: Block, clock_ns: int) -> Any:
+    """The rule's state; rebuilt from the context where it was written by another version."""
+    rule = config.implementation
+    if memory.state is None:
+        return rule.state_type()
+    if memory.version == rule.version:
+        try:
+            return rule.state_type.model_validate(memory.state)
+        except ValidationError:
+            pass  # damaged: as good as of another version
+    return rule.evaluate(config.parameters, rule.state_type(), Block.empty(), context, clock_ns)[0]

@@ -1,0 +1,106 @@
+"""The rows of one evaluation as rules take them: put in order, merged and told apart by scope once for all rules."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.block import Block
+from watchstep.block_view import together, view
+from watchstep.tensors import TensorInfo
+from watchstep_rules.judging.shards import merge_shards
+
+if TYPE_CHECKING:
+    from watchstep_rules.config import RuleConfig, TensorScope
+    from watchstep_rules.contract import Needs
+    from watchstep_rules.judging.judge import Progress
+
+
+class Prepared:
+    """Rows of one attempt that rules are to judge.
+
+    Columns are copied where a rule reads them, so a `Prepared` keeps all that it was made of in memory: it is for one
+    evaluation.
+    """
+
+    def __init__(self, history: Block, arrived: Block, progress: Progress) -> None:
+        """Take rows; nothing is computed yet.
+
+        Args:
+            history: rows that arrived before: all that are not sealed, and of each series the last ones that are.
+            arrived: rows that are new, in the order of their segments.
+            progress: which steps are sealed.
+        """
+        self.progress = progress
+        self._history = history
+        self._arrived = arrived
+        self._rows: dict[tuple[int, bytes], NDArray[np.intp]] = {}
+
+    def block(self, config: RuleConfig) -> Block:
+        """The rows that a rule config judges now."""
+        return self._in_scope(config, self._parts(config)[1])
+
+    def context(self, config: RuleConfig) -> Block:
+        """As many earlier rows of each series as its rule looks back on."""
+        earlier = self._parts(config)[0]
+        reach = config.implementation.lookback(config.parameters)
+        if reach <= 0 or not len(earlier):
+            return view(earlier, np.empty(0, np.intp))
+        return self._in_scope(config, earlier).tail(reach)
+
+    def _parts(self, config: RuleConfig) -> tuple[Block, Block]:
+        if config.implementation.merged(config.parameters) == "per_worker":
+            return self._history, self._arrived
+        return self._sealed
+
+    @functools.cached_property
+    def _sealed(self) -> tuple[Block, Block]:
+        """Rows of steps that were sealed before, and of those that are sealed now."""
+        progress = self.progress
+        pool = _joined(self._history, self._arrived)
+        judged = pool.step <= progress.before
+        due = (pool.step <= progress.now) & ~judged
+        return merge_shards(_where(pool, judged)), merge_shards(_where(pool, due))
+
+    def _in_scope(self, config: RuleConfig, block: Block) -> Block:
+        needs = config.implementation.needed(config.parameters)
+        chosen = _scopes(block.catalogue).mask(config.tensors, needs)
+        if chosen.all():
+            return block
+        key = (id(block), chosen.tobytes())
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = np.flatnonzero(chosen[block.tensor])
+        return view(block, rows)
+
+
+class _Scopes:
+    """Which tensors of a catalogue are in which scope; asked anew at each evaluation, and always the same."""
+
+    def __init__(self, catalogue: tuple[TensorInfo, ...]) -> None:
+        self._catalogue = catalogue
+        self._masks: dict[tuple[TensorScope, Needs], NDArray[np.bool_]] = {}
+
+    def mask(self, scope: TensorScope, needs: Needs) -> NDArray[np.bool_]:
+        """One flag for each tensor."""
+        found = self._masks.get((scope, needs))
+        if found is None:
+            found = np.array([scope.holds(info, needs) for info in self._catalogue], np.bool_)
+            self._masks[scope, needs] = found
+        return found
+
+
+@functools.lru_cache(maxsize=32)
+def _scopes(catalogue: tuple[TensorInfo, ...]) -> _Scopes:
+    return _Scopes(catalogue)
+
+
+def _where(block: Block, chosen: NDArray[np.bool_]) -> Block:
+    return block if chosen.all() else view(block, np.flatnonzero(chosen))
+
+
+def _joined(first: Block, second: Block) -> Block:
+    return together(first, second) if len(first) and len(second) else (first if len(first) else second)

@@ -1,0 +1,37 @@
+"""Several rule configs over the rows of one evaluation: each by itself, and then which of them are kept quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.judging.inhibition import Told, inhibit
+from watchstep_rules.judging.judge import RuleMemory, Verdict, judge_prepared
+from watchstep_rules.judging.prepared import Prepared
+
+
+def judge_set(remembered: Sequence[tuple[RuleConfig, RuleMemory]], rows: Prepared) -> list[Verdict]:
+    """Judge with all rule configs of a run; one that fails says so in its health and stops no other.
+
+    Args:
+        remembered: each with what the last evaluation left.
+        rows: those of this evaluation.
+
+    Returns:
+        What each said, in the same order.
+    """
+    verdicts = [judge_prepared(config, memory, rows) for config, memory in remembered]
+    told = [
+        Told(config, verdict.memory.alert, verdict.transitions)
+        for (config, _), verdict in zip(remembered, verdicts, strict=True)
+    ]
+    return [
+        _quieted(verdict, one)
+        for verdict, one in zip(verdicts, inhibit(told, rows.progress.now), strict=True)
+    ]
+
+
+def _quieted(verdict: Verdict, told: Told) -> Verdict:
+    memory = verdict.memory.model_copy(update={"alert": told.memory})
+    return replace(verdict, memory=memory, transitions=list(told.transitions))

@@ -1,0 +1,100 @@
+"""Shut this process in, for good: files, processes, network, memory. Called once, by the child."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import sysconfig
+from pathlib import Path
+
+import watchstep
+import watchstep_rules
+from watchstep_rules.sandbox import landlock, seccomp
+from watchstep_rules.sandbox.isolation import Isolation
+from watchstep_rules.sandbox.kernel import drop_capabilities, no_new_privileges, not_dumpable
+
+CPU_SECONDS = 600
+"""Processor time of a child's whole life. It is replaced long before, so only one that is out of hand meets it."""
+
+_FILES = 64
+_THREADS = Path("/proc/self/task")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+
+
+def shut_files(kept: tuple[int, ...]) -> int:
+    """Give up all files but the interpreter's own, which may be read: before any thread is started, for good.
+
+    Args:
+        kept: file descriptors that stay open, besides 0, 1 and 2.
+
+    Returns:
+        The version of Landlock that does it; 0 where none does.
+    """
+    _close_all_but(kept)
+    alone = (
+        _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
+    )  # it does not hold threads that run already
+    return landlock.restrict(_interpreters_own()) if no_new_privileges() and alone else 0
+
+
+def shut_in(memory_mb: int, landlock_abi: int) -> Isolation:
+    """Give up the rest but computing: processes, network, limits. Nothing that opens is loaded after it.
+
+    Args:
+        memory_mb: how much more memory may be taken, in MiB.
+        landlock_abi: what `shut_files` gave.
+
+    Returns:
+        What was reached.
+    """
+    limited = _limit(memory_mb)
+    not_dumpable()
+    drop_capabilities()
+    private = no_new_privileges()
+    return Isolation(
+        rlimits=limited, no_new_privs=private, landlock=landlock_abi, seccomp=private and seccomp.restrict()
+    )
+
+
+def _interpreters_own() -> list[Path]:
+    """Where Python, its packages and the libraries that they load lie."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    packages = [Path(package.__path__[0]) for package in (watchstep, watchstep_rules)]
+    own = [Path(sysconfig.get_path(name)) for name in names]
+    shared = [Path(prefix) / "lib" / "python3" for prefix in (sys.prefix, sys.base_prefix)]
+    return [folder for folder in (*own, *packages, *shared, *map(Path, _LIBRARIES)) if folder.is_dir()]
+
+
+def _close_all_but(kept: tuple[int, ...]) -> None:
+    start = 3
+    for descriptor in sorted(kept):
+        os.closerange(start, descriptor)
+        start = descriptor + 1
+    os.closerange(start, 65536)
+
+
+def _limit(memory_mb: int) -> bool:
+    bounds = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: _FILES,
+        resource.RLIMIT_CPU: CPU_SECONDS,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_AS: _address_space() + memory_mb * 1024 * 1024,
+    }
+    try:
+        for kind, most in bounds.items():
+            resource.setrlimit(kind, (most, most))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _address_space() -> int:
+    """Bytes of address space in use; what libraries have reserved is not the program's."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return 2 * 1024 * 1024 * 1024
+    return pages * resource.getpagesize()

@@ -1,0 +1,57 @@
+"""``watchstep runs alerts``: what the service says of a run's alerts. They lie in its database, not in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from watchstep_rules.explanation import Explanation
+from watchstep_rules.judging.judge import Health
+from watchstep_services.cli.calling import call, service_of
+from watchstep_services.cli.output import console
+from watchstep_services.cli.serve import DEFAULT_STORE
+
+
+def alerts(
+    run: Annotated[str, typer.Argument(help="<project>/<run>.")],
+    store: Annotated[
+        str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
+    ] = DEFAULT_STORE,
+    service: Annotated[
+        str,
+        typer.Option(
+            envvar="WATCHSTEP_SERVICE", help="URL of the service; the one of the store if left out."
+        ),
+    ] = "",
+) -> None:
+    """Show a run's alerts, explained, the last changed first, and rules that cannot be evaluated. Token: WATCHSTEP_TOKEN."""
+    project, _, name = run.rpartition("/")
+    url, token = service_of(store, service)
+    place = f"{url}/v1/projects/{project or 'default'}/runs/{name}"
+    found = call("GET", f"{place}/alerts", token)["alerts"]
+    out = console()
+    fired = [alert for alert in found if alert["details"] is not None]
+    if not fired:
+        out.print(f"{run}: no alert has fired", markup=False)
+    for alert in fired:
+        details = alert["details"]
+        quiet = f"; kept quiet by {details['inhibited_by']}" if details["inhibited_by"] else ""
+        dry = "; dry run" if details["dry_run"] else ""
+        title, *rest = Explanation.model_validate(details["explanation"]).as_text().splitlines()
+        out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", markup=False, soft_wrap=True)
+        for line in rest:
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in _not_evaluated(call("GET", place, token)["rules"]):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _not_evaluated(rules: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rules that say nothing because they cannot."""
+    for rule in rules:
+        if rule["health"] == Health.ERROR.value:
+            yield f"error: rule {rule['name']} cannot be evaluated: {' '.join(rule['problem'].split())}"
+    without = [rule["name"] for rule in rules if rule["health"] == Health.NO_DATA.value]
+    if without:
+        yield f"no data: {', '.join(without)}"

@@ -1,0 +1,64 @@
+"""What ``watchstep serve`` says in its terminal while runs go on: alerts with their explanations, stops, failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import func, select
+
+from watchstep_rules.explanation import Explanation
+from watchstep_services.cli.telling_rules import RuleTeller
+from watchstep_services.cli.telling_webhooks import WebhookTeller
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import Event
+
+
+class Teller:
+    """Says each event once, and what fails. Events that were there before it is made are not said."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._failing = (RuleTeller(database), WebhookTeller(database))
+        with database.read() as session:
+            self._last = session.execute(select(func.max(Event.number))).scalar_one() or 0
+
+    def new_lines(self) -> list[str]:
+        """Lines for what came since the last call."""
+        with self._database.read() as session:
+            rows = session.execute(
+                select(Event.number, Event.event).where(Event.number > self._last).order_by(Event.number)
+            ).all()
+        lines: list[str] = []
+        for number, event in rows:
+            self._last = number
+            lines += lines_of(event)
+        for teller in self._failing:
+            lines += teller.new_lines()
+        return [_printable(line) for line in lines]
+
+
+def lines_of(event: dict[str, Any]) -> list[str]:
+    """What an event says: a block for an alert that fires, a line for most others, nothing for beginnings and ends."""
+    kind, data = str(event["type"]).removeprefix("watchstep."), event["data"]
+    head = f"watchstep: {event['subject']}: "
+    if kind == "stop.requested":
+        return [f"{head}stop requested: {data['reason']}"]
+    if kind == "stop.done":
+        return [f"{head}{data['detail']}"]
+    if kind not in ("alert.firing", "alert.resolved"):
+        return []
+    explanation = Explanation.model_validate(data["explanation"])
+    if data["inhibited_by"]:
+        return [f"{head}{explanation.title}; kept quiet by {data['inhibited_by']}"]
+    if kind == "alert.resolved":
+        return [f"{head}{explanation.title}"]
+    dry = " (dry run: nothing follows)" if data["dry_run"] else ""
+    title, *rest = explanation.as_text().splitlines()
+    if data["message"] != explanation.seen:
+        rest.insert(0, f"  message {data['message']}")
+    return [f"{head}{title}{dry}", *rest]
+
+
+def _printable(line: str) -> str:
+    """Names come from training programs: nothing in them may move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)

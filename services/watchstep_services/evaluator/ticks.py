@@ -1,0 +1,84 @@
+"""Rules that watch the clock: when a run is evaluated though nothing came, and when that means nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from sqlalchemy import select
+
+from watchstep.errors import RuleError
+from watchstep_rules.config import RuleConfig
+from watchstep_rules.judging.judge import RuleMemory, due_ns
+from watchstep_rules.registry import find_rule
+from watchstep_services.database.models import Attempt, Memory, RuleConfigRow, Run
+from watchstep_services.evaluator.judging import Loaded, load_config
+from watchstep_services.evaluator.lifecycle import ENDED
+from watchstep_services.service import Service
+
+
+class Remembered(Protocol):
+    """A rule config and what it remembers."""
+
+    @property
+    def config(self) -> RuleConfig | None:
+        """None where it cannot be read."""
+
+    @property
+    def memory(self) -> RuleMemory:
+        """Of the attempt."""
+
+
+def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bool = False) -> list[Loaded]:
+    """The rule configs of a run, with what they remember of an attempt; all, or those that watch the clock."""
+    with service.database.read() as session:
+        rows = session.execute(
+            select(RuleConfigRow, Memory.memory)
+            .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == attempt))
+            .where(RuleConfigRow.run_id == run_id, ~RuleConfigRow.origin.startswith("retired"))
+            .order_by(RuleConfigRow.id)
+        ).all()
+    return [load_config(row, memory) for row, memory in rows if not only_clocks or _watches(row.rule)]
+
+
+def _watches(rule: str) -> bool:
+    try:
+        return find_rule(rule).clock
+    except RuleError:
+        return False  # of another version of Watchstep; its health says so when rows come
+
+
+def next_tick(remembered: Iterable[Remembered]) -> int | None:
+    """When the first of some rule configs wants a tick; None where all wait for rows."""
+    moments = [due_ns(held.config, held.memory) for held in remembered if held.config is not None]
+    return min((moment for moment in moments if moment is not None), default=None)
+
+
+def is_over(service: Service, run_id: int, attempt: str) -> bool:
+    """Whether silence of an attempt says nothing: it has ended, or a later one goes on.
+
+    An attempt that has written nothing is over, too, once its run is held for lost: nobody knows that it ever began.
+    """
+    with service.database.read() as session:
+        run = session.get_one(Run, run_id)
+        row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
+    if row is None or run.attempt != attempt or run.state in ENDED:
+        return True
+    never_wrote = not row.first_heard_ns
+    return len(row.ends) >= max(1, row.world_size) or (never_wrote and run.state == "lost")
+
+
+def newest_attempt(service: Service, run_id: int) -> str:
+    """The run's newest attempt; empty where it has none, or that one is over."""
+    with service.database.read() as session:
+        attempt = session.get_one(Run, run_id).attempt
+    return attempt if attempt and not is_over(service, run_id, attempt) else ""
+
+
+def attempt_to_tick(service: Service, run_id: int, now_ns: int) -> str:
+    """The attempt of which a rule wants a tick now; empty for none."""
+    attempt = newest_attempt(service, run_id)
+    if not attempt:
+        return ""
+    due = next_tick(load_configs(service, run_id, attempt, only_clocks=True))
+    return attempt if due is not None and due <= now_ns else ""

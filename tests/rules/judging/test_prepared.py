@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rules.runs import Event, Rows, runs
+from tests.sdk.blocks import rows_of
+from watchstep.block import Block, concatenate
+from watchstep_rules.config import RuleConfig, TensorScope
+from watchstep_rules.judging.judge import Progress
+from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.shards import merge_shards
+
+GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
+LOSSES = RuleConfig(rule="overfit", tensors=TensorScope(exclude="val"))
+NAN = RuleConfig(rule="nan_or_inf")
+
+
+def in_scope(config: RuleConfig, block: Block) -> Block:
+    needs = config.implementation.needed(config.parameters)
+    return block.where(block.mask_of_tensors([config.tensors.holds(info, needs) for info in block.catalogue]))
+
+
+@given(runs(), st.integers(-1, 24), st.integers(0, 8))
+def test_rows_that_rules_share_are_those_that_each_would_take_alone(
+    events: list[Event], before: int, further: int
+) -> None:
+    parts = [event.block for event in events if isinstance(event, Rows)]
+    half = len(parts) // 2
+    history, arrived = concatenate(parts[:half]), concatenate(parts[half:])
+    shared = Prepared(history, arrived, Progress(before, before + further, 0))
+    for config in (GRADIENTS, LOSSES, GRADIENTS):
+        pool = in_scope(config, concatenate([history, arrived]))
+        due = (pool.step > before) & (pool.step <= before + further)
+        reach = config.implementation.lookback(config.parameters)
+        assert rows_of(shared.block(config)) == rows_of(merge_shards(pool.where(due)))
+        assert rows_of(shared.context(config)) == rows_of(
+            merge_shards(pool.where(pool.step <= before)).tail(reach)
+        )
+    assert rows_of(shared.block(NAN)) == rows_of(in_scope(NAN, arrived))
+    assert len(shared.context(NAN)) == 0

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from tests.services.api.conftest import Api
+from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
+from watchstep.store import Store
+from watchstep_rules.backtesting.backtest import backtest_run
+from watchstep_rules.backtesting.backtest_many import Failed, Replayed, Task, judge_run
+from watchstep_rules.backtesting.backtest_report import read_report, report, result_as_data, result_from_data
+from watchstep_rules.backtesting.sweep import parse_sweep, variations
+from watchstep_rules.config import RuleConfig
+from watchstep_services import backtests
+from watchstep_services.backtests import due_backtests, judge_next
+from watchstep_services.database.models import Backtest, BacktestResult
+
+PLACE = f"/v1/projects/{PROJECT}/backtests"
+NAN = {"rule": "nan_or_inf", "actions": ["stop"]}
+
+
+@pytest.fixture
+def recorded(api: Api, folder_store: Store) -> Api:
+    for run, value in (("a1", nan_from(4)), ("a2", exploding_from(20)), ("b", exploding_from(23))):
+        Recording(folder_store, run=run).begin().write_all([9, 19, 29], value)
+        api.driven.register(run)
+    return api
+
+
+def asked(api: Api, **body: Any) -> dict[str, Any]:
+    answer = api.call("POST", PLACE, body)
+    assert answer.status_code == 202, answer.text
+    held: dict[str, Any] = answer.json()
+    return held
+
+
+def test_runs_are_judged_one_by_one_and_nothing_is_stopped(recorded: Api) -> None:
+    held = asked(
+        recorded, runs=["a*", "b"], rules=[NAN, {"rule": "exploding_gradient"}], sweep=["growth=1e8"]
+    )
+    assert (held["state"], held["runs"], held["judged"], held["report"]) == ("waiting", 3, 0, None)
+    service = recorded.driven.service
+    assert due_backtests(service) == (held["id"],)
+    assert judge_next(service, held["id"])
+    half = recorded.call("GET", f"{PLACE}/{held['id']}").json()
+    assert (half["state"], half["judged"], half["report"]) == ("running", 1, None)
+    assert judge_next(service, held["id"])
+    assert not judge_next(service, held["id"])
+    assert not judge_next(service, held["id"])
+    assert due_backtests(service) == ()
+    done = recorded.call("GET", f"{PLACE}/{held['id']}").json()
+    assert done["state"] == "done"
+    results, varied = read_report(done["report"])
+    assert [result.outcome.run for result in results if isinstance(result, Replayed)] == ["a1", "a2", "b"]
+    first = results[0]
+    assert isinstance(first, Replayed)
+    assert first.outcome.attempts[0].outcomes[0].fired[0].step == 4
+    assert [len(one["fired"]) for one in done["report"]["sweep"]] == [2, 0]
+    assert [variation.current for variation in varied] == [True, False]
+    assert recorded.driven.actions(1) == []
+
+
+def test_the_default_rules_judge_where_none_are_named(recorded: Api) -> None:
+    held = asked(recorded, runs=["b"])
+    judge_next(recorded.driven.service, held["id"])
+    (run,) = recorded.call("GET", f"{PLACE}/{held['id']}").json()["report"]["runs"]
+    assert len(run["attempts"][0]["rules"]) > 5
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"runs": ["c"]}, 404, "vision/c"),
+        ({"runs": ["../b"]}, 404, "vision/../b"),
+        ({"runs": []}, 422, "runs"),
+        ({"runs": ["b"], "rules": [{"rule": "nothing"}]}, 422, "nothing"),
+        ({"runs": ["b"], "sweep": ["nothing=1"]}, 422, "nothing"),
+        ({"runs": ["b"], "store": "s3://other"}, 422, "store"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(recorded: Api, body: Any, status: int, said: str) -> None:
+    answer = recorded.call("POST", PLACE, body)
+    assert (answer.status_code, said in answer.text) == (status, True), answer.text
+
+
+def test_a_backtest_belongs_to_its_project(recorded: Api) -> None:
+    held = asked(recorded, runs=["b"])
+    assert recorded.call("GET", f"/v1/projects/other/backtests/{held['id']}").status_code == 404
+    assert recorded.call("GET", f"{PLACE}/{held['id']}", project="other").status_code == 403
+
+
+def test_a_run_that_is_gone_is_told_and_the_others_are_judged(recorded: Api, folder_store: Store) -> None:
+    folder_store.delete(f"{PROJECT}/a1/run.json")
+    held = asked(recorded, runs=["a1", "b"])
+    while judge_next(recorded.driven.service, held["id"]):
+        pass
+    done = recorded.call("GET", f"{PLACE}/{held['id']}").json()["report"]
+    assert [failed["what"].endswith("a1: not found") for failed in done["failed"]] == [True]
+    assert [run["run"] for run in done["runs"]] == ["b"]
+
+
+def test_a_worker_that_dies_costs_its_lease_and_a_run_that_kills_them_is_left_out(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = asked(recorded, runs=["b"], rules=[NAN])
+    service = recorded.driven.service
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backtests, "judge_run", killed)
+        for _ in range(3):
+            with pytest.raises(Killed):
+                judge_next(service, held["id"])
+            assert due_backtests(service) == ()
+            assert not judge_next(service, held["id"])  # it is held
+            with service.database.write() as session:
+                session.execute(update(Backtest).values(lease_until_ns=0))
+            assert due_backtests(service) == (held["id"],)
+    judge_next(service, held["id"])
+    (failed,) = recorded.call("GET", f"{PLACE}/{held['id']}").json()["report"]["failed"]
+    assert "3 workers died" in failed["what"]
+
+
+def test_what_a_worker_found_after_another_took_over_is_discarded(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = asked(recorded, runs=["b"], rules=[NAN])
+    service = recorded.driven.service
+
+    def overtaken(location: str, task: Task) -> Replayed | Failed:
+        monkeypatch.setattr(backtests, "judge_run", judge_run)
+        with service.database.write() as session:
+            session.execute(update(Backtest).values(lease_until_ns=0))
+        assert not judge_next(service, held["id"])
+        return Failed(location, "late", "")
+
+    monkeypatch.setattr(backtests, "judge_run", overtaken)
+    assert not judge_next(service, held["id"])
+    with service.database.read() as session:
+        (row,) = session.query(BacktestResult).all()
+    assert "what" not in row.result
+
+
+def test_results_read_back(folder_store: Store) -> None:
+    Recording(folder_store).begin().write_all([9, 19, 29], nan_from(12))
+    configs = (
+        RuleConfig(rule="nan_or_inf", inhibits=("exploding_gradient",)),
+        RuleConfig(rule="exploding_gradient"),
+    )
+    varied = tuple(variations(configs, [parse_sweep("max_elements=0,5", configs)]))
+    location = f"{folder_store.location}/{PROJECT}/run-1"
+    tested = judge_run(location, Task(configs, varied))
+    assert isinstance(tested, Replayed)
+    assert tested.outcome == backtest_run(location, configs)
+    failed = Failed("x", "y", "z")
+    assert result_from_data(result_as_data(tested)) == tested
+    results, _ = read_report(report([failed, tested], varied))
+    assert results == [tested, failed]

@@ -1,0 +1,155 @@
+"""``watchstep rules backtest`` on recorded runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.services.cli.test_cli import watchstep
+from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
+from watchstep.store import Store
+from watchstep_services.cli.serve import settings_for
+from watchstep_services.registration import register
+from watchstep_services.scheduler.embedded import EmbeddedService
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    opened = Store.open(tmp_path / "runs", create=True)
+    for run, value in (("nan", nan_from(4)), ("explosion", exploding_from(20)), ("late", exploding_from(23))):
+        Recording(opened, run=run).begin().write_all([9, 19, 29], value)
+    (tmp_path / "runs" / PROJECT / "notes").mkdir()
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "rules.yaml"
+    path.write_text(
+        "rules:\n"
+        "  - {rule: nan_or_inf, severity: critical, actions: [stop]}\n"
+        "  - {rule: exploding_gradient, for: {steps: 3}}\n"
+        "  - {rule: class_imbalance}\n"
+    )
+    return path
+
+
+def test_one_run(store: Path, rules: Path) -> None:
+    done = watchstep("rules", "backtest", "nan", "--store", store, "--rules", rules)
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[0] == "vision/nan 90 rows, by steps: no service judged it"
+    assert lines[1] == "RULE SEVERITY STEP SINCE TENSOR MESSAGE"
+    assert lines[2].startswith("nan_or_inf critical, stops 4 4 loss 1 NaN among 1 elements")
+    assert "silent: exploding_gradient" in lines
+    assert "no data: class_imbalance" in lines
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_many_runs_and_a_sweep(store: Path, rules: Path, tmp_path: Path, jobs: str) -> None:
+    found = tmp_path / "found.json"
+    options = ["--rules", str(rules), "--jobs", jobs, "--json", str(found)]
+    sweep = ["--sweep", "growth=10:1e8:3", "--sweep", "exploding_gradient.for=1"]
+    done = watchstep("rules", "backtest", f"{store}/{PROJECT}/*", *options, *sweep)
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "exploding_gradient 2 3 22 vision/explosion" in lines
+    assert "10 1 2 3 20 vision/explosion" in lines
+    assert "100 3 2 3 22 vision/explosion <- now" in lines
+    assert "1e+08 1 0 3 - -" in lines
+    held = json.loads(found.read_text())
+    assert [run["run"] for run in held["runs"]] == ["explosion", "late", "nan"]
+    assert held["failed"] == []
+    assert [len(one["fired"]) for one in held["sweep"] if one["current"]] == [2]
+    (attempt,) = held["runs"][1]["attempts"]
+    assert attempt["order"] == "steps"
+    told = {one["rule_config"]["name"]: one for one in attempt["rules"]}
+    assert told["exploding_gradient"]["transitions"][-1]["step"] == 25
+    assert told["exploding_gradient"]["found"] == len(told["exploding_gradient"]["findings"]) > 0
+
+
+def test_a_dry_run_and_a_message_of_its_own_are_shown(store: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "dry.yaml"
+    message = "{label.team}: {run} is lost at {step}"
+    rules.write_text(
+        f"rules: [{{rule: nan_or_inf, dry_run: true, actions: [stop], labels: {{team: red}}, message: '{message}'}}]"
+    )
+    done = watchstep("rules", "backtest", "nan", "--store", store, "--rules", rules, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert "nan_or_inf warning, dry run 4 4 loss red: nan is lost at 4" in " ".join(done.stderr.split())
+    (attempt,) = json.loads(done.stdout)["runs"][0]["attempts"]
+    assert attempt["rules"][0]["transitions"][-1]["message"] == "red: nan is lost at 4"
+
+
+def test_a_rule_that_cannot_be_evaluated_is_told_by_the_exit_code(store: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "ill.yaml"
+    query = "SELECT tensor FROM statistics WHERE CAST(tensor AS INTEGER) > 0"
+    rules.write_text(
+        f"rules: [{{rule: nan_or_inf}}, {{rule: sql, name: mine, params: {{query: '{query}'}}}}]"
+    )
+    done = watchstep("rules", "backtest", "nan", "late", "--store", store, "--rules", rules)
+    assert done.returncode == 1
+    assert "vision/nan" in done.stdout
+    assert "rule mine cannot be evaluated (2 runs): " in done.stderr
+    assert "Conversion Error" in done.stderr
+
+
+def test_a_run_that_fails_stops_no_other(store: Path, rules: Path) -> None:
+    (store / PROJECT / "late" / "run.json").write_text("{")
+    named = ["nan", f"{PROJECT}/", "nothere", "x*"]
+    done = watchstep("rules", "backtest", *named, "--store", store, "--rules", rules)
+    assert done.returncode == 1
+    assert "vision/nan" in done.stdout
+    assert "vision/explosion" in done.stdout
+    assert done.stderr.count("not judged:") == 3
+    assert "late/run.json: not a document" in done.stderr
+    assert "runs 'x*'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nan", "--sweep", "nothing=1"], "no parameter 'nothing'"),
+        (["nan", "--json", "/nowhere/found.json"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_told(store: Path, rules: Path, arguments: list[str], said: str) -> None:
+    done = watchstep("rules", "backtest", *arguments, "--store", store, "--rules", rules)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "mend:" in done.stderr
+
+
+def test_a_service_judges_its_own_runs(store: Path, rules: Path) -> None:
+    with EmbeddedService(settings_for(str(store), None, sweep_seconds=0.05, listing_seconds=0.05)) as service:
+        for run in ("nan", "late"):
+            register(service.service, PROJECT, run, (), "operator")
+        options = ["--rules", str(rules), "--service", "", "--sweep", "growth=1e8"]
+        named = [f"{PROJECT}/nan", f"{PROJECT}/lat?"]
+        done = watchstep("rules", "backtest", *named, "--store", store, *options)
+        other = watchstep("rules", "backtest", f"{PROJECT}/x", "--store", store, "--service", "")
+        plain = watchstep("rules", "backtest", "nan", "--store", store, "--service", "")
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "vision/late 90 rows, by steps: no service judged it" in lines
+    assert any(line.startswith("nan_or_inf critical, stops 4 4 loss") for line in lines)
+    assert "100 1 2 25 vision/late <- now" in lines
+    assert other.returncode == 2
+    assert "vision/x: not known" in other.stderr
+    assert "name it <project>/<run>" in plain.stderr
+
+
+def test_a_folder_with_an_evil_name_is_left_out_and_garbage_is_no_success(store: Path, rules: Path) -> None:
+    (store / PROJECT / "\x1b[2Jevil").mkdir()
+    done = watchstep("rules", "backtest", f"{PROJECT}/", "--store", store, "--rules", rules)
+    assert done.returncode == 0, done.stderr
+    assert "vision/nan" in done.stdout
+    assert "'\\x1b[2Jevil'" in done.stderr
+    for segment in (store / PROJECT / "late").rglob("*.parquet"):
+        segment.write_bytes(b"garbage")
+    done = watchstep("rules", "backtest", "late", "--store", store, "--rules", rules)
+    assert done.returncode == 1
+    assert "none of its 3 segments can be read" in done.stderr

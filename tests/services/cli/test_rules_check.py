@@ -1,0 +1,113 @@
+"""``watchstep rules check`` and ``schema``, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from watchstep.errors import RuleError
+from watchstep_services.cli.app import app
+
+GOOD = """
+rules:
+  - rule: nan_or_inf
+    severity: critical
+    actions: [stop, {webhook: "https://chat.example.com/secret/path"}, {notify: ml-oncall}]
+  - rule: overfit
+    name: late
+    tensors: {include: "val"}
+    for: {steps: 3, seconds: 60}
+    keep_firing: {steps: 5}
+    dry_run: true
+inhibit: [{source: nan_or_inf, target: [late]}]
+"""
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["rules", *map(str, arguments)])
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD, encoding="utf-8")
+    return path
+
+
+def test_a_good_file_is_told_in_a_line_a_rule(good: Path) -> None:
+    code, said = run("check", good)
+    assert code == 0
+    assert "2 rules" in said
+    for words in (
+        "stops the job",
+        "posts to",
+        "notifies ml-oncall",
+        "late (overfit)",
+        "3 steps and 60 s",
+        "dry run",
+    ):
+        assert words in said
+    assert "secret" not in said
+
+
+def test_each_fault_is_told_with_its_line_and_the_exit_code_is_1(good: Path, tmp_path: Path) -> None:
+    bad, broken = tmp_path / "bad.yaml", tmp_path / "broken.yaml"
+    bad.write_text("rules:\n- {rule: nan}\n- {rule: overfit, severity: fatal}\n", encoding="utf-8")
+    broken.write_text("rules:\n  - [", encoding="utf-8")
+    code, said = run("check", good, bad, broken, tmp_path / "none.yaml")
+    assert code == 1
+    assert "bad.yaml:2: error: rules.0.rule: unknown rule 'nan'" in said
+    assert "bad.yaml:3: error: rules.1.severity: " in said
+    assert "broken.yaml:2: error: not valid YAML" in said
+    assert "none.yaml:1: error: cannot be read" in said
+    assert "good.yaml: 2 rules" in said
+
+
+def test_the_schema_is_printed() -> None:
+    done = CliRunner().invoke(app, ["rules", "schema"])
+    assert json.loads(done.output)["properties"]["rules"]
+
+
+def test_a_rule_shows_its_causes() -> None:
+    code, said = run("show", "nan_or_inf")
+    assert code == 0
+    assert "Usual causes: - The learning rate is too high" in said
+    assert "What to try: - " in said
+
+
+@pytest.mark.parametrize("text", ["", "rules: []\n"])
+def test_a_file_without_rules_is_warned_of(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text(text, encoding="utf-8")
+    code, said = run("check", path)
+    assert code == 0
+    assert "empty.yaml:1: warning: no rules stand in it: nothing judges by it" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nan_or_inf", "By default: critical; fires after 1 step; over after 1 step without; stops the job."),
+        ("nan_or_inf", "Keeps quiet while it fires: exploding_gradient, "),
+        ("exploding_gradient", "By default: warning; fires after 2 steps; over after 2 steps without."),
+        ("stalled_training", "Off by default: a healthy program may pause for any time."),
+        ("stalled_training", "; by the clock, also where no row comes."),
+        ("sql", "query string required"),
+        ("class_imbalance", "misprediction number or null None"),
+    ],
+)
+def test_a_rule_shows_what_it_does_by_default(name: str, words: str) -> None:
+    assert words in run("show", name)[1]
+
+
+def test_of_an_unknown_rule_what_was_meant_comes_first() -> None:
+    done = CliRunner().invoke(app, ["rules", "show", "nan_or_if"])
+    assert isinstance(done.exception, RuleError)
+    first, *rest = done.exception.mend.splitlines()
+    assert first.startswith("did you mean nan_or_inf")
+    assert rest
+    assert max(map(len, rest)) <= 100

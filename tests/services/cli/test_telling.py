@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sqlalchemy import update
+
+from tests.services.dispatcher.receiver import receiving
+from tests.services.driving import Driven, make_service
+from tests.services.recording import Recording
+from watchstep.store import Store
+from watchstep_rules.config import RuleConfig
+from watchstep_services.cli.telling import Teller
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import Action, RuleConfigRow
+from watchstep_services.dispatcher.dispatch import dispatch
+
+
+def ill(step: int, name: str) -> float:
+    if name == "loss" and 41 <= step <= 44:
+        return math.nan
+    return 1e6 if 42 <= step <= 47 and name.startswith("second") else 1.0
+
+
+def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_store: Store) -> None:
+    rules = [
+        {
+            "rule": "nan_or_inf",
+            "inhibits": ["exploding_gradient"],
+            "message": "bad\n{tensor}",
+            "dry_run": False,
+        },
+        {"rule": "exploding_gradient", "actions": ["stop"]},
+    ]
+    driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule) for rule in rules]))
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    teller = Teller(sqlite)
+    assert teller.new_lines() == []
+    driven.announce(run_id, recording.write(0, 0, 43, ill))
+    driven.settle(run_id)
+    lines = teller.new_lines()
+    assert lines[0] == "watchstep: vision/run-1: nan_or_inf (warning) firing at step 41"
+    assert lines[1] == "  message bad\N{REPLACEMENT CHARACTER}loss"
+    assert lines[-1] == (
+        "watchstep: vision/run-1: exploding_gradient (warning) firing at step 42; kept quiet by nan_or_inf"
+    )
+    assert teller.new_lines() == []
+    driven.announce(run_id, recording.write(1, 44, 60, ill))
+    driven.settle(run_id)
+    heads = [line for line in teller.new_lines() if line.startswith("watchstep")]
+    assert "watchstep: vision/run-1: nan_or_inf (warning) resolved at step 45" in heads
+    assert "watchstep: vision/run-1: exploding_gradient (warning) firing at step 45" in heads
+    assert any("stop requested: rule exploding_gradient at step 45: norm of" in line for line in heads)
+    assert Teller(sqlite).new_lines() == []
+
+
+def test_a_rule_that_cannot_be_evaluated_is_told_and_that_it_is_well_again(
+    sqlite: Database, folder_store: Store
+) -> None:
+    mine = RuleConfig(rule="overfit", name="mine")
+    driven = Driven(make_service(sqlite, folder_store, [mine, RuleConfig(rule="nan_or_inf")]))
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    teller = Teller(sqlite)
+
+    def lines_with(data: dict[str, Any], seq: int) -> list[str]:
+        with sqlite.write() as session:
+            session.execute(update(RuleConfigRow).filter_by(name="mine").values(data=data))
+        driven.announce(run_id, recording.write(seq, 10 * seq, 10 * seq + 9))
+        driven.settle(run_id)
+        return teller.new_lines()
+
+    assert lines_with(mine.as_data(), 0) == []
+    (line,) = lines_with({"rule": "of_another_version"}, 1)
+    assert line.startswith("watchstep: vision/run-1: rule mine cannot be evaluated: ")
+    assert "of_another_version" in line
+    assert lines_with({"rule": "of_another_version"}, 2) == []
+    assert Teller(sqlite).new_lines() == [line]
+    assert lines_with(mine.as_data(), 3) == ["watchstep: vision/run-1: rule mine is evaluated again"]
+    assert lines_with(mine.as_data(), 4) == []
+
+
+def test_a_webhook_that_fails_is_told_after_three_tries_and_when_it_is_given_up(
+    sqlite: Database, folder_store: Store
+) -> None:
+    with receiving() as receiver:
+        receiver.answers = [500] * 3 + [404]
+        rule = {"rule": "nan_or_inf", "actions": [{"webhook": f"{receiver.url}/secret"}]}
+        driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule)]))
+        recording = Recording(folder_store).begin()
+        run_id = driven.register()
+        driven.announce(run_id, recording.write(0, 0, 43, ill))
+        driven.settle(run_id)
+        teller = Teller(sqlite)
+        (action,) = driven.actions(run_id)
+        said = []
+        for _ in range(4):
+            with sqlite.write() as session:
+                session.get_one(Action, action.id).next_ns = 0
+            dispatch(driven.service, action.id)
+            said.append(teller.new_lines())
+    head = "watchstep: vision/run-1: webhook to 127.0.0.1 failed, "
+    assert said == [
+        [],
+        [],
+        [f"{head}3 tries, it is tried again: answered 500"],
+        [f"{head}4 tries, given up: answered 404; the receiver refuses the event, so it is not sent again"],
+    ]

@@ -1,0 +1,60 @@
+"""Runs that are found on the store: one that cannot be used keeps no other from being seen and judged."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.driving import Driven
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.store import Store
+from watchstep_services.scheduler.sweep import sweep
+
+BAD: list[dict[str, Any]] = [
+    {"rule": "nan_or_inf", "tensors": {"include": "a{99999999999}"}},
+    {"rule": "nan_or_inf", "tensors": {"include": "(" * 5000 + ")" * 5000}},
+    {"rule": "nan_or_inf", "name": "a\0b"},
+    {"rule": "nan_or_inf", "labels": {"team": "a\0b"}},
+    {"rule": "nan_or_inf", "message": "a\0b"},
+    {"rule": "nan_or_inf\0"},
+    {"rule": "nan_or_inf", "tensors": {"collection": "a\0b"}},
+    {"rule": "nan_or_inf", "for": {"steps": 10**20}},
+    {"rule": "nan_or_inf", "params": {"max_elements": 10**20}},
+    {"rule": "sql", "params": {"query": "select tensor, '\0' from statistics"}},
+    {"rule": "sql", "params": {"query": "select tensor, '\ud800' from statistics"}},
+]
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_a_run_with_rules_that_cannot_be_used_keeps_no_other_from_its_turn(
+    driven: Driven, folder_store: Store, rule: dict[str, Any]
+) -> None:
+    Recording(folder_store, run="bad").begin(rules=[rule])
+    Recording(folder_store, run="good").begin().write_all([3, 7], nan_from(5))
+    for run_id in sweep(driven.service).runs:
+        driven.settle(run_id)
+    runs = {driven.run(number).run: driven.run(number) for number in (1, 2)}
+    assert sorted(runs) == ["bad", "good"]
+    assert "rules" in runs["bad"].health["run_document"]
+    assert driven.alerts(runs["good"].id)["nan_or_inf"][:2] == ("firing", 5)
+
+
+def test_a_run_that_cannot_be_read_keeps_no_other_from_its_turn(
+    driven: Driven, folder_store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = Path(folder_store.location) / PROJECT / "closed" / "run.json"
+    document.parent.mkdir(parents=True)
+    document.symlink_to(document)
+    Recording(folder_store, run="open").begin()
+    with caplog.at_level(logging.WARNING):
+        sweep(driven.service)
+        sweep(driven.service)
+    assert driven.run(1).run == "open"
+    assert len([record for record in caplog.records if "cannot be taken in" in record.message]) == 1
+    document.unlink()
+    Recording(folder_store, run="closed").begin()
+    sweep(driven.service)
+    assert driven.run(2).run == "closed"
