@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -19,10 +20,38 @@ from benchmarks.capture.variants import VARIANTS
 from benchmarks.report import Figure, Report, arguments
 from watchstep import Hook
 
-_STEPS = {"transformer": 1, "transformer_small": 4, "mlp": 4, "cnn": 4}
-_CHOSEN = {"gate": instruments.Gate, "statistics": instruments.Statistics}
-_BLOCKS = {"transformer": 6, "transformer_small": 20, "mlp": 20, "cnn": 20}
-_BLOCKS_QUICK = 4
+_DENSE = 100
+"""So many steps the budget measures densely first; what it costs after them is told."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a variant is measured: so many blocks of so many steps, after a warm-up."""
+
+    blocks: int
+    steps: int
+    warm: int = 3
+
+
+_SHORT = {
+    "transformer": Turns(6, 1),
+    "transformer_small": Turns(20, 4),
+    "mlp": Turns(20, 4),
+    "cnn": Turns(20, 4),
+}
+# The budget does not do the same at each step, so its blocks are long.
+_LONG = {
+    "transformer": Turns(8, 5, _DENSE),
+    "transformer_small": Turns(10, 25, _DENSE),
+    "mlp": Turns(10, 25, _DENSE),
+    "cnn": Turns(10, 25, _DENSE),
+}
+_QUICK = Turns(4, 2)
+_CHOSEN: dict[str, tuple[type[instruments.Watchstep], dict[str, Turns]]] = {
+    "gate": (instruments.Gate, _SHORT),
+    "statistics": (instruments.Statistics, _SHORT),
+    "budget": (instruments.Budget, _LONG),
+}
 
 
 def _seconds(training: Training, steps: int) -> float:
@@ -33,19 +62,43 @@ def _seconds(training: Training, steps: int) -> float:
     return (time.process_time() - began) / steps
 
 
-def ratios(workload: str, variant: type[instruments.Watchstep], blocks: int) -> list[float]:
-    """Process CPU time of a step with the hook over that without, block by block."""
-    training, steps = WORKLOADS[workload].start(), _STEPS[workload]
-    found = []
+@dataclass(frozen=True)
+class Taken:
+    """What blocks took.
+
+    Attributes:
+        ratios: process CPU time of a step with the hook over that without, block by block.
+        account: share of the bare time that the recorder's own account says it took, over all blocks.
+    """
+
+    ratios: list[float]
+    account: float
+
+
+def measured(workload: str, variant: type[instruments.Watchstep], turns: Turns) -> Taken:
+    """Take turns."""
+    training = WORKLOADS[workload].start()
+    found, spent, bare_seconds = [], 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder, Hook(folder, **variant.options()) as hook:
-        _seconds(training, 3)
-        for _ in range(blocks):
+
+        def told() -> float:
+            account: float = hook.health.get("overhead", {}).get("spent_seconds", 0.0)
+            return account
+
+        hook.watch(training.model, training.optimizer, name="")
+        _seconds(training, turns.warm)
+        hook._watches.pop().detach()  # noqa: SLF001 - what close does, without ending the recording
+        for _ in range(turns.blocks):
             hook.watch(training.model, training.optimizer, name="")
             _seconds(training, 1)
-            watched = _seconds(training, steps)
-            hook._watches.pop().detach()  # noqa: SLF001 - what close does, without ending the recording
-            found.append(watched / _seconds(training, steps))
-    return found
+            before = told()
+            watched = _seconds(training, turns.steps)
+            spent += told() - before
+            hook._watches.pop().detach()  # noqa: SLF001 - as above
+            bare = _seconds(training, turns.steps)
+            bare_seconds += bare * turns.steps
+            found.append(watched / bare)
+    return Taken(found, spent / bare_seconds)
 
 
 def main() -> None:
@@ -54,12 +107,13 @@ def main() -> None:
     torch.set_num_threads(1)
     report = Report("Capture, by turns in one process", quick=given.quick)
     for workload in WORKLOADS:
-        for name, variant in _CHOSEN.items():
-            found = ratios(workload, variant, _BLOCKS_QUICK if given.quick else _BLOCKS[workload])
-            low, _, high = statistics.quantiles(found, n=4)
-            note = f"quartiles {low:.3f} and {high:.3f} of {len(found)} blocks"
+        for name, (variant, turns) in _CHOSEN.items():
+            taken = measured(workload, variant, _QUICK if given.quick else turns[workload])
+            low, _, high = statistics.quantiles(taken.ratios, n=4)
+            note = f"quartiles {low:.3f} and {high:.3f} of {len(taken.ratios)} blocks"
+            note += f"; its own account {taken.account:.2%}" if taken.account else ""
             target = VARIANTS[name].targets.get(workload)
-            figure = Figure(statistics.median(found), "ratio", target, note=note)
+            figure = Figure(statistics.median(taken.ratios), "ratio", target, note=note)
             report.add(f"{workload}/{name}/pairs", figure)
     report.finish(given.json)
 

@@ -12,7 +12,7 @@ from benchmarks.detection.programs import Program, load
 from benchmarks.detection.recording import record
 from benchmarks.detection.scoring import Alarms, Report
 from watchstep import open_run
-from watchstep_rules.backtest import backtest
+from watchstep_rules.backtesting.backtest import backtest
 from watchstep_rules.defaults import DEFAULT_RULES
 
 

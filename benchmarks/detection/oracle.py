@@ -198,12 +198,13 @@ def main(given: Sequence[str] | None = None) -> None:
     from benchmarks.detection.published.pairs import MEASURED
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.detection.oracle", description=__doc__)
-    parser.add_argument("--only", nargs="+", help="these programs only; the file is left as it was")
+    parser.add_argument("--only", nargs="+", help="these programs only; of others the file keeps what it has")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     options = parser.parse_args(given)
     names = options.only or list(PROGRAMS)
     tasks = [(name, seed) for name in names for seed in options.seeds]
     found: dict[str, dict[str, list[str]]] = {}
+    kept = json.loads(MEASURED.read_text()) if options.only and MEASURED.exists() else {}
     with multiprocessing.get_context("spawn").Pool() as pool:
         for (name, seed), (seen, words) in zip(tasks, pool.imap(symptoms, tasks), strict=True):
             found.setdefault(name, {})[str(seed)] = seen
@@ -212,8 +213,8 @@ def main(given: Sequence[str] | None = None) -> None:
                 f"{name} {seed}: {words}: {', '.join(seen)}" + (f"; LACKS {lacking}" if lacking else ""),
                 flush=True,
             )
-    if not options.only:
-        MEASURED.write_text(by_line(found))
+    held = {**kept, **found}
+    MEASURED.write_text(by_line({name: held[name] for name in PROGRAMS if name in held}))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Witness:
             held = output.detach().float()
             self._check(held)
             if isinstance(module, nn.Linear | nn.Conv2d):
-                self.seen.spread.setdefault(path, float(held.std()))
+                self.seen.spread.setdefault(path, float(held.std(correction=0)))
             if isinstance(module, nn.ReLU):
                 others = [axis for axis in range(held.dim()) if axis != 1]
                 self.seen.dead[path].append((held == 0).all(dim=others) if others else held == 0)

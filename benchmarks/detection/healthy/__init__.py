@@ -1,6 +1,8 @@
 """Healthy trainings of some thousand steps that look odd: ``PROGRAMS``."""
 
 from benchmarks.detection.healthy import (
+    odd_losses,
+    partly_trained,
     precision_and_steps,
     sequences,
     supervised,
@@ -11,6 +13,8 @@ from benchmarks.detection.healthy.trainings import HEALTHY as PROGRAMS
 
 __all__ = [
     "PROGRAMS",
+    "odd_losses",
+    "partly_trained",
     "precision_and_steps",
     "sequences",
     "supervised",

@@ -6,7 +6,12 @@ from benchmarks.detection.published import (
     convolutional,
     data_faults,
     dense,
+    explosions,
+    initial_weights,
+    left_behind,
     recurrent,
+    small_steps,
+    swings,
     training_loops,
 )
 from benchmarks.detection.published.pairs import PAIRS as PROGRAMS
@@ -18,6 +23,11 @@ __all__ = [
     "convolutional",
     "data_faults",
     "dense",
+    "explosions",
+    "initial_weights",
+    "left_behind",
     "recurrent",
+    "small_steps",
+    "swings",
     "training_loops",
 ]
