@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,11 +10,17 @@ from pathlib import Path
 import typer.main
 from pydantic_core import PydanticUndefined
 
+from docs.default_sources import SOURCES
 from watchstep.launch.run_command import parser as run_parser
 from watchstep.launch.sync_command import parser as sync_parser
+from watchstep.system_figures import FIGURES
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.registry import RULES
+from watchstep_rules.rule_schema import schema_text
+from watchstep_rules.rule_tests import file as rule_tests
+from watchstep_rules.sql_guard import FUNCTIONS
 from watchstep_services.cli.app import app
+from watchstep_services.cli.rule_words import counted
 from watchstep_services.settings import PREFIX, Settings
 
 FOLDER = Path(__file__).parent
@@ -46,14 +53,35 @@ def rules() -> str:
             config = defaults.get(name)
             state = "off"
             if config is not None:
-                state = f"{config.severity}, after {config.hold.steps} steps" + (
-                    ", stops" if config.stops else ""
-                )
+                state = f"{config.severity}, after {counted(config.hold.steps, 'step')}"
+                state += f", until {config.keep_firing.steps} are clean" if config.keep_firing else ""
+                state += ", stops" if config.stops else ""
             fields = rule.params_type.model_fields
             parameters = ", ".join(f"`{key}` {field.default}" for key, field in fields.items())
             yield [f"`{name}`", rule.summary, parameters, state, rule.merge.replace("_", " ")]
 
     return _table(["rule", "fires when", "parameters", "default", "judges"], rows())
+
+
+def defaults() -> str:
+    """Parameters of the rules that judge by default: where they come from, and what half and twice of them would do."""
+    measured = json.loads((FOLDER / "margins.json").read_text(encoding="utf-8"))
+
+    def did(name: str, of: int) -> str:
+        right, alarms = measured["configs"].get(name, (None, None))
+        return "" if right is None else f"{right} of {of}, {alarms} false"
+
+    def rows() -> Iterator[list[str]]:
+        for config in DEFAULT_RULES:
+            of = measured["faulty"].get(config.rule, 0)
+            for name, field in type(config.parameters).model_fields.items():
+                varied = [did(f"{config.rule}/{name}/{word}", of) for word in ("half", "twice")]
+                now = did(config.rule, of) if any(varied) else ""
+                source = SOURCES.get(config.rule, {}).get(name, "its docstring")
+                value = config.params.get(name, field.default)
+                yield [f"`{config.rule}`", f"`{name}`", f"{value}", source, varied[0], now, varied[1]]
+
+    return _table(["rule", "parameter", "default", "source", "at half", "at the default", "at twice"], rows())
 
 
 def settings() -> str:
@@ -65,6 +93,12 @@ def settings() -> str:
             yield [f"`{PREFIX}{name.upper()}`", default, field.description or ""]
 
     return _table(["variable", "default", "meaning"], rows())
+
+
+def system() -> str:
+    """The figures of the process and its machine."""
+    rows = ([f"`{figure.name}`", figure.of, figure.unit, figure.meaning] for figure in FIGURES)
+    return _table(["tensor", "of", "unit", "what"], rows)
 
 
 def variables() -> str:
@@ -90,6 +124,11 @@ def commands() -> str:
     return _table(["command", "what it does", "takes"], rows())
 
 
+def sql_functions() -> str:
+    """The functions that a SQL rule may call; operators are in the text."""
+    return ", ".join(f"`{name}`" for name in sorted(FUNCTIONS) if name.isidentifier()) + "\n"
+
+
 def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.TyperCommand]]:
     if isinstance(command, typer.core.TyperGroup):
         for name, child in command.commands.items():
@@ -100,7 +139,8 @@ def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.Type
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "rules": rules, "settings": settings, "variables": variables, "commands": commands,
+    "rules": rules, "defaults": defaults, "settings": settings, "variables": variables, "commands": commands,
+    "system": system, "sql_functions": sql_functions,
 }  # fmt: skip
 
 
@@ -114,6 +154,14 @@ def pages() -> list[Path]:
     return [page for page in sorted(FOLDER.glob("*.md")) if _PLACE.search(page.read_text(encoding="utf-8"))]
 
 
+SCHEMA = FOLDER / "rules.schema.json"
+"""For editors; `watchstep rules schema` prints the same."""
+
+TESTS_SCHEMA = FOLDER / "rule-tests.schema.json"
+"""For editors; `watchstep rules test --schema` prints the same."""
+
 if __name__ == "__main__":
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
+    TESTS_SCHEMA.write_text(rule_tests.schema_text(), encoding="utf-8")
     for page in pages():
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

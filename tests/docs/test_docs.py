@@ -12,6 +12,8 @@ import yaml
 
 from docs import tables
 from watchstep_rules import rule_file
+from watchstep_rules.rule_schema import schema_text
+from watchstep_rules.rule_tests import file as rule_tests
 
 ROOT = Path(tables.FOLDER).parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -27,6 +29,11 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_tables_are_as_the_code_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert tables.filled(text) == text, "write them anew: python -m docs.tables"
+
+
+def test_the_schemas_are_as_the_code_says() -> None:
+    for path, text in ((tables.SCHEMA, schema_text()), (tables.TESTS_SCHEMA, rule_tests.schema_text())):
+        assert path.read_text(encoding="utf-8") == text, "write it anew: python -m docs.tables"
 
 
 @pytest.mark.parametrize(

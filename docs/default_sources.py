@@ -1,0 +1,108 @@
+"""Where the default of each parameter comes from, of rules that judge by default: the table in ``rules.md``.
+
+A rule's docstring has the formula and the argument; here is a line of it. *Ours* is a choice of this project, with what
+it rests on.
+"""
+
+from __future__ import annotations
+
+SOURCES: dict[str, dict[str, str]] = {
+    "nan_or_inf": {
+        "max_elements": "SageMaker's ExplodingTensor: one is enough",
+        "only_nan": "SageMaker's ExplodingTensor",
+        "allow_negative_infinity_in": "ours: masked attention and log-probabilities hold -inf on purpose",
+    },
+    "exploding_gradient": {
+        "growth": "ours: more than clipping at 1 or a restart of the rate makes (after Pascanu et al. 2013)",
+        "window": "ours: twenty records, so that the median follows a layer and not a batch",
+        "warmup": "ours: norms settle within the first records",
+        "loss_growth": "ours: a saddle that is left lets the loss fall, a divergence does not",
+        "overwrites": "ours: an update as large as its weight; SageMaker's WeightUpdateRatio holds 10 for large",
+    },
+    "vanishing_gradient": {
+        "threshold": "SageMaker's VanishingGradient",
+        "relative": "AutoTrainer (Zhang et al., ICSE 2021): ratio of the first to the last layer",
+        "min_dimensions": "by construction: gradients of biases before normalisation are zero",
+    },
+    "dead_relu": {
+        "share": "ours: healthy sparse networks reach 0.8 (Glorot, Bordes and Bengio 2011); SageMaker has 0.5",
+        "silent_share": "SageMaker's DeadRelu, here only where no weight has a gradient",
+        "steps": "ours: not one batch alone",
+        "examples": "ours: small batches must agree over 32 values of each channel",
+        "converged": "ours: a loss down to a tenth has nothing left to learn",
+    },
+    "saturated_activation": {
+        "slope": "ours: a tenth of the gradient passes (after Glorot and Bengio 2010)",
+        "share": "SageMaker's SaturatedActivation: half of the nodes",
+        "steps": "ours: not one batch alone",
+        "examples": "ours: small batches must agree over 32 values of each channel",
+        "converged": "ours: units that become switches while the loss halves are what the network learnt",
+        "stuck": "ours: the output of a classifier that is sure lies at a bound too",
+    },
+    "poor_initialization": {
+        "large": "ours: twice what keeps a signal's size (1.41, He et al. 2015) and more",
+        "growth": "ours: a signal that grows tenfold through the large layers",
+        "small": "ours: a sixth of PyTorch's own gain of 0.58",
+        "shrinkage": "ours: a thousandth of the signal is left",
+        "spread": "ours: SageMaker's PoorWeightInitialization has 10 in variances, which default weights reach",
+        "above_guess": "ours, after Karpathy (A Recipe for Training Neural Networks, 2019): the first loss is a guess's",
+    },
+    "weight_not_updating": {
+        "threshold": "SageMaker's WeightUpdateRatio",
+        "rounded": "ours: a hundredth of the elements that change is as good as none",
+        "patience": "ours: so many records at a rate of nothing are no end of a schedule",
+        "ran_down": "ours: a thousandth of what trainings that work take (Karpathy 2019)",
+        "alive": "ours: below a thousandth of its largest a gradient has converged",
+    },
+    "class_imbalance": {
+        "ratio": "SageMaker's ClassImbalance",
+        "deviations": "three standard deviations of a count's root (Anscombe 1948)",
+        "misprediction": "not judged by default; SageMaker's ClassImbalance has 0.7",
+        "examples": "ours: with fewer a share says little",
+    },
+    "loss_not_decreasing": {
+        "patience": "ours: longer than plateaus of small networks; lengthen it with your warm-up",
+        "warmup": "ours: the median of ten losses, so that no single batch is the start",
+        "min_fall": "ours: half of what separates a network that shifts its output's bias from one that uses its input",
+        "growth": "ours: twice its start is no noise",
+        "far": "ours: one easy batch at first is not a tenth of what follows",
+        "noise": "ours: above it the start is known too badly",
+    },
+    "slow_convergence": {
+        "patience": "as of `loss_not_decreasing`",
+        "warmup": "as of `loss_not_decreasing`",
+        "max_fall": "ours: in a hundred steps trainings that work have come further",
+        "small_update": "ours: half of the 1e-3 that trainings that work take (Karpathy 2019)",
+        "modest_update": "ours: twice that, where the loss falls steadily",
+    },
+    "oscillating_loss": {
+        "window": "ours: eight swings of five losses",
+        "swing": "ours: more than batches scatter around what the model is worth",
+        "above_labels": "ours: a model is worth more than saying the same for every example",
+        "above_first": "ours: without labels the start is a poorer measure, so it must be much more",
+        "alternation": "ours: independent losses have 1/sqrt(40) = 0.16; 0.7 is more than four times that",
+    },
+    "overfit": {
+        "patience": "ours, after Prechelt (Early stopping, but when?, 1998)",
+        "rise": "ours: twice SageMaker's ratio of 0.1",
+        "of_first": "ours: close to zero a few doubtful examples double a loss",
+        "train_fall": "ours: the textbook's sign (Goodfellow et al. 2016, 7.8) is that training goes on falling",
+        "window": "ours: the mean of twenty batches",
+    },
+    "scaler_skips": {
+        "skips": "`torch.amp.GradScaler`: 17 halvings bring its first scale, 2^16, below one",
+        "window": "ours: a twentieth of the 2000 good steps after which it doubles the scale",
+    },
+    "frozen_batch_norm": {
+        "records": "ours: not one batch alone",
+        "batches": "ours: running statistics move at the first batch, unless their momentum is zero",
+    },
+    "symmetric_units": {
+        "share": "ours: between what rounding parts (1e-6) and what learning parts (1)",
+        "records": "ours: not one update alone",
+    },
+    "missing_zero_grad": {
+        "records": "ours: two or three steps on one gradient may be on purpose",
+    },
+}
+"""By rule and parameter."""
