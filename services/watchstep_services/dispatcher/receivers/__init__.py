@@ -1,0 +1,1 @@
+"""Receivers: who is told of alerts, how, and by which route."""
