@@ -11,6 +11,7 @@ from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import Announced, AnnouncementInput, ControlData
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.records import hint, put_segment
+from watchstep_services.points import reach
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/announcements", tags=["recording"])
 
@@ -41,7 +42,9 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         fresh = put_segment(session, row.id, key, now)
         if fresh:
             hint(session, row.id)
+        reach("announce.accepting", row.id)
         run_id, control = row.id, row.control
+    reach("announce.accepted", run_id)
     if fresh:
         service.notifier.run_changed(run_id)
     return Announced(control=ControlData.model_validate(control))

@@ -10,6 +10,7 @@ from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.target import Target, common_step, load_target, write_control
 from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.evaluator.discover import discover, listing_due
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS, nanoseconds
 
@@ -105,9 +106,11 @@ def _out_of_reach(target: Target) -> Tried:
 def _press(service: Service, due: DueAction, target: Target, stage: int) -> Tried:
     assert target.job is not None
     assert target.backend is not None
+    reach("stop.signalling", due)
     after: JobStatus = (
         target.backend.stop(target.job) if stage == TERMINATED else target.backend.kill(target.job)
     )
+    reach("stop.signalled", due)
     if after.state == "gone":
         return _over(service, due, target, _HOW[stage])
     verb = "asked to end (SIGTERM)" if stage == TERMINATED else "killed (SIGKILL)"

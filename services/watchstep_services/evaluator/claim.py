@@ -10,6 +10,7 @@ from sqlalchemy import case, select, update
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project, Run
+from watchstep_services.points import reach
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Claim:
 
 def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
     """Claim a run; None where another holds it, or there is none."""
+    reach("evaluate.claiming", run_id)
     with database.write() as session:
         taken = session.execute(
             update(Run)

@@ -28,6 +28,7 @@ from watchstep_services.evaluator.collect import Collected
 from watchstep_services.evaluator.judging import Judged
 from watchstep_services.evaluator.plan import Gap
 from watchstep_services.evaluator.seals import AttemptProgress, SealDecision, writers_as_data
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 
 FINDINGS_KEPT = 1000
@@ -81,6 +82,7 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> list[int] | None:
         for judged in outcome.judged:
             _remember(session, outcome.collected.attempt, judged)
             actions += publish(session, place, judged)
+        reach("evaluate.writing", held)
         return actions
 
 

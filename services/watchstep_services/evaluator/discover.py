@@ -15,6 +15,7 @@ from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Attempt, Project, Run, Segment
 from watchstep_services.database.records import hint, put_segment
 from watchstep_services.evaluator import attempts
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
@@ -53,7 +54,10 @@ def discover(service: Service, run_id: int) -> bool:
         known = _known(service, run_id)
     run_store = service.stores.open(store_url).child(layout.run_prefix(run.project, run.run))
     found = _list(run_store, known)
-    return _record(service, run_id, known, found)
+    reach("discover.listed", run_id)
+    fresh = _record(service, run_id, known, found)
+    reach("discover.recorded", run_id)
+    return fresh
 
 
 def _known(service: Service, run_id: int) -> _Known:

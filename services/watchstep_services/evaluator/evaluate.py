@@ -23,6 +23,7 @@ from watchstep_services.evaluator.discover import discover, key_of
 from watchstep_services.evaluator.judging import Judged, judge_all, lookback
 from watchstep_services.evaluator.plan import Gap, ended_ranks
 from watchstep_services.evaluator.seals import AttemptProgress, WriterProgress
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS, nanoseconds
 
@@ -55,6 +56,7 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
     held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
     if held is None:
         return Evaluation("busy")
+    reach("evaluate.claimed", held)
     try:
         outcome, history = _find_out(service, held)
     except FencedError:
@@ -65,9 +67,12 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
     if history is None:
         release(service.database, held, outcome.due_ns)
         return Evaluation("idle")
+    reach("evaluate.judged", held)
     actions = commit(service, held, outcome)
     if actions is None:
+        reach("evaluate.fenced", held)
         return Evaluation("fenced")
+    reach("evaluate.committed", held)
     key = (held.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, history.lookback, history.rows)
     return Evaluation("committed", outcome.collected.more, tuple(actions))
@@ -90,6 +95,7 @@ def _let_go(service: Service, held: Claim, error: BaseException) -> None:
 def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
     run_store = run_store_of(service, held)
     collected = _collect(service, held, run_store)
+    reach("evaluate.read", held)
     if not collected.attempt:
         empty = AttemptProgress(0, 0, {}, frozenset(), -1)
         return Outcome(
@@ -97,8 +103,8 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
         ), None
     attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt)
     configs = ticks.load_configs(service, held.run_id, collected.attempt)
-    reach = lookback(configs)
-    before = _history(service, held, run_store, attempt, reach)
+    depth = lookback(configs)
+    before = _history(service, held, run_store, attempt, depth)
 
     progress = _progress(service, held, attempt, collected)
     # While more waits to be read, a worker is not silent: it is only not read yet.
@@ -110,7 +116,7 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
     arrived = joined(parts, History.empty()).block
     ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
     judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
-    rows = trimmed(joined(parts, before), reach, sealed)
+    rows = trimmed(joined(parts, before), depth, sealed)
     outcome = Outcome(
         collected=collected,
         cursor=cursors.encode(collected.cursor),
@@ -121,7 +127,7 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
         ended=ended,
         due_ns=_due(service, held, collected, replace(progress, sealed=sealed), judged),
     )
-    return outcome, _Kept(rows, reach)
+    return outcome, _Kept(rows, depth)
 
 
 def _collect(service: Service, held: Claim, run_store: Store) -> Collected:
@@ -154,9 +160,9 @@ def _attempt_to_seal(service: Service, held: Claim) -> str:
     return ""
 
 
-def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, reach: int) -> History:
+def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, depth: int) -> History:
     """Earlier rows: from this process if it judged last, else from the segments that hold them."""
-    known = service.histories.get((held.run_id, attempt.attempt), held.cursor, reach)
+    known = service.histories.get((held.run_id, attempt.attempt), held.cursor, depth)
     if known is not None:
         return known
     with service.database.read() as session:
@@ -169,7 +175,7 @@ def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, 
     parts = [
         (position, decode(fetch(run_store, key), key)) for position, key in places if position is not None
     ]
-    return trimmed(joined(parts, History.empty()), reach, attempt.sealed)
+    return trimmed(joined(parts, History.empty()), depth, attempt.sealed)
 
 
 def _progress(service: Service, held: Claim, row: Attempt, collected: Collected) -> AttemptProgress:

@@ -21,6 +21,7 @@ from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Attempt, Project, Run, Seal, Segment, Tick
 from watchstep_services.evaluator.discover import key_of
 from watchstep_services.evaluator.lifecycle import ENDED
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
@@ -81,7 +82,9 @@ def _write_part(service: Service, due: Unwritten) -> bool:
         return False
     part = JournalPart(due.attempt, row.journal_parts, evaluations)
     try:
+        reach("journal.writing", due)
         part = _put(service, due, part, row.ticks)
+        reach("journal.on_store", due)
     except FormatError:
         _note(service, part, due, row.journal_parts, row.ticks)
         raise
@@ -89,6 +92,7 @@ def _write_part(service: Service, due: Unwritten) -> bool:
         _put_off(service, due)
         raise
     _note(service, part, due, part.number + 1, part.evaluations[-1].tick + 1)
+    reach("journal.noted", due)
     return True
 
 

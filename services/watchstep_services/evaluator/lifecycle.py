@@ -13,6 +13,7 @@ from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.request import stop_key
 from watchstep_services.estimator.backend import JobHandle, JobStatus
 from watchstep_services.events import make_event
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
@@ -117,7 +118,9 @@ def advance_run(service: Service, run_id: int) -> RunState:
         settings = service.settings
         state = next_state(facts, nanoseconds(settings.grace_seconds), nanoseconds(settings.silent_seconds))
         _change(service, run, state, now, session)
-        return state
+        reach("lifecycle.writing", run_id)
+    reach("lifecycle.written", run_id)
+    return state
 
 
 def _job_status(service: Service, bound: Job | None) -> JobStatus | None:

@@ -17,6 +17,7 @@ from celery.signals import worker_init
 from watchstep.errors import WatchstepError
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import upgrade
+from watchstep_services.points import reach
 from watchstep_services.scheduler import work
 from watchstep_services.scheduler.production import BACKTEST, DISPATCH, EVALUATE, SWEEP, production_service
 from watchstep_services.scheduler.sweep import sweep as look_for_work
@@ -101,9 +102,11 @@ def sweep() -> None:
     """Look for work, and hand it out."""
     mine = service()
     found = look_for_work(mine)
+    reach("sweep.found", found)
     for run_id in found.runs:
         mine.notifier.run_changed(run_id)
     for action_id in found.actions:
         mine.notifier.action_due(action_id)
     for number in found.backtests:
         mine.notifier.backtest_due(number)
+    reach("sweep.handed_out", found)
