@@ -16,6 +16,7 @@ from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.dispatcher.webhook import try_webhook
 from watchstep_services.events import make_event
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
@@ -56,9 +57,11 @@ def dispatch(service: Service, action_id: int) -> Tried | None:
     Returns:
         What came of it; None where it is not due or another worker has it.
     """
+    reach("dispatch.claiming", action_id)
     due = _claim(service, action_id)
     if due is None:
         return None
+    reach("dispatch.claimed", due)
     try:
         tried = _KINDS[due.kind](service, due)
     except WatchstepError as error:
@@ -66,7 +69,9 @@ def dispatch(service: Service, action_id: int) -> Tried | None:
     except Exception as error:  # noqa: BLE001 - told with the action; it must not keep others from their turn
         _log.exception("action %d (%s) failed", due.id, due.kind)
         tried = Tried("error", f"{type(error).__name__}: {error}", due.stage)
+    reach("dispatch.sent", due)
     _record(service, due, tried)
+    reach("dispatch.recorded", due)
     return tried
 
 
@@ -129,6 +134,7 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
             row.finished_ns = now
         if tried.facts is not None:
             _tell(service, session, row, tried)
+        reach("dispatch.writing", due)
 
 
 def _tell(service: Service, session: Session, row: Action, tried: Tried) -> None:
