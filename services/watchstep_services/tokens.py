@@ -14,13 +14,14 @@ from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Token
 
-Role = Literal["viewer", "recorder", "operator"]
-Permission = Literal["read", "record", "operate"]
+Role = Literal["viewer", "recorder", "operator", "admin"]
+Permission = Literal["read", "record", "operate", "administer"]
 
 PERMISSIONS: dict[str, frozenset[Permission]] = {
     "viewer": frozenset({"read"}),
     "recorder": frozenset({"record"}),
     "operator": frozenset({"read", "record", "operate"}),
+    "admin": frozenset({"read", "record", "operate", "administer"}),
 }
 
 

@@ -1,31 +1,114 @@
-"""Who may do what: every route is denied unless its token's role and project allow it."""
+"""Who may do what: every route is denied unless its token's role and project allow it.
+
+The check stands before the application, so that nothing of a request is read for somebody who may not make it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.policies import Routes, open_to_all, permits, policy_of
+from watchstep_services.api.problems import RefusedError, answer_to
 from watchstep_services.service import Service
-from watchstep_services.tokens import Identity, Permission, identify
+from watchstep_services.tokens import PERMISSIONS, Identity, identify
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs"})
+__all__ = ["Caller", "Gate", "Served", "document_token", "open_to_all", "permits"]
+
+_IDENTITY = "watchstep.identity"
 _bearer = HTTPBearer(auto_error=False, description="A Watchstep token.")
-_PERMISSION = "_watchstep_permission"
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-def permits(permission: Permission) -> Callable[[Endpoint], Endpoint]:
-    """Mark what an endpoint needs; one without a mark needs ``operate``."""
+class Gate:
+    """ASGI: lets a request through to its route, or answers why not.
 
-    def mark(endpoint: Endpoint) -> Endpoint:
-        setattr(endpoint, _PERMISSION, permission)
-        return endpoint
+    Args:
+        app: what stands behind.
+        service: whose tokens count.
+        routes: all that there are.
+    """
 
-    return mark
+    def __init__(self, app: ASGIApp, service: Service, routes: Routes) -> None:
+        self._app = app
+        self._service = service
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # nothing here speaks anything else; the server ends the connection
+        try:
+            scope[_IDENTITY] = await self._admit(scope)
+        except Exception as error:  # noqa: BLE001 - no handler of the application stands around this
+            await answer_to(Request(scope), error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    async def _admit(self, scope: Scope) -> Identity | None:
+        endpoint, values, methods = self._routes.find(scope)
+        policy = policy_of(endpoint)
+        if policy is not None and policy.permission is None:
+            return None
+        identity = await self._identify(Headers(scope=scope))
+        if endpoint is None:
+            _refuse_unknown(scope, methods)
+        if policy is None or policy.permission is None:
+            raise RefusedError(403, "the address has no policy", "report it: nobody may use it")
+        _check(identity, policy.permission, values)
+        return identity
+
+    async def _identify(self, headers: Headers) -> Identity:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        identity = None
+        if scheme.lower() == "bearer" and token:
+            identity = await run_in_threadpool(identify, self._service.database, token.strip())
+        if identity is None:
+            raise RefusedError(
+                401,
+                "no token, or one that is not known",
+                "send 'Authorization: Bearer TOKEN' with a valid token",
+            )
+        return identity
+
+
+def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:
+    if methods:
+        raise RefusedError(
+            405, f"Method {scope['method']}: Not Allowed here", f"use one of: {', '.join(sorted(methods))}"
+        )
+    raise RefusedError(
+        404, f"address {scope['path']!r}: Not Found", "see /docs for the addresses and methods"
+    )
+
+
+def _check(identity: Identity, permission: Any, values: dict[str, Any]) -> None:
+    if not identity.may(permission):
+        roles = [role for role, held in PERMISSIONS.items() if permission in held]
+        raise RefusedError(
+            403, f"a {identity.role} token may not {permission}", f"use a token of role {' or '.join(roles)}"
+        )
+    if identity.project is None:
+        return
+    if "project" not in values and permission != "read":
+        raise RefusedError(
+            403,
+            f"the token belongs to project {identity.project!r}, and this is of all projects",
+            "use a token of all projects",
+        )
+    if "project" in values and values["project"] != identity.project:
+        raise RefusedError(
+            403,
+            f"the token belongs to project {identity.project!r}, not {values['project']!r}",
+            "use a token of that project",
+        )
 
 
 def service_of(request: Request) -> Service:
@@ -35,37 +118,15 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def authorize(
-    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> Identity | None:
-    """Check the token; a dependency of the whole application.
-
-    Raises:
-        RefusedError: 401 without a known token, 403 where its role or project does not allow the request.
-    """
-    if request.url.path in OPEN_PATHS:
-        return None
-    identity = identify(service_of(request).database, credentials.credentials) if credentials else None
-    if identity is None:
-        raise RefusedError(
-            401, "no token, or one that is not known", "send 'Authorization: Bearer TOKEN' with a valid token"
-        )
-    needed: Permission = getattr(request.scope.get("endpoint"), _PERMISSION, "operate")
-    if not identity.may(needed):
-        raise RefusedError(
-            403,
-            f"a {identity.role} token may not {needed}",
-            "use a token with a role that may: viewers read, recorders record, operators do all",
-        )
-    project = request.path_params.get("project")
-    if identity.project is not None and project is not None and project != identity.project:
-        raise RefusedError(
-            403,
-            f"the token belongs to project {identity.project!r}, not {project!r}",
-            "use a token of that project",
-        )
+def _caller(request: Request) -> Identity:
+    identity = request.scope.get(_IDENTITY)
+    assert isinstance(identity, Identity), "an endpoint that asks who calls must not be open to all"
     return identity
 
 
-Caller = Annotated[Identity, Depends(authorize)]
+def document_token(_: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> None:
+    """Tells the OpenAPI document that a token is asked for; `Gate` has looked at it already."""
+
+
+Caller = Annotated[Identity, Depends(_caller)]
 Served = Annotated[Service, Depends(service_of)]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 
-from watchstep_services.api import alerts, announcements, backtests, events, health, problems, rules, runs
-from watchstep_services.api.access import authorize
+from watchstep_services.api import (
+    alerts,
+    announcements,
+    backtests,
+    events,
+    health,
+    policies,
+    problems,
+    rules,
+    runs,
+)
+from watchstep_services.api.access import Gate, document_token
+from watchstep_services.api.policies import Routes
 from watchstep_services.service import Service
+
+PARTS = (runs, announcements, alerts, events, rules, backtests, health)
 
 
 def create_app(service: Service) -> FastAPI:
-    """The API of a service; every route needs a token unless `access.OPEN_PATHS` names it."""
+    """The API of a service; every route is denied unless its policy allows it to the token (`access.Gate`)."""
     app = FastAPI(
         title="Watchstep",
         description="Evaluates recorded training runs, keeps alerts, stops jobs.",
@@ -19,11 +32,17 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json",
         swagger_ui_oauth2_redirect_url=None,
-        dependencies=[Depends(authorize)],
+        redirect_slashes=False,
         responses=problems.PROBLEMS,
     )
     app.state.service = service
     problems.install(app)
-    for part in (runs, announcements, alerts, events, rules, backtests, health):
-        app.include_router(part.router)
+    own = tuple(app.routes)
+    for route in own:
+        policies.open_to_all(route.endpoint)  # type: ignore[attr-defined]  # the document and its page
+    for part in PARTS:
+        policies.describe(part.router)
+        app.include_router(part.router, dependencies=policies.documented(part.router, document_token))
+    routes = Routes((*own, *(route for part in PARTS for route in part.router.routes)))
+    app.add_middleware(Gate, service=service, routes=routes)
     return app

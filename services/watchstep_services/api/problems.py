@@ -77,6 +77,15 @@ def problem(status: int, title: str, what: str, mend: str) -> JSONResponse:
     return JSONResponse(content, status, headers=headers, media_type=MEDIA_TYPE)
 
 
+def answer_to(request: Request, error: Exception) -> JSONResponse:
+    """The answer to an error that was raised before the application."""
+    if isinstance(error, WatchstepError):
+        return _watchstep(request, error)
+    if isinstance(error, SQLAlchemyError):
+        return _database(request, error)
+    return _unexpected(request, error)
+
+
 def _watchstep(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, WatchstepError)
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)

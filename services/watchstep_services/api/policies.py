@@ -1,0 +1,105 @@
+"""What each route asks of a token. A route that asks nothing is refused to everybody, until it says what it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
+
+from watchstep_services.tokens import Permission
+
+EXTENSION = "x-watchstep-permission"
+"""Of an operation in the OpenAPI document: a permission, or ``none`` where no token is asked for."""
+
+_POLICY = "_watchstep_policy"
+_OPEN = "none"
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a route asks.
+
+    Attributes:
+        permission: what the token's role must have; None where no token is asked for.
+    """
+
+    permission: Permission | None
+
+
+def permits(permission: Permission) -> Callable[[Endpoint], Endpoint]:
+    """Mark what an endpoint asks; below the route's own decorator.
+
+    Where the path has a ``{project}``, the token must be of that project or of all. Where it has none, all but reading asks
+    for a token of all projects; an endpoint that reads must itself show no more than `Caller` may see.
+    """
+    return _mark(Policy(permission))
+
+
+def open_to_all(endpoint: Endpoint) -> Endpoint:
+    """Mark an endpoint that answers without a token."""
+    return _mark(Policy(None))(endpoint)
+
+
+def policy_of(endpoint: object) -> Policy | None:
+    """What an endpoint asks; None where it does not say, so that nobody may call it."""
+    held = getattr(endpoint, _POLICY, None)
+    return held if isinstance(held, Policy) else None
+
+
+def describe(router: APIRouter) -> None:
+    """Put the policy of each route into its part of the OpenAPI document.
+
+    Raises:
+        TypeError: the router holds something that no policy could be found for, as a router within it.
+    """
+    for route in router.routes:
+        if not isinstance(route, APIRoute):
+            raise TypeError(
+                f"{route!r}: only plain routes have policies; include the router in the application"
+            )
+        policy = policy_of(route.endpoint)
+        if policy is not None:
+            route.openapi_extra = {**(route.openapi_extra or {}), EXTENSION: policy.permission or _OPEN}
+
+
+def documented(router: APIRouter, shown: Callable[..., Any]) -> list[Any]:
+    """What a router depends on so that the document shows its token: nothing where every route is open to all."""
+    policies = [policy_of(route.endpoint) for route in router.routes if isinstance(route, APIRoute)]
+    return [] if all(policy == Policy(None) for policy in policies) else [Depends(shown)]
+
+
+class Routes:
+    """All routes that there are for a request: what is not among them does not exist."""
+
+    def __init__(self, routes: Iterable[BaseRoute]) -> None:
+        self._routes = tuple(route for route in routes if isinstance(route, Route))
+
+    def find(self, scope: Scope) -> tuple[object | None, dict[str, Any], frozenset[str]]:
+        """The route of a request.
+
+        Returns:
+            Its endpoint, the values in its path, and, where only the method is wrong, no endpoint but the methods that are
+            right.
+        """
+        methods: set[str] = set()
+        for route in self._routes:
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                return route.endpoint, child["path_params"], frozenset()
+            if match is Match.PARTIAL:
+                methods |= route.methods or set()
+        return None, {}, frozenset(methods)
+
+
+def _mark(policy: Policy) -> Callable[[Endpoint], Endpoint]:
+    def mark(endpoint: Endpoint) -> Endpoint:
+        setattr(endpoint, _POLICY, policy)
+        return endpoint
+
+    return mark

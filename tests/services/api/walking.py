@@ -1,0 +1,111 @@
+"""Every operation of the OpenAPI document, and requests that end even where an answer would go on for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from fastapi import FastAPI
+
+METHODS = ("get", "put", "post", "delete", "patch", "head", "options")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: its method and path, and what the document says of it."""
+
+    method: str
+    path: str
+    said: dict[str, Any]
+
+    @property
+    def permission(self) -> str | None:
+        """What the document says that it asks."""
+        held = self.said.get("x-watchstep-permission")
+        return None if held is None else str(held)
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Schemas of what stands in the path, by name."""
+        return {
+            held["name"]: held["schema"] for held in self.said.get("parameters", ()) if held["in"] == "path"
+        }
+
+    def at(self, values: Mapping[str, object]) -> str:
+        """Its path with values; what is not given is a name, or 1 where a number is asked for."""
+        path = self.path
+        for name, schema in self.parameters.items():
+            value = values.get(name, 1 if schema.get("type") == "integer" else "nothing")
+            path = path.replace(f"{{{name}}}", quote(str(value), safe=""))
+        return path
+
+
+def operations(document: dict[str, Any]) -> Iterator[Operation]:
+    """All of a document."""
+    for path, held in document["paths"].items():
+        for method in METHODS:
+            if method in held:
+                yield Operation(method.upper(), path, held[method])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back; of an answer that goes on, what came before the caller went away."""
+
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+def ask(
+    app: FastAPI,
+    method: str,
+    target: str,
+    token: str = "",
+    body: object = None,
+    headers: Mapping[str, str] = {},
+) -> Answer:
+    """One request by a caller that goes away once the answer has begun and nothing more is asked of it."""
+    return asyncio.run(_ask(app, method, target, token, body, headers))
+
+
+async def _ask(
+    app: FastAPI, method: str, target: str, token: str, body: object, headers: Mapping[str, str]
+) -> Answer:
+    named = {"host": "service.test", "content-type": "application/json", **headers}
+    if token:
+        named["authorization"] = f"Bearer {token}"
+    parts = urlsplit(target)
+    content = b"" if body is None else json.dumps(body).encode()
+    begun = asyncio.Event()
+    sent: list[Any] = []
+    waiting = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive() -> Any:
+        if waiting:
+            return waiting.pop()
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        begun.set()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
+        "scheme": "http", "path": unquote(parts.path), "raw_path": parts.path.encode(), "query_string": parts.query.encode(),
+        "root_path": "", "client": ("127.0.0.1", 1), "server": ("service.test", 80), "state": {},
+        "headers": [(name.lower().encode(), value.encode()) for name, value in named.items()],
+    }  # fmt: skip
+    try:
+        await app(scope, receive, send)
+    except Exception:  # noqa: BLE001 - answered already, as a server would have it
+        assert sent
+    start = next(message for message in sent if message["type"] == "http.response.start")
+    told = {name.decode(): value.decode() for name, value in start["headers"]}
+    text = b"".join(message.get("body", b"") for message in sent if message["type"] == "http.response.body")
+    return Answer(start["status"], told, text.decode(errors="replace"))
