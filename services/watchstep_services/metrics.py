@@ -1,0 +1,158 @@
+"""What the service's processes count of themselves, for Prometheus.
+
+Each process counts what it does. What stands in the database (queues, runs, alerts) is read there when Prometheus
+asks: `database_figures`. Labels take few values, all known beforehand: never a run, a project or an address.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client.metrics import MetricWrapperBase
+
+REGISTRY = CollectorRegistry(auto_describe=True)
+
+_FAST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+BUILD_INFO = Gauge(
+    "watchstep_build_info", "The version that runs; always 1.", ["version"], registry=REGISTRY,
+    multiprocess_mode="max",
+)  # fmt: skip
+HTTP_SECONDS = Histogram(
+    "watchstep_http_request_seconds",
+    "How long requests took, by route (its pattern, or `none`) and class of status.",
+    ["method", "route", "status"], buckets=_FAST, registry=REGISTRY,
+)  # fmt: skip
+ANNOUNCEMENTS = Counter(
+    "watchstep_announcements",
+    "Announcements taken: `fresh`, or `known` already.",
+    ["result"],
+    registry=REGISTRY,
+)
+RECORDER_COUNTS = Counter(
+    "watchstep_recorder",
+    "What recorders say of themselves when they announce: rows and objects written, dropped, spilled; faults.",
+    ["kind"], registry=REGISTRY,
+)  # fmt: skip
+EVALUATIONS = Counter(
+    "watchstep_evaluations",
+    "Evaluations: `committed`; `idle`: nothing to judge; `busy`: another worker had the run; `fenced`: another took it "
+    "meanwhile; `failed`.",
+    ["outcome"], registry=REGISTRY,
+)  # fmt: skip
+EVALUATION_SECONDS = Histogram(
+    "watchstep_evaluation_seconds",
+    "How long evaluations that committed took.",
+    buckets=_SLOW,
+    registry=REGISTRY,
+)
+LAG_SECONDS = Histogram(
+    "watchstep_evaluation_lag_seconds", "From a segment's announcement or discovery until it was judged.",
+    buckets=_SLOW, registry=REGISTRY,
+)  # fmt: skip
+SEGMENTS = Counter(
+    "watchstep_segments", "Segments that evaluations were through with: `read`, `corrupt`, or `missing`.",
+    ["result"], registry=REGISTRY,
+)  # fmt: skip
+RULE_SECONDS = Summary(
+    "watchstep_rule_seconds", "How long rules took for the rows of one evaluation, by rule.", ["rule"],
+    registry=REGISTRY,
+)  # fmt: skip
+LEASES_LOST = Counter(
+    "watchstep_leases_lost", "Work whose lease another worker took before it was recorded.", ["of"],
+    registry=REGISTRY,
+)  # fmt: skip
+ACTION_TRIES = Counter(
+    "watchstep_action_tries", "Tries of actions, by kind and what came of them.", ["kind", "outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+DUPLICATES = Counter(
+    "watchstep_notification_duplicates",
+    "Notifications that were delivered after a try whose end nobody recorded: they may have come more than once.",
+    ["kind"], registry=REGISTRY,
+)  # fmt: skip
+SWEEP_SECONDS = Histogram(
+    "watchstep_sweep_seconds", "How long sweeps took that looked for work.", buckets=_SLOW, registry=REGISTRY
+)
+SWEEPS_FAILED = Counter("watchstep_sweeps_failed", "Sweeps that failed.", registry=REGISTRY)
+HINTS_DROPPED = Counter(
+    "watchstep_hints_dropped", "Hints of work that the broker did not take; the sweep does without.",
+    registry=REGISTRY,
+)  # fmt: skip
+CONNECTIONS = Gauge(
+    "watchstep_database_connections", "Connections to the database: `open`, and `in_use` of them.", ["state"],
+    registry=REGISTRY, multiprocess_mode="livesum",
+)  # fmt: skip
+CONNECTION_FAILURES = Counter(
+    "watchstep_database_connection_failures", "Connections to the database that were lost or broken.",
+    registry=REGISTRY,
+)  # fmt: skip
+
+# The counters of a recorder's health that are told; others would make a label of whatever a recorder sends.
+RECORDER_KINDS = (
+    "rows", "objects", "bytes", "snapshots", "dropped_rows", "dropped_steps", "dropped_objects", "dropped_snapshots",
+    "spilled_rows", "spilled_objects", "unwritten_objects", "faults",
+)  # fmt: skip
+
+for _outcome in ("committed", "idle", "busy", "fenced", "failed"):
+    EVALUATIONS.labels(_outcome)
+for _kind in RECORDER_KINDS:
+    RECORDER_COUNTS.labels(_kind)
+for _result in ("fresh", "known"):
+    ANNOUNCEMENTS.labels(_result)
+for _result in ("read", "corrupt", "missing"):
+    SEGMENTS.labels(_result)
+for _of in ("evaluation", "action"):
+    LEASES_LOST.labels(_of)
+for _kind in ("webhook", "notify"):
+    DUPLICATES.labels(_kind)
+
+
+@contextmanager
+def timed(histogram: Histogram) -> Iterator[None]:
+    """Observe how long the block takes; nothing where it raises."""
+    began = time.perf_counter()
+    yield
+    histogram.observe(time.perf_counter() - began)
+
+
+def recorder_said(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Count what a recorder's counters grew by since it last announced.
+
+    Args:
+        before: the health that it sent before; empty for none.
+        now: the health that it sends.
+    """
+    earlier, later = _counts(before), _counts(now)
+    for kind in RECORDER_KINDS:
+        # A recorder that began anew counts from nought.
+        grown = later[kind] - (earlier[kind] if earlier[kind] <= later[kind] else 0)
+        if grown > 0:
+            RECORDER_COUNTS.labels(kind).inc(grown)
+
+
+def _counts(health: Mapping[str, Any]) -> dict[str, int]:
+    counts = health.get("counts")
+    held = counts if isinstance(counts, Mapping) else {}
+    return {kind: _whole(held.get(kind)) for kind in RECORDER_KINDS}
+
+
+def _whole(value: object) -> int:
+    return min(value, 1 << 53) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def described() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """Of each metric that processes count: its name as Prometheus shows it, type, labels and meaning."""
+    for metric in _collectors():
+        (family,) = metric.describe()
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield name, family.type, metric._labelnames, family.documentation  # noqa: SLF001 - it has no other way to tell
+
+
+def _collectors() -> list[MetricWrapperBase]:
+    return [value for value in globals().values() if isinstance(value, MetricWrapperBase)]
