@@ -76,6 +76,12 @@ class StopAction(_Model):
     kind: Literal["stop"] = "stop"
 
 
+class SnapshotAction(_Model):
+    """Have the workers take the full tensors of their next step."""
+
+    kind: Literal["snapshot"] = "snapshot"
+
+
 class WebhookAction(_Model):
     """Post the event as a CloudEvent to an address."""
 
@@ -99,8 +105,8 @@ class _ShortNotify(_Model):
 
 
 def _as_action(value: Any) -> Any:
-    if value == "stop":
-        return {"kind": "stop"}
+    if value in ("stop", "snapshot"):
+        return {"kind": value}
     if isinstance(value, dict) and list(value) == ["webhook"]:
         return {"kind": "webhook", "url": value["webhook"]}
     if isinstance(value, dict) and list(value) == ["notify"]:
@@ -108,11 +114,11 @@ def _as_action(value: Any) -> Any:
     return value
 
 
-Action = Annotated[StopAction | WebhookAction | NotifyAction, Field(discriminator="kind")]
+Action = Annotated[StopAction | SnapshotAction | WebhookAction | NotifyAction, Field(discriminator="kind")]
 WrittenAction = Annotated[
     Action,
     BeforeValidator(
-        _as_action, json_schema_input_type=Literal["stop"] | _ShortWebhook | _ShortNotify | Action
+        _as_action, json_schema_input_type=Literal["stop", "snapshot"] | _ShortWebhook | _ShortNotify | Action
     ),
 ]
 
@@ -283,6 +289,11 @@ class RuleConfig(_Model):
     def stops(self) -> bool:
         """Whether an alert of this config stops the job."""
         return not self.dry_run and any(isinstance(action, StopAction) for action in self.actions)
+
+    @property
+    def takes_snapshot(self) -> bool:
+        """Whether full tensors are taken when an alert of this config fires."""
+        return not self.dry_run and any(isinstance(action, SnapshotAction) for action in self.actions)
 
     @property
     def webhooks(self) -> tuple[str, ...]:

@@ -7,12 +7,15 @@ training thread. A higher version replaces a lower one.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from watchstep.errors import FormatError
 
 MAX_BYTES = 1024 * 1024
+MOST_SNAPSHOTS = 32
+"""Snapshot requests that a document keeps: the newest."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,17 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class SnapshotRequest:
-    """Ask for the full tensors of a step, or of the next one if it has passed."""
+    """Ask for the full tensors of a step, or of the next one if it has passed.
+
+    Attributes:
+        id: each is answered once.
+        step: the step wanted.
+        attempt: which attempt; any where it is empty.
+    """
 
     id: str
     step: int
+    attempt: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,26 @@ class ControlDocument:
     def with_stop(self, stop: StopRequest) -> ControlDocument:
         """The next version: this attempt stops, and no other starts."""
         return replace(self, version=self.version + 1, stop=stop, tombstone=stop.reason)
+
+    def with_snapshot(self, request: SnapshotRequest) -> ControlDocument:
+        """The next version: these tensors are wanted as well. The same document where they are asked for already."""
+        if any(asked.id == request.id for asked in self.snapshots):
+            return self
+        asked = (*self.snapshots, request)[-MOST_SNAPSHOTS:]
+        return replace(self, version=self.version + 1, snapshots=asked)
+
+    def asked_of(self, attempt: str) -> tuple[SnapshotRequest, ...]:
+        """The snapshots that this attempt is asked for."""
+        return tuple(asked for asked in self.snapshots if asked.attempt in ("", attempt))
+
+    def with_cadence(self, cadence: Mapping[str, int]) -> ControlDocument:
+        """The next version: collections are measured every so many steps; those left out as the workers choose."""
+        chosen = tuple(sorted(cadence.items()))
+        return self if chosen == self.cadence else replace(self, version=self.version + 1, cadence=chosen)
+
+    def without_tombstone(self) -> ControlDocument:
+        """The next version: new attempts may start. A stop stays one of its own attempt."""
+        return self if not self.tombstone else replace(self, version=self.version + 1, tombstone="")
 
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready form."""
@@ -90,7 +120,8 @@ class ControlDocument:
                 if stop
                 else None,
                 snapshots=tuple(
-                    SnapshotRequest(str(s["id"]), _whole(s["step"])) for s in data.get("snapshots", ())
+                    SnapshotRequest(str(s["id"]), _whole(s["step"]), str(s.get("attempt", "")))
+                    for s in data.get("snapshots", ())
                 ),
                 cadence=tuple((str(name), _whole(every, 1)) for name, every in data.get("cadence", ())),
                 tombstone=str(data.get("tombstone", "")),

@@ -369,7 +369,7 @@ class Hook:
                 StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
             )
         self._session.schedule.override(dict(document.cadence))
-        asked = [self._session.snapshots.request(asked.id, asked.step) for asked in document.snapshots]
+        asked = [self._session.snapshots.request(one.id, one.step) for one in document.asked_of(attempt)]
         if document.stop is not None or document.tombstone or any(asked):
             self._session.snapshot_writer.protect()
 

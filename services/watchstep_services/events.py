@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 EventType = Literal[
     "watchstep.run.started",
     "watchstep.run.ended",
+    "watchstep.run.restart_allowed",
     "watchstep.alert.firing",
     "watchstep.alert.resolved",
     "watchstep.stop.requested",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.control import ControlDocument, SnapshotRequest, StopRequest
+from watchstep.control import MOST_SNAPSHOTS, ControlDocument, SnapshotRequest, StopRequest
 from watchstep.errors import FormatError
 
 whole = st.integers(0, 2**63 - 1)
@@ -16,7 +16,7 @@ documents = st.builds(
     ControlDocument,
     whole,
     st.none() | stops,
-    st.lists(st.builds(SnapshotRequest, st.text(max_size=8), whole), max_size=3).map(tuple),
+    st.lists(st.builds(SnapshotRequest, st.text(max_size=8), whole, st.text(max_size=8)), max_size=3).map(tuple),
     st.lists(st.tuples(st.text(max_size=8), st.integers(1, 10**6)), max_size=3).map(tuple),
     st.text(max_size=8),
 )
@@ -32,6 +32,29 @@ def test_a_stop_is_the_next_version_and_bars_new_attempts() -> None:
     stop = StopRequest("a1", 120, "NaN in conv1", "event-1")
     document = ControlDocument(version=4).with_stop(stop)
     assert document == ControlDocument(version=5, stop=stop, tombstone="NaN in conv1")
+
+
+def test_a_snapshot_is_asked_for_once_and_of_its_attempt() -> None:
+    document = ControlDocument(version=4)
+    for number in range(MOST_SNAPSHOTS + 2):
+        document = document.with_snapshot(SnapshotRequest(f"s{number}", number, "a1" if number % 2 else "a2"))
+    assert document.with_snapshot(document.snapshots[-1]) is document
+    assert (document.version, len(document.snapshots)) == (4 + MOST_SNAPSHOTS + 2, MOST_SNAPSHOTS)
+    document = document.with_snapshot(SnapshotRequest("all", 9))
+    assert {one.id for one in document.asked_of("a1")} == {
+        "all",
+        *(f"s{number}" for number in range(3, MOST_SNAPSHOTS + 2, 2)),
+    }
+
+
+def test_what_changes_nothing_is_no_new_version() -> None:
+    stop = StopRequest("a1", 120, "NaN in conv1", "event-1")
+    document = ControlDocument(version=4).with_stop(stop).with_cadence({"weights": 5, "biases": 7})
+    assert document.cadence == (("biases", 7), ("weights", 5))
+    assert document.with_cadence({"biases": 7, "weights": 5}) is document
+    again = document.without_tombstone()
+    assert (again.version, again.tombstone, again.stop) == (7, "", stop)
+    assert again.without_tombstone() is again
 
 
 def test_what_is_left_out_asks_nothing() -> None:

@@ -8,6 +8,7 @@ from watchstep_services.api import (
     alerts,
     announcements,
     backtests,
+    control,
     events,
     health,
     policies,
@@ -19,7 +20,7 @@ from watchstep_services.api.access import Gate, document_token
 from watchstep_services.api.policies import Routes
 from watchstep_services.service import Service
 
-PARTS = (runs, announcements, alerts, events, rules, backtests, health)
+PARTS = (runs, control, announcements, alerts, events, rules, backtests, health)
 
 
 def create_app(service: Service) -> FastAPI:

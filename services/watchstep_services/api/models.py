@@ -89,6 +89,7 @@ class SnapshotData(BaseModel):
 
     id: str
     step: int
+    attempt: str = ""
 
 
 class ControlData(BaseModel):

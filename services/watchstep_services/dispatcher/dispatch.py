@@ -9,6 +9,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.errors import WatchstepError
+from watchstep_services.control import MIRROR, try_mirror
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Action, ActionTry, Run
 from watchstep_services.database.records import add_event
@@ -20,7 +21,7 @@ from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
-_KINDS = {"stop": try_stop, "webhook": try_webhook}
+_KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook}
 _LONGEST_BACKOFF = 300.0
 _FINAL = {"done", "skipped", "failed"}
 

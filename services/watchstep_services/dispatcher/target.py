@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 
 from watchstep.control import ControlDocument, StopRequest
-from watchstep.layout import CONTROL_DOCUMENT, run_prefix
+from watchstep.layout import run_prefix
 from watchstep.store import Store
+from watchstep_services.control import change, mirror
 from watchstep_services.database.models import Attempt, Job, Project, Run, Segment
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
+from watchstep_services.points import reach
 from watchstep_services.service import Service
 
 _RECENT = 20
@@ -107,10 +109,13 @@ def write_control(service: Service, target: Target, stop: StopRequest) -> Contro
         StoreError: the store refused; the database has the stop already.
     """
     with service.database.write() as session:
-        run = session.get_one(Run, target.run.id, with_for_update=True)
-        control = ControlDocument.from_data(run.control)
-        if control.stop is None or control.stop.attempt != stop.attempt:
-            control = control.with_stop(stop)
-            run.control = control.as_data()
-    target.run_store.put(CONTROL_DOCUMENT, control.encode())
+        change(session, target.run.id, lambda document: _with(document, stop))
+    reach("control.in_database", target.run.id)
+    control = mirror(service, target.run.id, target.run_store)
+    reach("control.on_store", target.run.id)
     return control
+
+
+def _with(document: ControlDocument, stop: StopRequest) -> ControlDocument:
+    asked = document.stop is not None and document.stop.attempt == stop.attempt
+    return document if asked else document.with_stop(stop)

@@ -9,10 +9,12 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from watchstep.control import SnapshotRequest
 from watchstep.layout import run_prefix
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.explanation import RunName, explain, say
 from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_services.control import ask_for_snapshot
 from watchstep_services.database.models import Alert, Segment
 from watchstep_services.database.records import add_action, add_event
 from watchstep_services.dispatcher.request import request_stop
@@ -66,6 +68,10 @@ def _act(
     """What a change of an alert causes, where somebody is told of it."""
     assert judged.config is not None
     actions = _webhooks(session, place, judged.config, event)
+    if transition.phase is Phase.FIRING and judged.config.takes_snapshot:
+        wanted = SnapshotRequest(event.id, transition.step, place.attempt)
+        mirror = ask_for_snapshot(session, place.held.run_id, wanted)
+        actions += [] if mirror is None else [mirror]
     if transition.phase is Phase.FIRING and judged.row.granted_stop and judged.config.stops:
         stop = request_stop(
             session,

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.services.api.conftest import Api
+from tests.services.recording import Recording
+from watchstep.control import ControlDocument, SnapshotRequest
+from watchstep.errors import NotFoundError
+from watchstep.store import Store
+from watchstep_services.database.models import Run
+from watchstep_services.dispatcher.dispatch import dispatch, due_actions
+
+RUN = "/v1/projects/vision/runs/run-1"
+
+
+def on_store(store: Store) -> ControlDocument:
+    return ControlDocument.decode(store.get("control.json"))
+
+
+def act(api: Api) -> list[str]:
+    """Do what is due; what came of it."""
+    service = api.driven.service
+    tried = [dispatch(service, action) for action in due_actions(service)]
+    return [one.result for one in tried if one is not None]
+
+
+@pytest.fixture
+def recording(api: Api, folder_store: Store) -> Recording:
+    held = Recording(folder_store).begin()
+    run_id = api.driven.register()
+    api.driven.announce(run_id, held.write(0, 0, 9))
+    api.driven.settle(run_id)
+    return held
+
+
+def test_full_tensors_are_asked_for_in_the_document_and_on_the_store(api: Api, recording: Recording) -> None:
+    first = api.call("POST", f"{RUN}/control/snapshots", {})
+    assert first.status_code == 202
+    told = first.json()
+    assert (told["attempt"], told["step"]) == ("a1", 10)
+    second = api.call("POST", f"{RUN}/control/snapshots", {"step": 400}).json()
+    assert act(api) == ["done", "done"]
+    assert on_store(recording.store).snapshots == (
+        SnapshotRequest(told["id"], 10, "a1"),
+        SnapshotRequest(second["id"], 400, "a1"),
+    )
+
+
+def test_a_cadence_is_set_and_taken_back(api: Api, recording: Recording) -> None:
+    told = api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 50}}).json()
+    assert told["cadence"] == [["weights", 50]]
+    assert api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 50}}).json() == told
+    assert act(api) == ["done"]
+    assert on_store(recording.store).cadence == (("weights", 50),)
+    assert api.call("PUT", f"{RUN}/control/cadence", {"every": {}}).json()["cadence"] == []
+    assert api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 0}}).status_code == 422
+
+
+def test_a_stopped_run_starts_again_only_when_it_is_allowed(api: Api, recording: Recording) -> None:
+    assert api.call("POST", f"{RUN}/stop", {"reason": "no progress"}).status_code == 202
+    act(api)
+    assert on_store(recording.store).tombstone == "no progress"
+    let = {"reason": "learning rate lowered"}
+    assert api.call("POST", f"{RUN}/control/restart", let, role="recorder").status_code == 403
+    told = api.call("POST", f"{RUN}/control/restart", let).json()
+    assert (told["tombstone"], told["stop"]["attempt"]) == ("", "a1")
+    act(api)
+    stored = on_store(recording.store)
+    assert stored.tombstone == ""
+    assert stored.stop is not None  # the attempt that was stopped stays stopped
+    assert api.call("POST", f"{RUN}/control/restart", let).json() == told
+    events = [
+        event
+        for event in api.call("GET", f"{RUN}/events").json()["events"]
+        if event["type"] == "watchstep.run.restart_allowed"
+    ]
+    assert [event["data"]["reason"] for event in events] == ["learning rate lowered"]
+    assert events[0]["data"]["was_stopped"] == "no progress"
+
+
+def test_a_document_is_told_by_its_version(api: Api, recording: Recording) -> None:
+    answer = api.call("GET", f"{RUN}/control", role="viewer")
+    assert (answer.headers["etag"], answer.json()["version"]) == ('"0"', 0)
+    api.call("POST", f"{RUN}/control/snapshots", {"step": 3})
+    assert api.call("GET", f"{RUN}/control").headers["etag"] == '"1"'
+    assert api.call("GET", f"{RUN}x/control").status_code == 404
+
+
+def test_the_store_ends_with_the_newest_document_whoever_writes_last(
+    api: Api, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
+    [older] = due_actions(api.driven.service)
+    put = Store.put
+
+    def overtaken(store: Store, key: str, data: bytes) -> None:
+        # While the older document is on its way, a newer one is written and arrives.
+        monkeypatch.setattr(Store, "put", put)
+        api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 3}})
+        for action in due_actions(api.driven.service):
+            dispatch(api.driven.service, action)
+        assert on_store(recording.store).version == 2
+        put(store, key, data)
+
+    monkeypatch.setattr(Store, "put", overtaken)
+    done = dispatch(api.driven.service, older)
+    assert done is not None
+    assert done.detail == "version 2 is on the store"
+    assert on_store(recording.store).cadence == (("weights", 3),)
+
+
+def test_a_store_that_refuses_is_told_later(
+    api: Api, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: Store, key: str, data: bytes) -> None:
+        raise NotFoundError(f"{key}: no such bucket", "make it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "put", refuse)
+        api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
+        assert act(api) == ["error"]
+    with api.driven.service.database.read() as session:
+        assert session.query(Run).one().control["cadence"] == [["weights", 2]]
+    [mirrored] = api.driven.actions(1)
+    assert api.driven.finish(mirrored.id).state == "done"
+    assert on_store(recording.store).cadence == (("weights", 2),)
