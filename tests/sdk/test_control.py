@@ -16,7 +16,9 @@ documents = st.builds(
     ControlDocument,
     whole,
     st.none() | stops,
-    st.lists(st.builds(SnapshotRequest, st.text(max_size=8), whole, st.text(max_size=8)), max_size=3).map(tuple),
+    st.lists(st.builds(SnapshotRequest, st.text(max_size=8), whole, st.text(max_size=8)), max_size=3).map(
+        tuple
+    ),
     st.lists(st.tuples(st.text(max_size=8), st.integers(1, 10**6)), max_size=3).map(tuple),
     st.text(max_size=8),
 )

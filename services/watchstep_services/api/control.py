@@ -35,7 +35,10 @@ class SnapshotInput(_Input):
     model_config = ConfigDict(json_schema_extra={"examples": [{"step": 1200}]})
 
     step: int | None = Field(
-        None, ge=0, lt=2**62, description="Of this step, or of the next if it has passed; the next if left out."
+        None,
+        ge=0,
+        lt=2**62,
+        description="Of this step, or of the next if it has passed; the next if left out.",
     )
     attempt: str = Field("", max_length=128, description="Which attempt; the newest where empty.")
 
