@@ -1,0 +1,1 @@
+"""How fast the service is, what it costs, and how that grows."""

@@ -1,0 +1,31 @@
+"""How fast the service is, what it costs, and how that grows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from benchmarks.report import Report, arguments
+from benchmarks.service.load import add_load_figures
+
+_PARTS: dict[str, Callable[..., None]] = {"load": add_load_figures}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", choices=list(_PARTS), action="append", help="leave the other parts out")
+    options = parser.parse_args()
+    report = Report("The service", quick=options.quick, packages=("sqlalchemy", "psycopg", "celery", "redis"))
+    chosen = options.only or list(_PARTS)
+    left_out = [name for name in _PARTS if name not in chosen]
+    if left_out:
+        report.remark(f"left out of this run: {', '.join(left_out)}")
+    for name in chosen:
+        print(f"measuring {name} …", file=sys.stderr, flush=True)
+        _PARTS[name](report, quick=options.quick)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

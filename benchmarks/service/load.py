@@ -1,0 +1,194 @@
+"""Many runs at once: from a segment that lies on the store to the stop that it causes, and what that costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sqlalchemy import func, select
+
+from benchmarks.report import Figure, Report
+from benchmarks.service.servers import Production, production
+from benchmarks.service.simulated import Plan, Told
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import Action, ActionTry, Event, Run, Segment, Tick
+
+PERIOD = 2.0
+STEPS = 4
+SETTLE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What had been done and spent at a moment."""
+
+    cpu: dict[str, float]
+    segments: int
+    evaluations: int
+    transactions: int
+    wal: int
+
+    def since(self, before: Spent) -> Spent:
+        """What came to it."""
+        return Spent(
+            {name: spent - before.cpu.get(name, 0.0) for name, spent in self.cpu.items()},
+            self.segments - before.segments,
+            self.evaluations - before.evaluations,
+            self.transactions - before.transactions,
+            self.wal - before.wal,
+        )
+
+
+def spent(made: Production) -> Spent:
+    """As it stands now."""
+    with made.database.read() as session:
+        segments = session.execute(
+            select(func.count()).select_from(Segment).filter_by(state="read")
+        ).scalar_one()
+        evaluations = session.execute(select(func.count()).select_from(Tick)).scalar_one()
+        raw = session.connection()
+        transactions, wal = raw.exec_driver_sql(
+            "SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()), "
+            "pg_current_wal_insert_lsn() - '0/0'::pg_lsn"
+        ).one()
+    return Spent(made.cpu(), segments, evaluations, transactions, int(wal))
+
+
+@contextmanager
+def simulating(plan: Plan, folder: Path) -> Iterator[Callable[[], Told]]:
+    """Simulated recorders that begin at once; what is given waits for their end."""
+    asked, result = folder / "plan.json", folder / "told.json"
+    asked.write_text(json.dumps(asdict(plan)))
+    command = [sys.executable, "-m", "benchmarks.service.simulated", str(asked), str(result)]
+    running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert running.stdin is not None
+    assert running.stdout is not None
+
+    def told() -> Told:
+        if running.wait() != 0:
+            raise RuntimeError("the simulation failed")
+        return Told(**json.loads(result.read_text()))
+
+    try:
+        running.stdout.readline()
+        running.stdin.write(b"\n")
+        running.stdin.flush()
+        yield told
+    finally:
+        if running.poll() is None:
+            running.kill()
+        running.wait()
+        running.stdin.close()
+        running.stdout.close()
+
+
+def latencies(database: Database, told: Told) -> tuple[list[float], list[float], list[str]]:
+    """Seconds from each bad segment to the stop's request and to the control document that asks; and runs without."""
+    with database.read() as session:
+        requested = dict(
+            session.execute(
+                select(Run.run, func.min(Event.created_ns))
+                .join(Event, Event.run_id == Run.id)
+                .where(Event.type == "watchstep.stop.requested")
+                .group_by(Run.run)
+            )
+            .tuples()
+            .all()
+        )
+        asked = dict(
+            session.execute(
+                select(Run.run, func.min(ActionTry.at_ns))
+                .join(Action, Action.run_id == Run.id)
+                .join(ActionTry, ActionTry.action_id == Action.id)
+                .where(Action.kind == "stop")
+                .group_by(Run.run)
+            )
+            .tuples()
+            .all()
+        )
+    stopped = [(run, written) for run, (written, _) in told.bad.items() if run in requested]
+    return (
+        sorted((requested[run] - written) / 1e9 for run, written in stopped),
+        sorted((asked[run] - written) / 1e9 for run, written in stopped if run in asked),
+        sorted(set(told.bad) - set(requested)),
+    )
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    """The smallest value that so many are not above; None of nothing."""
+    return values[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def settle(database: Database, told: Told) -> None:
+    """Wait until the last bad segments have been judged, or clearly never will be."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while latencies(database, told)[2] and time.monotonic() < until:
+        time.sleep(0.5)
+
+
+def add_load_figures(report: Report, *, quick: bool) -> None:
+    """Production with 200 runs."""
+    runs = 40 if quick else 200
+    warm, seconds = (8.0, 16.0) if quick else (20.0, 120.0)
+    with production(1, 2) as made:
+        plan = Plan(made.url, made.recorder, made.store, runs, PERIOD, STEPS, warm, seconds, bad_share=0.012)
+        with simulating(plan, made.folder) as ended:
+            time.sleep(warm)
+            before = spent(made)
+            began = time.monotonic()
+            time.sleep(max(0.0, seconds - 1.0))
+            took = spent(made).since(before)
+            lasted = time.monotonic() - began
+            told = ended()
+        settle(made.database, told)
+        _add(report, told, made, took, lasted)
+
+
+def _add(report: Report, told: Told, made: Production, took: Spent, lasted: float) -> None:
+    requested, asked, never = latencies(made.database, told)
+    runs = f"{len(requested)} stops"
+    behind = f"the simulation itself was up to {told.late:.2f} s behind, {told.failed} announcements failed"
+    for share, target in ((0.5, 0.5), (0.99, 2.0)):
+        name = f"p{share * 100:g}"
+        report.add(
+            f"segment written to stop requested, {name}",
+            Figure(quantile(requested, share), "s", target, note=runs),
+        )
+    report.add(
+        "segment written to control document, p99",
+        Figure(quantile(asked, 0.99), "s", note=f"{len(asked)} stops"),
+    )
+    report.add("bad segments without a stop", Figure(float(len(never)), "runs", 0, note=behind))
+    cores = sum(took.cpu.values()) / lasted
+    shares = ", ".join(f"{name} {value / lasted:.2f}" for name, value in sorted(took.cpu.items()))
+    report.add("CPU of the service", Figure(cores, "cores", 2.0, note=shares))
+    report.add(
+        "CPU of the simulation",
+        Figure(told.cpu / (lasted or 1.0), "cores", note="apart; it shares the machine with the service"),
+    )
+    done = max(1, took.segments)
+    report.add(
+        "CPU for a segment",
+        Figure(
+            1000 * sum(took.cpu.values()) / done,
+            "ms",
+            note=", ".join(f"{name} {1000 * value / done:.1f}" for name, value in sorted(took.cpu.items())),
+        ),
+    )
+    report.add(
+        "segments judged",
+        Figure(took.segments / lasted, "1/s", note=f"{took.evaluations / lasted:.0f} evaluations/s"),
+    )
+    report.add(
+        "transactions for a segment", Figure(took.transactions / done, "1", note="PostgreSQL's own count")
+    )
+    report.add(
+        "written by PostgreSQL for a segment",
+        Figure(took.wal / done / 1024, "KiB", note="its log, before it is compressed"),
+    )
