@@ -8,6 +8,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from watchstep.layout import SegmentKey
+from watchstep_services import tracing
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Action, Event, Run, Segment
 from watchstep_services.database.upsert import insert_missing
@@ -51,6 +52,7 @@ def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[s
         "next_ns": at_ns,
         "created_ns": at_ns,
         "outcome": "",
+        "traceparent": tracing.current(),
     }
     if not insert_missing(session, Action, values):
         return None
@@ -81,6 +83,7 @@ def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, l
         "state": "announced",
         "found_ns": at_ns,
         "problem": "",
+        "traceparent": tracing.current(),
     }
     if insert_missing(session, Segment, values):
         return True

@@ -100,6 +100,7 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
             tries=row.tries,
             claims=row.claims,
             now_ns=read_clock(session),
+            traceparent=row.traceparent,
         )
 
 

@@ -23,6 +23,7 @@ class DueAction:
         tries: tries recorded so far.
         claims: the fence.
         now_ns: the database's clock at the claim.
+        traceparent: of what caused it; empty for none.
     """
 
     id: int
@@ -35,6 +36,7 @@ class DueAction:
     tries: int
     claims: int
     now_ns: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

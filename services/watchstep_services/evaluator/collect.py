@@ -102,7 +102,7 @@ def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
 def _load_plan(service: Service, held: Claim, patience: Patience) -> Plan:
     with service.database.read() as session:
         rows = session.execute(select(Segment).filter_by(run_id=held.run_id, state="announced")).scalars()
-        entries = [Entry(row.id, key_of(row), row.found_ns) for row in rows]
+        entries = [Entry(row.id, key_of(row), row.found_ns, row.traceparent) for row in rows]
         ends = {
             row.attempt: row.ends
             for row in session.execute(select(Attempt).filter_by(run_id=held.run_id)).scalars()

@@ -10,11 +10,12 @@ from watchstep.layout import SegmentKey, WriterId
 
 @dataclass(frozen=True)
 class Entry:
-    """A segment of the inbox that was not read: its row, its key, and when it was found."""
+    """A segment of the inbox that was not read: its row, its key, when it was found, and the trace that it belongs to."""
 
     row_id: int
     key: SegmentKey
     found_ns: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

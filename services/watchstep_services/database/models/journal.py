@@ -34,6 +34,7 @@ class Segment(Base):
     position: Mapped[int | None] = mapped_column(default=None)
     ranks: Mapped[list[list[int]] | None] = mapped_column(JSON(none_as_null=True), default=None)
     problem: Mapped[str] = mapped_column(Text, default="")
+    traceparent: Mapped[str] = mapped_column(String(55), default="", server_default="")
 
 
 class Tick(Base):

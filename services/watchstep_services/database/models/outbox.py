@@ -44,6 +44,7 @@ class Action(Base):
     created_ns: Mapped[int]
     finished_ns: Mapped[int | None] = mapped_column(default=None)
     outcome: Mapped[str] = mapped_column(Text, default="")
+    traceparent: Mapped[str] = mapped_column(String(55), default="", server_default="")
 
 
 class ActionTry(Base):
