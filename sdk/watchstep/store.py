@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -15,9 +14,9 @@ from watchstep.local_folders import usable_folders
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from watchstep.cloud_store import S3Access
+
 _CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
-_REQUEST_TIMEOUT = timedelta(seconds=10)
-_RETRY_TIMEOUT = timedelta(seconds=15)
 _PART = 5 * 1024 * 1024  # S3's least; two at a time pass through a slow line before a request's time is up
 _MOST_PARTS = 9_000  # S3 takes 10,000
 _METADATA_SERVICE = "http://169.254.169.254/"
@@ -38,27 +37,34 @@ class Store:
     Thread-safe; obstore releases the GIL while it waits.
     """
 
-    def __init__(self, url: str, backend: Any, prefix: str = "") -> None:
+    def __init__(self, url: str, backend: Any, prefix: str = "", *, hides_missing: bool = False) -> None:
         self.url = url
         self._backend = backend
         self._prefix = prefix
+        self._hides_missing = hides_missing
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], *, create: bool = False) -> Store:
+    def open(
+        cls, url: str | os.PathLike[str], *, create: bool = False, access: S3Access | None = None
+    ) -> Store:
         """Open the store at a URL or a local path; nothing is read yet.
 
         Args:
             url: ``s3://``, ``gs://``, ``az://``, ``file://`` or a path.
             create: make a missing local folder.
+            access: how a bucket on S3 is reached; as the environment says where it is left out.
 
         Raises:
-            ConfigError: the URL is empty, or its scheme is not one of these.
+            ConfigError: the URL is empty, its scheme is not one of these, or ``access`` is for another.
             StoreError: a local folder that is missing, or that cannot be made.
         """
         text = os.fspath(url)
         scheme = checked_scheme(text)
         if scheme in _CLOUD_SCHEMES:
-            return cls(text.rstrip("/"), _cloud_backend(text, scheme))
+            from watchstep.cloud_store import cloud_backend
+
+            hides = access is not None and access.hides_missing
+            return cls(text.rstrip("/"), cloud_backend(text, scheme, access), hides_missing=hides)
         if scheme == "file":
             return cls._open_folder(_folder_of(text), create=create)
         return cls._open_folder(Path(text).expanduser().absolute(), create=create)
@@ -92,7 +98,8 @@ class Store:
 
     def child(self, prefix: str) -> Store:
         """The same store seen from a prefix below this one."""
-        return Store(self.url, self._backend, f"{self._prefix}{prefix.rstrip('/')}/")
+        inner = f"{self._prefix}{prefix.rstrip('/')}/"
+        return Store(self.url, self._backend, inner, hides_missing=self._hides_missing)
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object whole, replacing one of the same key.
@@ -301,6 +308,15 @@ class Store:
         self.put(probe, b"")
         self.delete(probe)
 
+    def _is_hidden(self, key: str, error: Exception) -> bool:
+        """Whether a refusal only says that there is no such object: who may list its folder can tell."""
+        if not self._hides_missing or not _is_denial(error):
+            return False
+        try:
+            return all(entry.key != key for entry in self.entries(f"{key.rpartition('/')[0]}/"))
+        except StoreError:
+            return False
+
     def _named(self, key: str) -> str:
         return f"{self.location}/{key}"
 
@@ -309,7 +325,7 @@ class Store:
         named = self._named(key)
         if "NoSuchBucket" in str(error):
             return StoreError(f"store {self.url}: no such bucket", "create the bucket, or correct the URL")
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) or (verb == "read" and self._is_hidden(key, error)):
             return NotFoundError(f"object {named}: not found", "check the run's URL and the name")
         if _METADATA_SERVICE in str(error):
             return StoreError(
@@ -361,41 +377,3 @@ def _is_denial(error: Exception) -> bool:
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n", 1)[0]
     return line[:300] or type(error).__name__
-
-
-def _cloud_backend(url: str, scheme: str) -> Any:
-    from obstore.store import from_url
-
-    client: Any = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": timedelta(seconds=5)}
-    retry: Any = {"max_retries": 3, "retry_timeout": _RETRY_TIMEOUT}
-    options: Any = {}
-    if scheme in {"s3", "s3a"}:
-        options = _s3_options(client)
-    try:
-        return from_url(url, client_options=client, retry_config=retry, **options)
-    except Exception as error:
-        raise ConfigError(
-            f"store {url!r}: {_first_line(error)}", "correct the URL, e.g. s3://bucket/prefix"
-        ) from error
-
-
-def _s3_options(client: Any) -> dict[str, Any]:
-    """Endpoint and credentials as boto3 would find them; obstore's own chain where boto3 is not installed."""
-    options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        options["endpoint"] = endpoint
-        options["virtual_hosted_style_request"] = False
-        if endpoint.startswith("http://"):
-            client["allow_http"] = True
-    try:
-        import boto3
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        return options
-    session = boto3.Session()
-    if session.region_name:
-        options["region"] = session.region_name
-    if session.get_credentials() is not None:
-        options["credential_provider"] = Boto3CredentialProvider(session)
-    return options

@@ -15,7 +15,6 @@ from enum import Enum
 
 from watchstep.block import Block
 from watchstep.reading.run import Run, open_run
-from watchstep.store import Store
 from watchstep_rules.backtesting.replay import Arrival, Outcome, Replay
 from watchstep_rules.backtesting.replay_source import (
     OrderLostError,
@@ -117,8 +116,7 @@ def backtest_sets(
         NotFoundError, StoreError: as `backtest_run`.
     """
     opened = run if isinstance(run, Run) else open_run(run)
-    store = Store.open(opened.location)
-    judged = [_attempt(recorded, rule_sets) for recorded in recorded_attempts(opened, store)]
+    judged = [_attempt(recorded, rule_sets) for recorded in recorded_attempts(opened, opened.store)]
     document = opened.document
     return [
         RunOutcome(

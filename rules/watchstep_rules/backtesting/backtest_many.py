@@ -10,6 +10,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from watchstep.errors import WatchstepError
+from watchstep.reading.run import open_run
+from watchstep.store import Store
 from watchstep_rules.backtesting.backtest import RunOutcome, backtest_sets
 from watchstep_rules.backtesting.sweep import Variation
 from watchstep_rules.config import RuleConfig
@@ -89,11 +91,17 @@ def backtest_many(
             yield _result(done, waiting[done])
 
 
-def judge_run(location: str, task: Task) -> Replayed | Failed:
-    """Judge one run."""
+def judge_run(location: str, task: Task, store: Store | None = None) -> Replayed | Failed:
+    """Judge one run.
+
+    Args:
+        location: as `watchstep.open_run` takes it.
+        task: what is judged.
+        store: seen from the run, where it is not to be opened by its location.
+    """
     try:
         sets = [task.configs, *(variation.configs for variation in task.variations)]
-        outcomes = backtest_sets(location, sets)
+        outcomes = backtest_sets(location if store is None else open_run(store), sets)
     except WatchstepError as error:
         return Failed(location, error.what, error.mend)
     except Exception as error:  # noqa: BLE001 - told with the run's name; the others go on

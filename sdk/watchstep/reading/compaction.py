@@ -60,7 +60,7 @@ class Compaction:
     deleted: int
 
 
-def compact(run_url: str | os.PathLike[str], *, delete_after: float | None = None) -> Compaction:
+def compact(run_url: str | os.PathLike[str] | Store, *, delete_after: float | None = None) -> Compaction:
     """Compact a run. Safe to repeat, to interrupt and to do twice at once; no answer of a reader changes.
 
     Args:
@@ -72,7 +72,7 @@ def compact(run_url: str | os.PathLike[str], *, delete_after: float | None = Non
         NotFoundError: there is no run.
         StoreError: the store cannot be read or written, and what was there still is.
     """
-    store = Store.open(open_run(run_url).location)
+    store = open_run(run_url).store
     index = RunIndex(store)
     index.refresh()
     written = 0

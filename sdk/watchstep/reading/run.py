@@ -34,17 +34,19 @@ _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 
 
-def open_run(url: str | os.PathLike[str]) -> Run:
+def open_run(url: str | os.PathLike[str] | Store) -> Run:
     """Open a run, while it goes on or after it.
 
     Args:
-        url: the run's own place, ``<store>/<project>/<run>``, as a path or URL.
+        url: the run's own place, ``<store>/<project>/<run>``, as a path or URL; or a store seen from the run.
 
     Raises:
         NotFoundError: there is no run.
         StoreError: the store cannot be read.
         FormatError: the run is of a later version.
     """
+    if isinstance(url, Store):
+        return Run(url, _document(url, url.location))
     text = os.fspath(url).rstrip("/")
     scheme = urlsplit(text).scheme
     parts = (text if scheme else str(Path(text).expanduser().absolute())).rsplit("/", 2)
@@ -54,11 +56,7 @@ def open_run(url: str | os.PathLike[str]) -> Run:
     missing = NotFoundError(f"run {text}: not found", "check the URL: <store>/<project>/<run>")
     try:
         store = Store.open(root).child(f"{check_name('project', project)}/{check_name('run', run)}/")
-        document = documents.decode(
-            documents.RunDocument,
-            store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES),
-            f"{text}/{RUN_DOCUMENT}",
-        )
+        document = _document(store, text)
     except NotFoundError:
         raise missing from None
     except StoreError as error:
@@ -66,6 +64,11 @@ def open_run(url: str | os.PathLike[str]) -> Run:
             raise missing from None
         raise
     return Run(store, document)
+
+
+def _document(store: Store, location: str) -> documents.RunDocument:
+    data = store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES)
+    return documents.decode(documents.RunDocument, data, f"{location}/{RUN_DOCUMENT}")
 
 
 class Run:
@@ -93,6 +96,11 @@ class Run:
     def index(self) -> RunIndex:
         """Its objects and their columns, for queries that are not here."""
         return self._index
+
+    @property
+    def store(self) -> Store:
+        """Where its objects lie, seen from the run."""
+        return self._store
 
     @property
     def location(self) -> str:
