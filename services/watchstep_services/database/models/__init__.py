@@ -1,6 +1,7 @@
 """The tables."""
 
 from watchstep_services.database.models.access import Token
+from watchstep_services.database.models.alert_life import AlertGroup, GroupMember, Muted, Silence, Standing
 from watchstep_services.database.models.backtests import Backtest, BacktestResult
 from watchstep_services.database.models.base import NAME_LENGTH, Base
 from watchstep_services.database.models.journal import Seal, Segment, Tick
@@ -8,25 +9,33 @@ from watchstep_services.database.models.outbox import Action, ActionTry, Event
 from watchstep_services.database.models.projects import Project
 from watchstep_services.database.models.rules import Alert, FindingRow, Memory, RuleConfigRow
 from watchstep_services.database.models.runs import Attempt, Job, Run
+from watchstep_services.database.models.stops import AuditEntry, StopGrant
 
 __all__ = [
     "NAME_LENGTH",
     "Action",
     "ActionTry",
     "Alert",
+    "AlertGroup",
     "Attempt",
+    "AuditEntry",
     "Backtest",
     "BacktestResult",
     "Base",
     "Event",
     "FindingRow",
+    "GroupMember",
     "Job",
     "Memory",
+    "Muted",
     "Project",
     "RuleConfigRow",
     "Run",
     "Seal",
     "Segment",
+    "Silence",
+    "Standing",
+    "StopGrant",
     "Tick",
     "Token",
 ]

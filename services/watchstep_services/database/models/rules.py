@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
+from watchstep_services.database.models.alert_life import FINGERPRINT_LENGTH
 from watchstep_services.database.models.base import NAME_LENGTH, Base, RowId
 
 
@@ -26,7 +27,7 @@ class RuleConfigRow(Base):
 
 
 class Memory(Base):
-    """What a rule config remembers of one attempt: a `RuleMemory` as JSON text."""
+    """What a rule config remembers of one attempt: a `RuleMemory` as JSON text, and the health that was last told of."""
 
     __tablename__ = "rule_memories"
 
@@ -34,6 +35,7 @@ class Memory(Base):
     attempt: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
     memory: Mapped[str] = mapped_column(Text)
     findings: Mapped[int] = mapped_column(default=0)
+    told_health: Mapped[str] = mapped_column(String(16), default="", server_default="")
 
 
 class Alert(Base):
@@ -45,6 +47,7 @@ class Alert(Base):
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), index=True)
     config_id: Mapped[int] = mapped_column(ForeignKey("rule_configs.id"))
+    fingerprint: Mapped[str] = mapped_column(String(FINGERPRINT_LENGTH), default="", server_default="")
     attempt: Mapped[str] = mapped_column(String(NAME_LENGTH))
     name: Mapped[str] = mapped_column(String(NAME_LENGTH))
     rule: Mapped[str] = mapped_column(String(NAME_LENGTH))
