@@ -9,18 +9,20 @@ from watchstep_services.api import (
     announcements,
     backtests,
     control,
+    conventions,
     events,
     health,
     policies,
     problems,
     rules,
     runs,
+    tokens,
 )
 from watchstep_services.api.access import Gate, document_token
 from watchstep_services.api.policies import Routes
 from watchstep_services.service import Service
 
-PARTS = (runs, control, announcements, alerts, events, rules, backtests, health)
+PARTS = (runs, control, announcements, alerts, events, rules, backtests, tokens, health)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -35,9 +37,11 @@ def create_app(service: Service) -> FastAPI:
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
         responses=problems.PROBLEMS,
+        generate_unique_id_function=conventions.operation_id,
     )
     app.state.service = service
     problems.install(app)
+    conventions.install(app)
     own = tuple(app.routes)
     for route in own:
         policies.open_to_all(route.endpoint)  # type: ignore[attr-defined]  # the document and its page

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
+from watchstep_services.api.problem_types import described, type_of
 
 MEDIA_TYPE = "application/problem+json"
 _log = logging.getLogger(__name__)
@@ -21,7 +22,8 @@ _log = logging.getLogger(__name__)
 class Problem(BaseModel):
     """What went wrong."""
 
-    title: str = Field(description="The kind of problem.")
+    type: str = Field(description="The kind of problem, for programs: urn:watchstep:problem:…")
+    title: str = Field(description="The kind of problem, for people.")
     status: int
     detail: str = Field(description="What is wrong: the thing and its value.")
     mend: str = Field(description="What to do about it.")
@@ -41,22 +43,22 @@ class RefusedError(WatchstepError):
         self.status = status
 
 
-PROBLEMS: dict[int | str, dict[str, Any]] = {
-    code: {"model": Problem, "description": text, "content": {MEDIA_TYPE: {}}}
-    for code, text in {
-        401: "No token, or one that is not known.",
-        403: "The token's role or project does not allow this.",
-        404: "There is no such thing.",
-        422: "A value cannot be used.",
-        503: "The database or the store does not answer.",
-    }.items()
-}
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers of an endpoint that its part of the OpenAPI document names: ``responses=documented(409)``."""
+    return {
+        code: {"model": Problem, "description": text, "content": {MEDIA_TYPE: {}}}
+        for code, text in described(*statuses).items()
+    }
+
+
+PROBLEMS = documented(401, 403, 404, 413, 422, 429, 503)
+"""Those that every endpoint may give."""
 
 _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
     (NotFoundError, 404),
     (ConfigError, 422),
     (RuleError, 422),
-    (FormatError, 422),
+    (FormatError, 502),
     (StoreError, 503),
 )
 
@@ -72,7 +74,7 @@ def install(app: FastAPI) -> None:
 
 def problem(status: int, title: str, what: str, mend: str) -> JSONResponse:
     """An answer that tells a problem."""
-    content = Problem(title=title, status=status, detail=what, mend=mend).model_dump()
+    content = Problem(type=type_of(status), title=title, status=status, detail=what, mend=mend).model_dump()
     headers = {"www-authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(content, status, headers=headers, media_type=MEDIA_TYPE)
 

@@ -14,6 +14,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
+from watchstep_services.database.event_order import write_events
 
 _BUSY_MS = 20_000
 _READ_ONLY = "watchstep_read_only"
@@ -30,6 +31,7 @@ class Database:
         """A transaction that commits at the end of the block, and rolls back when it raises."""
         with Session(self.engine, expire_on_commit=False) as session, session.begin():
             yield session
+            write_events(session)
 
     @contextmanager
     def read(self) -> Iterator[Session]:

@@ -10,18 +10,17 @@ from sqlalchemy.orm import Session
 from watchstep.layout import SegmentKey
 from watchstep_services import tracing
 from watchstep_services.database.clock import now_ns
+from watchstep_services.database.event_order import publish_at_end
 from watchstep_services.database.models import Action, Event, Run, Segment
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.events import CloudEvent
 
 
 def add_event(session: Session, run_id: int, event: CloudEvent, at_ns: int) -> None:
-    """Publish an event."""
-    session.add(
-        Event(
-            id=event.id, run_id=run_id, type=event.type, event=event.model_dump(mode="json"), created_ns=at_ns
-        )
-    )
+    """Publish an event, when the transaction commits."""
+    content = event.model_dump(mode="json")
+    row = Event(id=event.id, run_id=run_id, type=event.type, event=content, created_ns=at_ns)
+    publish_at_end(session, row)
 
 
 def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[str, Any]) -> int | None:

@@ -2,6 +2,7 @@
 
 from watchstep_services.database.models.access import Token
 from watchstep_services.database.models.alert_life import AlertGroup, GroupMember, Muted, Silence, Standing
+from watchstep_services.database.models.api_requests import ApiRequest, ProjectRule
 from watchstep_services.database.models.backtests import Backtest, BacktestResult
 from watchstep_services.database.models.base import NAME_LENGTH, Base
 from watchstep_services.database.models.journal import Seal, Segment, Tick
@@ -16,6 +17,7 @@ __all__ = [
     "Action",
     "ActionTry",
     "Alert",
+    "ApiRequest",
     "AlertGroup",
     "Attempt",
     "AuditEntry",
@@ -29,6 +31,7 @@ __all__ = [
     "Memory",
     "Muted",
     "Project",
+    "ProjectRule",
     "RuleConfigRow",
     "Run",
     "Seal",

@@ -11,9 +11,10 @@ from watchstep_services.database.models.base import Base, RowId
 
 
 class Event(Base):
-    """A CloudEvent that was published, in order."""
+    """A CloudEvent that was published. Within a project, numbers follow the order of commits (`database.event_order`)."""
 
     __tablename__ = "events"
+    __table_args__: Any = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's own way; no number comes twice
 
     number: Mapped[int] = mapped_column(RowId, primary_key=True)
     id: Mapped[str] = mapped_column(String(36), unique=True)

@@ -1,0 +1,219 @@
+"""What lists, changes and creations have in common."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from sqlalchemy import update
+
+from tests.services.api.conftest import Api, Client
+from tests.services.driving import Driven
+from watchstep.errors import ConfigError
+from watchstep_services.api import conventions, problems
+from watchstep_services.api.etags import IfMatch, require_match, tag
+from watchstep_services.api.filters import time_ns
+from watchstep_services.api.idempotency import Once
+from watchstep_services.api.paging import Order, Paged
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import ApiRequest, Project, Run
+from watchstep_services.registration import register
+
+router = APIRouter()
+CREATED: list[str] = []
+HELD = {"n": 1}
+
+
+class Thing(BaseModel):
+    n: int
+
+
+@router.post("/v1/things", dependencies=[Once], status_code=201)
+def create(body: Thing) -> Thing:
+    if body.n < 0:
+        raise ConfigError("n: below nothing", "send more")
+    if body.n == 0:
+        raise ZeroDivisionError
+    CREATED.append(str(body.n))
+    return Thing(n=len(CREATED))
+
+
+@router.get("/v1/thing")
+def look(response: Response) -> Thing:
+    tag(response, Thing(**HELD))
+    return Thing(**HELD)
+
+
+@router.put("/v1/thing")
+def change(body: Thing, if_match: IfMatch = None) -> Thing:
+    require_match(if_match, Thing(**HELD))
+    HELD["n"] = body.n
+    return body
+
+
+@router.get("/v1/runs")
+def runs(request: Request, paging: Paged, descending: Annotated[bool, Query()] = False) -> dict[str, Any]:
+    database: Database = request.app.state.service.database
+    with database.read() as session:
+        rows, token = paging.fetch(session, Run, (), Order(Run.state), Order(Run.id, descending))
+    return {"runs": [row.run for row in rows], "next": token}
+
+
+@pytest.fixture
+def client(driven: Driven) -> Client:
+    """On each kind of database."""
+    app = FastAPI()
+    app.state.service = driven.service
+    problems.install(app)
+    conventions.install(app)
+    app.include_router(router)
+    CREATED.clear()
+    HELD["n"] = 1
+    return Client(app)
+
+
+def post(client: Client, n: int, key: str, token: str = "t") -> httpx.Response:
+    headers = {"idempotency-key": key, "content-type": "application/json", "authorization": f"Bearer {token}"}
+    return client.request("POST", "/v1/things", content=json.dumps({"n": n}), headers=headers)
+
+
+def test_a_request_with_a_key_is_done_once_and_answered_again(client: Client) -> None:
+    first, again = post(client, 7, "a"), post(client, 7, "a")
+    assert (first.status_code, first.json()) == (again.status_code, again.json()) == (201, {"n": 1})
+    assert "idempotency-replayed" not in first.headers
+    assert again.headers["idempotency-replayed"] == "true"
+    assert post(client, 7, "b").json() == {"n": 2}
+    assert post(client, 7, "a", token="another").json() == {"n": 3}
+    other = post(client, 8, "a")
+    assert (other.status_code, other.json()["type"]) == (409, "urn:watchstep:problem:conflict")
+    assert CREATED == ["7", "7", "7"]
+
+
+def test_a_refused_or_failed_request_leaves_its_key_free(client: Client) -> None:
+    assert post(client, -1, "a").status_code == 422
+    assert post(client, 0, "a").status_code == 500
+    assert post(client, 5, "a").status_code == 201
+
+
+def test_of_many_at_once_one_is_done(client: Client) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: post(client, 3, "same").status_code, range(16)))
+    assert set(answers) <= {201, 409}
+    assert 201 in answers
+    assert CREATED == ["3"]
+
+
+def test_a_key_is_forgotten_after_its_time(client: Client, driven: Driven) -> None:
+    post(client, 1, "a")
+    with driven.service.database.write() as session:
+        session.execute(update(ApiRequest).values(expires_ns=0))
+    assert post(client, 2, "a").status_code == 201
+    assert CREATED == ["1", "2"]
+
+
+def test_what_has_not_changed_is_not_sent_again(client: Client) -> None:
+    first = client.get("/v1/thing")
+    known = first.headers["etag"]
+    for condition in (known, f'"x", W/{known}', "*"):
+        again = client.request("GET", "/v1/thing", headers={"if-none-match": condition})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", known)
+    assert client.request("GET", "/v1/thing", headers={"if-none-match": '"x"'}).json() == {"n": 1}
+
+
+def test_what_has_changed_meanwhile_is_not_overwritten(client: Client) -> None:
+    def put(n: int, **headers: str) -> int:
+        headers["content-type"] = "application/json"
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return client.request("PUT", "/v1/thing", content=json.dumps({"n": n}), headers=sent).status_code
+
+    known = client.get("/v1/thing").headers["etag"]
+    assert put(2, if_match=known) == 200
+    assert put(3, if_match=known) == 412
+    assert client.get("/v1/thing").json() == {"n": 2}
+    assert put(3, if_match="*") == 200
+    assert put(4) == 200
+
+
+def add_runs(database: Database, names: list[str], state: str = "created") -> None:
+    with database.write() as session:
+        if session.get(Project, "vision") is None:
+            session.add(Project(name="vision", store_url="x"))
+            session.flush()
+        for name in names:
+            session.add(Run(project="vision", run=name, state=state, control={}, created_ns=1, heard_ns=1))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_pages_neither_skip_nor_double_what_was_there(
+    client: Client, driven: Driven, descending: bool
+) -> None:
+    database = driven.service.database
+    add_runs(database, [f"a{n}" for n in range(7)], "running")
+    add_runs(database, [f"b{n}" for n in range(6)], "created")
+    seen: list[str] = []
+    place: str | None = f"/v1/runs?limit=3&descending={descending}"
+    page = 0
+    while place:
+        answer = client.get(place)
+        seen += answer.json()["runs"]
+        page += 1
+        add_runs(database, [f"new{page}"], "completed")  # sorts first
+        token = answer.json()["next"]
+        assert (token is not None) == ("link" in answer.headers)
+        place = answer.headers["link"].partition(">")[0].removeprefix("<") if token else None
+        assert place is None or ("limit=3" in place and token in place)
+    old = [name for name in seen if not name.startswith("new")]
+    assert sorted(old) == sorted({f"a{n}" for n in range(7)} | {f"b{n}" for n in range(6)})
+    assert len(seen) == len(set(seen))
+
+
+@given(st.one_of(st.text(max_size=40), st.binary(max_size=30).map(lambda held: held.hex())))
+def test_a_made_up_page_token_is_refused(text: str) -> None:
+    from watchstep_services.api import paging
+
+    with suppress(ConfigError):
+        assert paging._read(text)
+
+
+@pytest.mark.parametrize(
+    "token", ["x", "WyJhIl0", "WzFd", "W10", "e30", "WyJhIiwgImIiXQ", "WzEsIDk5OTk5OTk5OTk5OTk5OTk5OTk5OTld"]
+)
+def test_a_token_of_another_list_is_refused(client: Client, token: str) -> None:
+    answer = client.get(f"/v1/runs?page_token={token}")
+    assert (answer.status_code, answer.json()["type"]) == (422, "urn:watchstep:problem:invalid")
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("1970-01-01T00:00:01Z", 10**9),
+        ("1970-01-01T01:00:00.5+01:00", 5 * 10**8),
+        ("12345", 12345),
+        ("1969-12-31T23:59:59Z", -(10**9)),
+    ],
+)
+def test_times_are_read(text: str, at: int) -> None:
+    assert time_ns("since", text) == at
+
+
+@given(st.text(max_size=40))
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with suppress(ConfigError):
+        assert -(2**63) <= time_ns("since", text) < 2**63
+
+
+def test_the_real_lists_have_etags(api: Api) -> None:
+    register(api.driven.service, "vision", "run-1", (), "recorder")
+    headers = {"authorization": f"Bearer {api.token('viewer')}"}
+    first = api.client.request("GET", "/v1/rules", headers=headers)
+    assert first.status_code == 200
+    headers["if-none-match"] = first.headers["etag"]
+    assert api.client.request("GET", "/v1/rules", headers=headers).status_code == 304
