@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -30,6 +30,12 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one.")
     public_url: str = Field("", description="Where people reach the API; host and port where empty.")
+    log: Literal["text", "json"] = Field("text", description="Form of the log: for people, or JSON lines.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="What is logged at least.")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="Port for Prometheus, without a token; 0 for none: `/metrics` of the API needs one."
+    )
+    metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     workers: int = Field(4, ge=1, le=64, description="Threads that evaluate and act, when embedded.")
     sweep_seconds: float = Field(1.0, gt=0, description="How often work is looked for without a hint.")
     listing_seconds: float = Field(

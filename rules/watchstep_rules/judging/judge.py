@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -67,11 +68,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What judging gave."""
+    """What judging gave, and how long it took."""
 
     memory: RuleMemory
     findings: list[Finding]
     transitions: list[Transition]
+    seconds: float = field(default=0.0, compare=False)
 
 
 def judge(
@@ -104,10 +106,12 @@ def judge_prepared(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Ve
         worker by itself; to those that wait for seals they are context. A rule that watches the clock is judged also
         where no row came, until the attempt has ended.
     """
+    began = time.perf_counter()
     try:
-        return _judged(config, memory, rows)
+        verdict = _judged(config, memory, rows)
     except Exception as error:  # noqa: BLE001 - a rule's fault is told as health, and must not stop the others
-        return Verdict(failed(memory, error), [], [])
+        verdict = Verdict(failed(memory, error), [], [])
+    return replace(verdict, seconds=time.perf_counter() - began)
 
 
 def failed(memory: RuleMemory, error: Exception) -> RuleMemory:

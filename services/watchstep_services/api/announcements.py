@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from watchstep.errors import ConfigError
 from watchstep.layout import SegmentKey, WriterId, check_name
+from watchstep_services import metrics
 from watchstep_services.api.access import Served, permits
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import Announced, AnnouncementInput, ControlData
@@ -33,8 +34,10 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         row = find_run(session, project, run)
         now = read_clock(session)
         row.heard_ns = now
+        before = None
         if body.health:
             held = dict(row.health.get("recorders", {}))
+            before = held.get(f"{writer.node}/{writer.writer}", {})
             if len(held) < _WRITERS_WITH_HEALTH or f"{writer.node}/{writer.writer}" in held:
                 held[f"{writer.node}/{writer.writer}"] = body.health
                 row.health = {**row.health, "recorders": held}
@@ -45,6 +48,9 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         reach("announce.accepting", row.id)
         run_id, control = row.id, row.control
     reach("announce.accepted", run_id)
+    metrics.ANNOUNCEMENTS.labels("fresh" if fresh else "known").inc()
+    if before is not None:
+        metrics.recorder_said(before, body.health)
     if fresh:
         service.notifier.run_changed(run_id)
     return Announced(control=ControlData.model_validate(control))

@@ -11,6 +11,7 @@ from watchstep_services.api import (
     control,
     conventions,
     events,
+    figures,
     health,
     policies,
     problems,
@@ -19,10 +20,11 @@ from watchstep_services.api import (
     tokens,
 )
 from watchstep_services.api.access import Gate, document_token
+from watchstep_services.api.observation import Observed
 from watchstep_services.api.policies import Routes
 from watchstep_services.service import Service
 
-PARTS = (runs, control, announcements, alerts, events, rules, backtests, tokens, health)
+PARTS = (runs, control, announcements, alerts, events, rules, backtests, tokens, health, figures)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -50,4 +52,5 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(part.router, dependencies=policies.documented(part.router, document_token))
     routes = Routes((*own, *(route for part in PARTS for route in part.router.routes)))
     app.add_middleware(Gate, service=service, routes=routes)
+    app.add_middleware(Observed)
     return app

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
 from watchstep_services.database.event_order import write_events
+from watchstep_services.database.pool_figures import count_connections
 
 _BUSY_MS = 20_000
 _READ_ONLY = "watchstep_read_only"
@@ -84,6 +85,7 @@ def open_database(url: str) -> Database:
             f"database {url.rsplit('@', maxsplit=1)[-1]!r}: {error}",
             "use sqlite:///PATH, or postgresql://USER@HOST/NAME with watchstep[production] installed",
         ) from error
+    count_connections(engine)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)

@@ -13,6 +13,7 @@ from watchstep_services.control import MIRROR, try_mirror
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Action, ActionTry, Run
 from watchstep_services.database.records import add_event
+from watchstep_services.dispatcher.observation import lost, trying
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.dispatcher.webhook import try_webhook
@@ -63,17 +64,23 @@ def dispatch(service: Service, action_id: int) -> Tried | None:
     if due is None:
         return None
     reach("dispatch.claimed", due)
-    try:
-        tried = _KINDS[due.kind](service, due)
-    except WatchstepError as error:
-        tried = Tried("error", f"{error.what} ({error.mend})", due.stage)
-    except Exception as error:  # noqa: BLE001 - told with the action; it must not keep others from their turn
-        _log.exception("action %d (%s) failed", due.id, due.kind)
-        tried = Tried("error", f"{type(error).__name__}: {error}", due.stage)
+    with trying(due) as seen:
+        tried = _try(service, due)
+        seen.came_to(tried)
     reach("dispatch.sent", due)
     _record(service, due, tried)
     reach("dispatch.recorded", due)
     return tried
+
+
+def _try(service: Service, due: DueAction) -> Tried:
+    try:
+        return _KINDS[due.kind](service, due)
+    except WatchstepError as error:
+        return Tried("error", f"{error.what} ({error.mend})", due.stage)
+    except Exception as error:  # noqa: BLE001 - told with the action; it must not keep others from their turn
+        _log.exception("action %d (%s) failed", due.id, due.kind)
+        return Tried("error", f"{type(error).__name__}: {error}", due.stage)
 
 
 def _claim(service: Service, action_id: int) -> DueAction | None:
@@ -89,6 +96,7 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
         if taken.rowcount != 1:
             return None
         row = session.get_one(Action, action_id)
+        run = session.get_one(Run, row.run_id)
         return DueAction(
             id=row.id,
             run_id=row.run_id,
@@ -101,6 +109,8 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
             claims=row.claims,
             now_ns=read_clock(session),
             traceparent=row.traceparent,
+            project=run.project,
+            run=run.run,
         )
 
 
@@ -108,6 +118,7 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
     with service.database.write() as session:
         row = session.get_one(Action, due.id, with_for_update=True)
         if row.claims != due.claims or row.state != "pending":
+            lost()
             return  # the lease ended and another worker has gone on from here
         now = read_clock(session)
         if tried.result == "waiting":

@@ -24,6 +24,8 @@ class DueAction:
         claims: the fence.
         now_ns: the database's clock at the claim.
         traceparent: of what caused it; empty for none.
+        project: of the run.
+        run: its name.
     """
 
     id: int
@@ -37,6 +39,13 @@ class DueAction:
     claims: int
     now_ns: int
     traceparent: str = ""
+    project: str = ""
+    run: str = ""
+
+    @property
+    def after_unknown(self) -> bool:
+        """Whether it was claimed before, and nobody recorded what came of that: it may have been done."""
+        return self.claims - 1 > self.tries
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from watchstep_services.evaluator.collect import Collected, FencedError, collect
 from watchstep_services.evaluator.commit import Outcome, commit
 from watchstep_services.evaluator.discover import discover, key_of
 from watchstep_services.evaluator.judging import Judged, judge_all, lookback
+from watchstep_services.evaluator.observation import Observation, came_to, observing
 from watchstep_services.evaluator.plan import Gap, ended_ranks
 from watchstep_services.evaluator.seals import AttemptProgress, WriterProgress
 from watchstep_services.points import reach
@@ -53,9 +54,17 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
     Raises:
         StoreError, ConfigError: the store did not answer; the run is let go and looked at again later.
     """
+    with observing() as seen:
+        evaluation = _evaluate(service, run_id, seen)
+    came_to(evaluation.outcome)
+    return evaluation
+
+
+def _evaluate(service: Service, run_id: int, seen: Observation) -> Evaluation:
     held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
     if held is None:
         return Evaluation("busy")
+    seen.claimed(held)
     reach("evaluate.claimed", held)
     try:
         outcome, history = _find_out(service, held)
@@ -68,11 +77,13 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
         release(service.database, held, outcome.due_ns)
         return Evaluation("idle")
     reach("evaluate.judged", held)
-    actions = commit(service, held, outcome)
+    with seen.committing(held, outcome):
+        actions = commit(service, held, outcome)
     if actions is None:
         reach("evaluate.fenced", held)
         return Evaluation("fenced")
     reach("evaluate.committed", held)
+    seen.committed(held, outcome)
     key = (held.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, history.lookback, history.rows)
     return Evaluation("committed", outcome.collected.more, tuple(actions))

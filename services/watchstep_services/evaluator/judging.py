@@ -37,6 +37,7 @@ class Judged:
     kept: str
     findings: list[Finding]
     transitions: list[Transition]
+    seconds: float = 0.0
 
 
 def load_config(row: RuleConfigRow, memory: str | None) -> Loaded:
@@ -77,7 +78,8 @@ def _judged(held: Loaded, verdict: Verdict) -> Judged:
     except Exception as error:  # noqa: BLE001 - a state that cannot be kept is its rule's fault, and must not stop the others
         told = failed(held.memory, error)
         return Judged(held.row, held.config, told, told.model_dump_json(), [], [])
-    return Judged(held.row, held.config, verdict.memory, kept, verdict.findings, verdict.transitions)
+    said = (verdict.findings, verdict.transitions)
+    return Judged(held.row, held.config, verdict.memory, kept, *said, seconds=verdict.seconds)
 
 
 def _unreadable(held: Loaded) -> Judged:

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from watchstep.errors import ConfigError
+from watchstep_services import metrics
 from watchstep_services.database.engine import open_database
 from watchstep_services.service import Service, owner_rules
 from watchstep_services.settings import Settings
@@ -49,6 +50,7 @@ class CeleryNotifier:
         try:
             self._hints.put_nowait((task, number))
         except queue.Full:
+            metrics.HINTS_DROPPED.inc()
             _log.warning("no hint for %s %d, the sweep will find it: the broker is too slow", task, number)
 
     def _forward(self) -> None:
@@ -57,6 +59,7 @@ class CeleryNotifier:
             try:
                 self._celery.send_task(task, args=[number], retry=False, ignore_result=True)
             except Exception as error:  # noqa: BLE001 - whatever the broker's client raises, hints go on
+                metrics.HINTS_DROPPED.inc()
                 _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)
 
 

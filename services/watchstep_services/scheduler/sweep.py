@@ -9,6 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
+from watchstep_services import metrics
 from watchstep_services.backtests import due_backtests
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Project, Run
@@ -32,6 +33,8 @@ class Work:
     backtests: tuple[int, ...] = ()
 
 
+@metrics.SWEEPS_FAILED.count_exceptions()
+@metrics.SWEEP_SECONDS.time()
 def sweep(service: Service) -> Work:
     """Find new runs, list silent ones, follow their lives, and say what is due.
 
