@@ -1,69 +1,138 @@
-"""Bearer tokens: made once, shown once, kept only as a hash."""
+"""Bearer tokens: made once, shown once, kept only as a hash.
+
+A token is ``wst_<id>_<secret>``. The id is public: it finds the row, and names the token in lists and logs. Tokens of the
+form ``ws_<secret>``, which were made before there were ids, have the start of their hash as id.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import logging
+import re
 import secrets
-from dataclasses import dataclass
-from typing import Literal
 
-from sqlalchemy import delete
+from sqlalchemy import or_, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
+from watchstep.errors import ConfigError
 from watchstep.layout import check_name
-from watchstep_services.database.clock import read_clock
+from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Token
+from watchstep_services.roles import PERMISSIONS, Identity, Permission, Role
+from watchstep_services.settings import nanoseconds
 
-Role = Literal["viewer", "recorder", "operator", "admin"]
-Permission = Literal["read", "record", "operate", "administer"]
+__all__ = ["PERMISSIONS", "Identity", "Permission", "Role", "create_token", "id_of", "identify"]
 
-PERMISSIONS: dict[str, frozenset[Permission]] = {
-    "viewer": frozenset({"read"}),
-    "recorder": frozenset({"record"}),
-    "operator": frozenset({"read", "record", "operate"}),
-    "admin": frozenset({"read", "record", "operate", "administer"}),
-}
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who asks: a role, in one project or, where that is None, in all."""
-
-    role: str
-    project: str | None
-
-    def may(self, permission: Permission) -> bool:
-        """Whether the role has a permission."""
-        return permission in PERMISSIONS.get(self.role, frozenset())
+MAX_NAME = 128
+_ID_LENGTH = 16
+_WITH_ID = re.compile(r"wst_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
+_MAX_LENGTH = 128
+_USED_EVERY = nanoseconds(60.0)
+_NOBODYS = "0" * 64
+_log = logging.getLogger(__name__)
 
 
-def create_token(database: Database, role: Role, project: str | None = None) -> str:
+def create_token(
+    database: Database,
+    role: Role,
+    project: str | None = None,
+    *,
+    name: str = "",
+    created_by: str = "",
+    lifetime_seconds: float | None = None,
+) -> str:
     """Make a token; it is returned here and never again.
+
+    Args:
+        database: where it is kept.
+        role: what it may do.
+        project: the only one that it is for; all where None.
+        name: what people call it.
+        created_by: who makes it, as records show it.
+        lifetime_seconds: after so long it is worthless; never where None.
 
     Raises:
         BadNameError: the project's name cannot be used.
+        ConfigError: so can the token's.
     """
     if project is not None:
         check_name("project", project)
-    token = f"ws_{secrets.token_urlsafe(32)}"
+    check_token_name(name)
+    public = secrets.token_hex(_ID_LENGTH // 2)
+    token = f"wst_{public}_{secrets.token_urlsafe(32)}"
     with database.write() as session:
-        session.add(Token(sha256=_hash(token), role=role, project=project, created_ns=read_clock(session)))
+        now = read_clock(session)
+        session.add(
+            Token(
+                id=public,
+                sha256=_hash(token),
+                name=name,
+                role=role,
+                project=project,
+                created_ns=now,
+                created_by=created_by[:256],
+                expires_ns=None if lifetime_seconds is None else now + nanoseconds(lifetime_seconds),
+            )
+        )
     return token
 
 
-def revoke_token(database: Database, token: str) -> None:
-    """Make a token worthless; one that is not known is no error."""
-    with database.write() as session:
-        session.execute(delete(Token).where(Token.sha256 == _hash(token)))
+def check_token_name(name: str) -> str:
+    """A token's name, which is one line of text.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise ConfigError(
+            f"token name {name[:80]!r}: not a line of text", f"use up to {MAX_NAME} printable characters"
+        )
+    return name
+
+
+def id_of(token: str) -> str:
+    """The public id of a token, whether or not there is such a one."""
+    found = _WITH_ID.fullmatch(token)
+    return found[1] if found else _hash(token)[:_ID_LENGTH]
 
 
 def identify(database: Database, token: str) -> Identity | None:
-    """Whose token this is; None for nobody's."""
+    """Whose token this is; None for nobody's, and for one that has expired or was revoked.
+
+    How long it takes says nothing of a secret: the id finds the row, and the hashes are compared in constant time.
+    """
+    if len(token) > _MAX_LENGTH:
+        return None
     with database.read() as session:
-        row = session.get(Token, _hash(token))
-        return None if row is None else Identity(row.role, row.project)
+        found = session.execute(select(Token, now_ns()).where(Token.id == id_of(token))).first()
+    row, now = (None, 0) if found is None else found
+    if not hmac.compare_digest(_NOBODYS if row is None else row.sha256, _hash(token)) or row is None:
+        return None
+    if row.revoked_ns is not None or (row.expires_ns is not None and row.expires_ns <= now):
+        return None
+    if row.last_used_ns is None or row.last_used_ns <= now - _USED_EVERY:
+        _note_use(database, row.id)
+    return Identity(row.role, row.project, row.id, row.name, row.expires_ns)
+
+
+def _note_use(database: Database, public: str) -> None:
+    try:
+        with database.write() as session:
+            session.execute(
+                update(Token)
+                .where(
+                    Token.id == public,
+                    or_(Token.last_used_ns.is_(None), Token.last_used_ns <= now_ns() - _USED_EVERY),
+                )
+                .values(last_used_ns=now_ns())
+                .execution_options(synchronize_session=False)
+            )
+    except SQLAlchemyError as error:  # a record for people; no request fails for it
+        _log.warning("token %s: its use was not noted: %s", public, type(error).__name__)
 
 
 def _hash(token: str) -> str:
     # 256 random bits need no slow hash: they cannot be guessed.
-    return hashlib.sha256(token.encode()).hexdigest()
+    return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

@@ -15,8 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from watchstep_services.api.policies import Routes, open_to_all, permits, policy_of
 from watchstep_services.api.problems import RefusedError, answer_to
+from watchstep_services.roles import PERMISSIONS, Identity, Permission
 from watchstep_services.service import Service
-from watchstep_services.tokens import PERMISSIONS, Identity, identify
+from watchstep_services.tokens import identify
 
 __all__ = ["Caller", "Gate", "Served", "document_token", "open_to_all", "permits"]
 
@@ -89,7 +90,7 @@ def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:
     )
 
 
-def _check(identity: Identity, permission: Any, values: dict[str, Any]) -> None:
+def _check(identity: Identity, permission: Permission, values: dict[str, Any]) -> None:
     if not identity.may(permission):
         roles = [role for role, held in PERMISSIONS.items() if permission in held]
         raise RefusedError(

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
-from watchstep_services.tokens import Permission
+from watchstep_services.roles import Permission
 
 EXTENSION = "x-watchstep-permission"
 """Of an operation in the OpenAPI document: a permission, or ``none`` where no token is asked for."""

@@ -26,7 +26,8 @@ from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service import Service, owner_rules
 from watchstep_services.settings import NANOSECONDS, Settings
-from watchstep_services.tokens import create_token, revoke_token
+from watchstep_services.token_register import forget_named
+from watchstep_services.tokens import create_token
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 SERVICE_FILE = "service.json"
 _START_SECONDS = 30.0
 
+_MAKER = "watchstep serve"
 _log = logging.getLogger(__name__)
 
 
@@ -123,10 +125,7 @@ class EmbeddedService:
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
         self.service = Service(settings, database, self.url, rules, self._queue)
-        self.operator_token = create_token(database, "operator")
-        self._undo.append(lambda: revoke_token(database, self.operator_token))
-        self.recorder_token = create_token(database, "recorder")
-        self._undo.append(lambda: revoke_token(database, self.recorder_token))
+        self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._queue.start(self.service)
         self._undo.append(self._queue.close)
         self._serve(listener)
@@ -141,6 +140,14 @@ class EmbeddedService:
         held: IO[str] = (home / "service.lock").open("w", encoding="ascii")
         self._undo.append(held.close)
         try:
+    def _own_tokens(self, database: Database, home: Path) -> tuple[str, str]:
+        """One of an operator and one of a recorder; those of an earlier process that was killed go first."""
+        name = f"serve in {''.join(part if part.isprintable() else '?' for part in str(home)[-100:])}"
+        forget_named(database, name, _MAKER)
+        self._undo.append(lambda: forget_named(database, name, _MAKER))
+        operator = create_token(database, "operator", name=name, created_by=_MAKER)
+        return operator, create_token(database, "recorder", name=name, created_by=_MAKER)
+
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(

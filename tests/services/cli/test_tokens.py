@@ -1,17 +1,20 @@
-"""The first token of a service, from the command line."""
+"""Tokens from the command line: the first of a service, and the others."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.services.postgres import Postgres
-from watchstep.errors import BadNameError, ConfigError
+from watchstep.errors import BadNameError, ConfigError, NotFoundError, ServiceError
 from watchstep_services.cli.app import app
 from watchstep_services.database.engine import Database, open_database
-from watchstep_services.tokens import Identity, identify
+from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.settings import load_settings
+from watchstep_services.tokens import create_token, id_of, identify
 
 
 def created(*arguments: str) -> str:
@@ -22,16 +25,27 @@ def created(*arguments: str) -> str:
     return token
 
 
+def seen(database: Database, token: str) -> tuple[str, str | None] | None:
+    found = identify(database, token)
+    return None if found is None else (found.role, found.project)
+
+
+def tokens(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["tokens", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_a_token_of_every_project(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     url = database.engine.url.render_as_string(hide_password=False)
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", url)
-    assert identify(database, created("--role", "operator")) == Identity("operator", None)
+    assert seen(database, created("--role", "operator")) == ("operator", None)
 
 
 def test_a_token_of_one_project(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
     token = created("--role", "recorder", "--project", "vision")
-    assert identify(sqlite, token) == Identity("recorder", "vision")
+    assert seen(sqlite, token) == ("recorder", "vision")
 
 
 def test_the_first_process_may_be_this_one(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +53,7 @@ def test_the_first_process_may_be_this_one(postgres: Postgres, monkeypatch: pyte
         monkeypatch.setenv("WATCHSTEP_DATABASE_URL", url)
         token = created("--role", "viewer")
         database = open_database(url)
-        assert identify(database, token) == Identity("viewer", None)
+        assert seen(database, token) == ("viewer", None)
         database.close()
 
 
@@ -67,4 +81,54 @@ def test_a_project_that_is_no_name(sqlite: Database, monkeypatch: pytest.MonkeyP
 def test_an_unknown_role() -> None:
     done = CliRunner().invoke(app, ["tokens", "create", "--role", "king"])
     assert done.exit_code == 2
-    assert "viewer, recorder, operator" in done.stderr
+    assert "viewer, recorder, operator, admin" in done.stderr
+
+
+def test_listed_and_revoked(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_DATABASE_URL", database.engine.url.render_as_string(hide_password=False))
+    first = created("--role", "recorder", "--project", "vision", "--name", "cluster a", "--expires-in", "90d")
+    second = created("--role", "admin")
+    (row,) = json.loads(tokens("list", "--project", "vision", "--json"))
+    assert (row["id"], row["name"], row["state"], row["created_by"]) == (
+        id_of(first),
+        "cluster a",
+        "active",
+        "command line",
+    )
+    assert row["expires_ns"] - row["created_ns"] == 90 * 86_400 * 10**9
+    printed = tokens("list")
+    for token in (first, second):
+        assert id_of(token) in printed
+        assert token.split("_", 2)[2] not in printed
+    assert tokens("revoke", id_of(first)) == f"token {id_of(first)} is revoked\n"
+    assert tokens("revoke", second) == f"token {id_of(second)} is revoked\n"
+    assert seen(database, first) is None
+    assert seen(database, second) is None
+    assert {held["state"] for held in json.loads(tokens("list", "--json"))} == {"revoked"}
+
+
+def test_one_that_is_not_there(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
+    with pytest.raises(NotFoundError, match="not known"):
+        tokens("revoke", "0123456789abcdef")
+
+
+@pytest.mark.parametrize("expires", ["0d", "90", "1y", "-3d", "99999999d"])
+def test_a_lifetime_that_is_none(expires: str) -> None:
+    done = CliRunner().invoke(app, ["tokens", "create", "--role", "viewer", "--expires-in", expires])
+    assert done.exit_code == 2
+    assert "90d" in done.stderr
+
+
+def test_through_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedService(load_settings(home=tmp_path / "home", store=str(tmp_path / "runs"))) as service:
+        monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(service.database, "admin", "vision"))
+        there = ("--service", service.url, "--project", "vision")
+        token = created("--role", "viewer", "--name", "ann", *there)
+        assert seen(service.database, token) == ("viewer", "vision")
+        rows = json.loads(tokens("list", "--json", *there))
+        assert [row["name"] for row in rows if row["id"] == id_of(token)] == ["ann"]
+        tokens("revoke", token, *there)
+        assert seen(service.database, token) is None
+        with pytest.raises(ServiceError, match="belongs to project"):
+            tokens("list", "--service", service.url)

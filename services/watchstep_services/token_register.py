@@ -1,0 +1,137 @@
+"""The tokens that there are: made in somebody's name, listed, revoked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, delete, select
+
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import Token
+from watchstep_services.roles import PERMISSIONS, Identity, Role
+from watchstep_services.settings import NANOSECONDS
+from watchstep_services.tokens import create_token
+
+MAX_LIFETIME = 10 * 366 * 86_400
+"""Seconds."""
+
+
+class TooMuchError(ConfigError):
+    """A token that could do more than the one that asks for it."""
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """A token to make.
+
+    Attributes:
+        role: what it may do.
+        project: the only one that it is for; all where None.
+        name: what people call it.
+        lifetime_seconds: after so long it is worthless; never where None.
+    """
+
+    role: Role
+    project: str | None = None
+    name: str = ""
+    lifetime_seconds: int | None = None
+
+
+def create_for(database: Database, request: TokenRequest, maker: Identity) -> str:
+    """Make a token in somebody's name; it is returned here and never again.
+
+    It may do no more than its maker may, in no other project, and no longer.
+
+    Raises:
+        TooMuchError: it would.
+        BadNameError, ConfigError: as `create_token`.
+    """
+    more = PERMISSIONS[request.role] - PERMISSIONS.get(maker.role, frozenset())
+    if more:
+        raise TooMuchError(
+            f"role {request.role}: may {', '.join(sorted(more))}, and a {maker.role} token may not",
+            "ask for a role that may no more than your own token",
+        )
+    if maker.project is not None and request.project != maker.project:
+        raise TooMuchError(
+            f"project {request.project or 'all'}: is not that of your own token, {maker.project!r}",
+            "ask for a token of your own project",
+        )
+    lifetime = request.lifetime_seconds
+    if maker.expires_ns is not None:
+        with database.read() as session:
+            left = (maker.expires_ns - read_clock(session)) / NANOSECONDS
+        if lifetime is None or lifetime > left:
+            raise TooMuchError(
+                f"lifetime_seconds {'never ending' if lifetime is None else lifetime}: your own token ends in {max(0, int(left))}",
+                "ask for a token that ends no later than your own",
+            )
+    return create_token(
+        database,
+        request.role,
+        request.project,
+        name=request.name,
+        created_by=maker.who,
+        lifetime_seconds=lifetime,
+    )
+
+
+def of_project(project: str | None) -> list[ColumnElement[bool]]:
+    """The condition that a token is for one project only; none, so that all are meant, where that is None."""
+    return [] if project is None else [Token.project == project]
+
+
+def state_of(row: Token, now: int) -> str:
+    """``active``, ``expired`` or ``revoked`` at a time in nanoseconds."""
+    if row.revoked_ns is not None:
+        return "revoked"
+    return "expired" if row.expires_ns is not None and row.expires_ns <= now else "active"
+
+
+def find_token(database: Database, public: str, project: str | None) -> Token:
+    """A token by its id.
+
+    Args:
+        database: where it is kept.
+        public: its id.
+        project: the only one to look in; all where None.
+
+    Raises:
+        NotFoundError: there is none there.
+    """
+    with database.read() as session:
+        row = session.execute(
+            select(Token).where(Token.id == public, *of_project(project))
+        ).scalar_one_or_none()
+    if row is None:
+        raise _unknown(public)
+    return row
+
+
+def revoke(database: Database, public: str, project: str | None, revoked_by: str) -> Token:
+    """Make a token worthless from its next request on. Safe to repeat; the first time counts.
+
+    Raises:
+        NotFoundError: there is none in this project, or in all where that is None.
+    """
+    with database.write() as session:
+        row = session.execute(
+            select(Token).where(Token.id == public, *of_project(project)).with_for_update()
+        ).scalar_one_or_none()
+        if row is None:
+            raise _unknown(public)
+        if row.revoked_ns is None:
+            row.revoked_ns, row.revoked_by = read_clock(session), revoked_by[:256]
+        return row
+
+
+def forget_named(database: Database, name: str, created_by: str) -> None:
+    """Take away what an earlier process made for itself and could not take away, because it was killed."""
+    with database.write() as session:
+        session.execute(delete(Token).where(Token.name == name, Token.created_by == created_by))
+
+
+def _unknown(public: str) -> NotFoundError:
+    return NotFoundError(f"token {public[:64]!r}: not known", "list the tokens for their ids")

@@ -1,0 +1,117 @@
+"""Tokens through the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.services.api.conftest import Api
+from tests.services.api.walking import ask
+from watchstep_services.roles import Role
+from watchstep_services.tokens import id_of, identify
+
+ALL = "/v1/tokens"
+VISION = "/v1/projects/vision/tokens"
+RUNS = "/v1/projects/vision/runs"
+BODY = {"role": "recorder", "name": "cluster a"}
+
+
+def make(api: Api, place: str, body: dict[str, Any], **by: Any) -> dict[str, Any]:
+    answer = api.call("POST", place, body, role="admin", **by)
+    assert answer.status_code == 201, answer.text
+    assert answer.headers["cache-control"] == "no-store"
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def test_an_admin_makes_lists_and_revokes(api: Api) -> None:
+    made = make(api, ALL, {**BODY, "project": "vision", "lifetime_seconds": 600})
+    assert (made["state"], made["role"], made["project"], made["name"]) == (
+        "active",
+        "recorder",
+        "vision",
+        "cluster a",
+    )
+    assert made["expires_ns"] - made["created_ns"] == 600 * 10**9
+    assert made["created_by"].startswith("admin, token ")
+    assert ask(api.client.app, "POST", RUNS, made["token"], {"run": "run-1"}).status == 200
+    seen = api.call("GET", f"{ALL}/{made['id']}", role="admin").json()
+    assert seen["last_used_ns"] >= made["created_ns"]
+    assert "token" not in seen
+    gone = api.call("DELETE", f"{ALL}/{made['id']}", role="admin").json()
+    assert (gone["state"], gone["revoked_by"][:5]) == ("revoked", "admin")
+    assert ask(api.client.app, "POST", RUNS, made["token"], {"run": "run-1"}).status == 401
+    listed = api.call("GET", f"{ALL}?limit=1000", role="admin")
+    assert made["id"] in {token["id"] for token in listed.json()["tokens"]}
+    assert made["token"] not in listed.text
+    active = api.call("GET", f"{ALL}?limit=1000&active=true", role="admin").json()["tokens"]
+    assert made["id"] not in {token["id"] for token in active}
+
+
+def test_the_list_comes_in_pages(api: Api) -> None:
+    made = [make(api, VISION, {**BODY, "name": f"number {place}"})["id"] for place in range(5)]
+    found: list[str] = []
+    rest = "?limit=2"
+    while rest:
+        answer = api.call("GET", f"{VISION}{rest}", role="admin").json()
+        found += [token["id"] for token in answer["tokens"]]
+        rest = f"?limit=2&page_token={answer['next_page_token']}" if answer["next_page_token"] else ""
+    assert sorted(found) == sorted(made)
+
+
+def test_an_admin_of_a_project_rules_there_and_nowhere_else(api: Api) -> None:
+    made = make(api, VISION, BODY, project="vision")
+    assert made["project"] == "vision"
+    foreign = make(api, ALL, {**BODY, "project": "language"})
+    everywhere = make(api, ALL, BODY)
+    for method, place, status in (
+        ("GET", ALL, 403),
+        ("POST", ALL, 403),
+        ("DELETE", f"{ALL}/{made['id']}", 403),
+        ("POST", "/v1/projects/language/tokens", 403),
+        ("GET", f"{VISION}/{foreign['id']}", 404),
+        ("DELETE", f"{VISION}/{foreign['id']}", 404),
+        ("DELETE", f"{VISION}/{everywhere['id']}", 404),
+        ("DELETE", f"{VISION}/{made['id']}", 200),
+    ):
+        body = BODY if method == "POST" else None
+        assert api.call(method, place, body, role="admin", project="vision").status_code == status, (
+            method,
+            place,
+        )
+    listed = api.call("GET", f"{VISION}?limit=1000", role="admin", project="vision").json()["tokens"]
+    assert {token["project"] for token in listed} == {"vision"}
+    for token in (foreign, everywhere):
+        assert identify(api.driven.service.database, token["token"]) is not None
+
+
+def test_a_token_that_ends_makes_none_that_lives_longer(api: Api) -> None:
+    short = make(api, ALL, {"role": "admin", "name": "for an hour", "lifetime_seconds": 3600})["token"]
+    for body in (BODY, {**BODY, "lifetime_seconds": 7200}):
+        refused = ask(api.client.app, "POST", ALL, short, body)
+        assert (refused.status, "your own token ends" in refused.text) == (403, True)
+    assert ask(api.client.app, "POST", ALL, short, {**BODY, "lifetime_seconds": 60}).status == 201
+
+
+@pytest.mark.parametrize("role", ["viewer", "recorder", "operator"])
+def test_only_admins(api: Api, role: Role) -> None:
+    for method, place in (("GET", ALL), ("POST", ALL), ("GET", VISION), ("POST", VISION)):
+        assert api.call(method, place, BODY if method == "POST" else None, role=role).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"role": "king"}, {"name": ""}, {"name": "x" * 129}, {"name": "a\nb"}, {"lifetime_seconds": 0},
+        {"lifetime_seconds": 10**12}, {"project": "../x"}, {"secret": "mine"},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_told(api: Api, changes: dict[str, Any]) -> None:
+    answer = api.call("POST", ALL, {**BODY, **changes}, role="admin")
+    assert (answer.status_code, answer.json()["mend"] != "") == (422, True)
+
+
+def test_the_id_is_in_the_token(api: Api) -> None:
+    made = make(api, ALL, BODY)
+    assert id_of(made["token"]) == made["id"]
