@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 SERVICE_FILE = "service.json"
 _START_SECONDS = 30.0
-
 _MAKER = "watchstep serve"
+
 _log = logging.getLogger(__name__)
 
 
@@ -136,10 +136,6 @@ class EmbeddedService:
         self._undo.append(self._stopping.set)
         self._publish(home)
 
-    def _lock(self, home: Path) -> None:
-        held: IO[str] = (home / "service.lock").open("w", encoding="ascii")
-        self._undo.append(held.close)
-        try:
     def _own_tokens(self, database: Database, home: Path) -> tuple[str, str]:
         """One of an operator and one of a recorder; those of an earlier process that was killed go first."""
         name = f"serve in {''.join(part if part.isprintable() else '?' for part in str(home)[-100:])}"
@@ -148,6 +144,10 @@ class EmbeddedService:
         operator = create_token(database, "operator", name=name, created_by=_MAKER)
         return operator, create_token(database, "recorder", name=name, created_by=_MAKER)
 
+    def _lock(self, home: Path) -> None:
+        held: IO[str] = (home / "service.lock").open("w", encoding="ascii")
+        self._undo.append(held.close)
+        try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
