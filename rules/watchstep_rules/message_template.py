@@ -42,8 +42,13 @@ FIELDS: dict[str, str] = {
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
-def check(text: str, labels: Mapping[str, str]) -> None:
+def check(text: str, labels: Mapping[str, str] | None, fields: Mapping[str, str] = FIELDS) -> None:
     """See that every field of a template is known.
+
+    Args:
+        text: the template.
+        labels: the only ones that may be named; None for any.
+        fields: what else may.
 
     Raises:
         ValueError: one is not, or a brace stands alone.
@@ -54,18 +59,20 @@ def check(text: str, labels: Mapping[str, str]) -> None:
         field = found[1]
         if field is None:
             raise ValueError(f"a brace stands alone at character {found.start() + 1}: write {found[0] * 2}")
-        if field in FIELDS or (field.startswith(LABEL) and field.removeprefix(LABEL) in labels):
+        label = field.removeprefix(LABEL) if field.startswith(LABEL) else None
+        if field in fields or (label and (labels is None or label in labels)):
             continue
-        known = ", ".join([*FIELDS, *(LABEL + name for name in labels)])
+        known = ", ".join([*fields, *(LABEL + name for name in (["NAME"] if labels is None else labels))])
         raise ValueError(f"unknown field {{{field}}}; use one of: {known}")
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
+def fill(text: str, values: Mapping[str, str], most: int = MOST_FILLED) -> str:
     """A message from a template that was checked.
 
     Args:
         text: the template.
         values: what stands for each field, labels with their prefix; one that is missing is a dash.
+        most: characters of the message; what is longer is cut.
     """
 
     def part(found: re.Match[str]) -> str:
@@ -73,4 +80,4 @@ def fill(text: str, values: Mapping[str, str]) -> str:
             return found[0][:1]
         return values.get(found[1], "-")
 
-    return _PART.sub(part, text)[:MOST_FILLED]
+    return _PART.sub(part, text)[:most]

@@ -13,6 +13,8 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.sandbox.isolation import set_demand
 from watchstep_services.database.engine import Database
+from watchstep_services.dispatcher.receivers import receiver_file
+from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
 from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.local import LocalBackend
 from watchstep_services.evaluator.history import HistoryCache
@@ -77,7 +79,7 @@ class Service:
         backends: kinds of jobs that can be stopped, by name.
         stores: opened stores.
         histories: earlier rows of runs that this process has judged.
-        receivers: names that a rule config may notify.
+        receiver_file: the owner's receivers, for all projects.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
     """
 
@@ -89,15 +91,21 @@ class Service:
     backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": LocalBackend()})
     stores: Stores = field(default_factory=Stores)
     histories: HistoryCache = field(default_factory=HistoryCache)
-    receivers: frozenset[str] = frozenset()
+    receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     untaken: set[tuple[str, str]] = field(default_factory=set)
 
-    def unknown_receivers(self, config: RuleConfig) -> list[str]:
-        """What to say of receivers that a rule config names and nobody is known for; empty where all are."""
+    def unknown_receivers(self, config: RuleConfig, known: frozenset[str] | None = None) -> list[str]:
+        """What to say of receivers that a rule config names and nobody is known for; empty where all are.
+
+        Args:
+            config: of a rule.
+            known: receivers of the project; the owner's alone where it is None.
+        """
+        names = self.receiver_file.names if known is None else known
         return [
             f"receiver {name!r} is not known to this service: nobody is told"
             for name in config.receivers
-            if name not in self.receivers
+            if name not in names
         ]
 
 
@@ -109,3 +117,12 @@ def owner_rules(settings: Settings) -> tuple[RuleConfig, ...]:
     """
     set_demand(settings.python_rules)
     return DEFAULT_RULES if settings.rules_file is None else rule_file.load(settings.rules_file)
+
+
+def owner_receivers(settings: Settings) -> ReceiverFile:
+    """The owner's receivers: their file's, or none.
+
+    Raises:
+        ConfigError: the file is missing or not valid.
+    """
+    return ReceiverFile() if settings.receivers_file is None else receiver_file.load(settings.receivers_file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from watchstep.errors import ConfigError
@@ -27,6 +27,15 @@ class Settings(BaseSettings):
     database_url: str = Field("", description="SQLAlchemy URL; empty for SQLite in the home.")
     broker_url: str = Field("", description="Redis for Celery; only in production.")
     rules_file: Path | None = Field(None, description="The owner's rule file; the default rules where none.")
+    receivers_file: Path | None = Field(
+        None, description="The owner's file of receivers and routes, for all projects."
+    )
+    secret_key: SecretStr | None = Field(
+        None, description="Seals secrets of receivers; of several with commas between, the first seals, each opens."
+    )
+    allowed_addresses: str = Field(
+        "", description="Where receivers may be sent to that is not public: `10.1.0.0/16`, names of hosts, `loopback`."
+    )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one.")
     public_url: str = Field("", description="Where people reach the API; host and port where empty.")

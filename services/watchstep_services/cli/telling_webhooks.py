@@ -1,4 +1,4 @@
-"""What ``watchstep serve`` says of webhooks that fail: nobody is told of the alert behind them."""
+"""What ``watchstep serve`` says of webhooks and receivers that fail: nobody is told of the alert behind them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from sqlalchemy import select
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Action, Run
+from watchstep_services.dispatcher.receivers.deliver import NOTIFY
 
 TRIES = 3
 """So many failed tries are told, though more follow."""
 
 
 class WebhookTeller:
-    """Says of each webhook that it has failed `TRIES` times, and that it is given up."""
+    """Says of each webhook and notification that it has failed `TRIES` times, and that it is given up."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -31,7 +32,7 @@ class WebhookTeller:
             rows = session.execute(
                 select(Action, Run.project, Run.run)
                 .join(Run, Run.id == Action.run_id)
-                .where(Action.kind == "webhook", trying | given_up)
+                .where(Action.kind.in_(("webhook", NOTIFY)), trying | given_up)
                 .order_by(Action.id)
             ).all()
             lines = []
@@ -44,8 +45,12 @@ class WebhookTeller:
 
 def _words(action: Action) -> str:
     """Where to and why; of the address the host alone, for paths of webhooks are secrets."""
-    url = str(action.payload["url"])
-    why = action.outcome.removeprefix(f"{url}: ").replace(url, "the address")
+    why = action.outcome
+    if action.kind == NOTIFY:
+        what = f"receiver {action.payload['receiver']}"
+    else:
+        host = urlsplit(str(action.payload["url"])).hostname
+        what, why = f"webhook to {host}", why.removeprefix(f"{host}: ")
     tries = f"{action.tries} tries" if action.tries > 1 else "1 try"
     goes_on = "given up" if action.state == "failed" else "it is tried again"
-    return f"webhook to {urlsplit(url).hostname} failed, {tries}, {goes_on}: {' '.join(why.split())}"
+    return f"{what} failed, {tries}, {goes_on}: {' '.join(why.split())}"

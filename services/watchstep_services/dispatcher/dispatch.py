@@ -15,6 +15,7 @@ from watchstep_services.database.models import Action, ActionTry, Run
 from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.observation import lost, trying
 from watchstep_services.dispatcher.outbox import DueAction, Tried
+from watchstep_services.dispatcher.receivers.deliver import NOTIFY, try_notify
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.dispatcher.webhook import try_webhook
 from watchstep_services.events import make_event
@@ -22,7 +23,7 @@ from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
-_KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook}
+_KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook, NOTIFY: try_notify}
 _LONGEST_BACKOFF = 300.0
 _FINAL = {"done", "skipped", "failed"}
 
@@ -141,7 +142,7 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
             row.next_ns = tried.after_ns
         elif tried.result == "error" and row.tries < service.settings.max_tries:
             pause = min(_LONGEST_BACKOFF, service.settings.retry_seconds * 2 ** (row.tries - 1))
-            row.next_ns = now + nanoseconds(pause)
+            row.next_ns = max(now + nanoseconds(pause), tried.after_ns)  # a receiver may ask for longer
         else:
             row.state = tried.result if tried.result in _FINAL else "failed"
             row.finished_ns = now

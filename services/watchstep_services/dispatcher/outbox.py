@@ -16,7 +16,7 @@ class DueAction:
         id: in the database.
         run_id: whose.
         event_id: what caused it.
-        kind: stop or webhook.
+        kind: stop, webhook or notify, among others.
         payload: what the kind needs.
         stage: how far it came.
         stage_since_ns: since when it is at that stage.
@@ -57,7 +57,7 @@ class Tried:
             is reached; ``waiting``: looked again, nothing to record; ``error``: try again later.
         detail: for people.
         stage: the stage after it.
-        after_ns: when to go on.
+        after_ns: when to go on; of an error, not before.
         facts: of a stop that is over: how, and at which step.
     """
 

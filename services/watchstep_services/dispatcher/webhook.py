@@ -1,36 +1,33 @@
-"""Post an event to an address."""
+"""Post an event to an address that a rule config names."""
 
 from __future__ import annotations
 
 import json
 
-import httpx
-
 from watchstep_services.dispatcher.outbox import DueAction, Tried
-from watchstep_services.events import MEDIA_TYPE
+from watchstep_services.dispatcher.receivers.directory import reach_of
+from watchstep_services.dispatcher.receivers.outside import Outside
+from watchstep_services.dispatcher.receivers.posting import try_post
+from watchstep_services.dispatcher.receivers.reach import AddressRefusedError, parse_address
+from watchstep_services.dispatcher.receivers.webhook import webhook_headers
 from watchstep_services.service import Service
-
-_TRY_AGAIN = {408, 425, 429}
 
 
 def try_webhook(service: Service, due: DueAction) -> Tried:
     """Post the event once; the receiver knows a repeated one by its id.
 
-    Redirects are not followed: the address is the one that the rule config names.
+    Redirects are not followed, and addresses that are not public are refused, as of receivers. It is not signed: a receiver
+    of kind ``webhook`` is.
     """
-    url = str(due.payload["url"])
+    event = due.payload["event"]
+    body = json.dumps(event).encode()
+    outside = Outside(reach_of(service.settings), service.settings.webhook_seconds, due.now_ns)
     try:
-        answer = httpx.post(
-            url,
-            content=json.dumps(due.payload["event"]).encode(),
-            headers={"content-type": MEDIA_TYPE, "user-agent": "watchstep"},
-            timeout=service.settings.webhook_seconds,
-        )
-    except httpx.HTTPError as error:
-        return Tried("error", f"{url}: {type(error).__name__}: {error}")
-    said = f"{url}: answered {answer.status_code}"
-    if answer.is_success:
-        return Tried("done", said)
-    if answer.is_server_error or answer.status_code in _TRY_AGAIN:
-        return Tried("error", said)
-    return Tried("failed", f"{said}; the receiver refuses the event, so it is not sent again")
+        address = parse_address(str(due.payload["url"]))
+        headers = webhook_headers(str(event["id"]), due.now_ns, body, [])
+        # A recorder may have named the address: what stands there is not shown.
+        return try_post(outside, address, headers, body, excerpt=False)
+    except ValueError as error:
+        return Tried("failed", f"the address cannot be used: {error}")
+    except AddressRefusedError as error:
+        return Tried("failed", f"{error.what} ({error.mend})")

@@ -8,6 +8,7 @@ from watchstep_services.database.models.base import NAME_LENGTH, Base
 from watchstep_services.database.models.journal import Seal, Segment, Tick
 from watchstep_services.database.models.outbox import Action, ActionTry, Event
 from watchstep_services.database.models.projects import Project
+from watchstep_services.database.models.receivers import ReceiverRow, ReceiverSecret, RoutingTree
 from watchstep_services.database.models.rules import Alert, FindingRow, Memory, RuleConfigRow
 from watchstep_services.database.models.runs import Attempt, Job, Run
 from watchstep_services.database.models.stops import AuditEntry, StopGrant
@@ -32,6 +33,9 @@ __all__ = [
     "Muted",
     "Project",
     "ProjectRule",
+    "ReceiverRow",
+    "ReceiverSecret",
+    "RoutingTree",
     "RuleConfigRow",
     "Run",
     "Seal",

@@ -1,0 +1,60 @@
+"""The kinds of receivers: how one is written, and how it is sent to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from watchstep_services.dispatcher.outbox import Tried
+from watchstep_services.dispatcher.receivers import (
+    alertmanager,
+    eventbridge,
+    mail,
+    slack,
+    sns,
+    sqs,
+    webhook,
+)
+from watchstep_services.dispatcher.receivers.outside import Letter, Outside
+from watchstep_services.dispatcher.receivers.receiver import Receiver
+
+Sender = Callable[[Any, Letter, Outside], Tried]
+"""Sends a letter once.
+
+It never waits for long: ``outside.seconds`` is for all of it. What it returns says whether it is tried again. Whatever else
+happens it raises, and it is tried again.
+"""
+
+AnyReceiver = Annotated[
+    webhook.WebhookReceiver
+    | slack.SlackReceiver
+    | mail.EmailReceiver
+    | sns.SnsReceiver
+    | sqs.SqsReceiver
+    | eventbridge.EventBridgeReceiver
+    | alertmanager.AlertmanagerReceiver,
+    Field(discriminator="kind"),
+]
+
+RECEIVER: TypeAdapter[AnyReceiver] = TypeAdapter(AnyReceiver)
+
+_SENDERS: dict[type[Receiver], Sender] = {
+    webhook.WebhookReceiver: webhook.send,
+    slack.SlackReceiver: slack.send,
+    mail.EmailReceiver: mail.send,
+    sns.SnsReceiver: sns.send,
+    sqs.SqsReceiver: sqs.send,
+    eventbridge.EventBridgeReceiver: eventbridge.send,
+    alertmanager.AlertmanagerReceiver: alertmanager.send,
+}
+
+
+def send(receiver: Receiver, letter: Letter, outside: Outside) -> Tried:
+    """Send a letter to a receiver, once.
+
+    Raises:
+        WatchstepError: what the owner of the receiver can mend; it is tried again.
+    """
+    return _SENDERS[type(receiver)](receiver, letter, outside)

@@ -1,0 +1,136 @@
+"""One POST to an address that a user wrote: checked, bounded in time and size, no redirects, and what came of it."""
+
+from __future__ import annotations
+
+import email.utils
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timezone
+
+import httpcore
+
+from watchstep_services.dispatcher.outbox import Tried
+from watchstep_services.dispatcher.receivers.connecting import CheckedBackend, tls_context
+from watchstep_services.dispatcher.receivers.cutoff import Cutoff
+from watchstep_services.dispatcher.receivers.outside import Outside
+from watchstep_services.dispatcher.receivers.reach import Address
+
+MOST_READ = 64 * 1024
+"""Bytes of an answer; the rest is left."""
+
+LONGEST_PAUSE = 3600.0
+"""Seconds that a receiver may put off the next try by ``Retry-After``."""
+
+USER_AGENT = "watchstep"
+_TRY_AGAIN = frozenset({408, 425, 429})
+_EXCERPT = 200
+_NANOSECONDS = 1_000_000_000
+
+
+class PostError(Exception):
+    """The request got no answer; it may be sent again."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said.
+
+    Attributes:
+        status: of HTTP.
+        excerpt: the beginning of the body, printable.
+        retry_after: as it was sent; empty where it was not.
+    """
+
+    status: int
+    excerpt: str
+    retry_after: str
+
+
+def try_post(
+    outside: Outside, address: Address, headers: Mapping[str, str], body: bytes, *, excerpt: bool = True
+) -> Tried:
+    """Send one request, and say what came of it.
+
+    Args:
+        outside: the way out.
+        address: of the receiver.
+        headers: beside ``Host``, ``User-Agent`` and the length.
+        body: of the request.
+        excerpt: whether people are shown what the server says when it refuses.
+
+    Raises:
+        AddressRefusedError: the address is not allowed.
+    """
+    try:
+        answer = post(outside, address, headers, body)
+    except PostError as error:
+        return Tried("error", f"{address.host}: {error}")
+    # The host alone: paths are secrets of some receivers.
+    said = f"{address.host}: answered {answer.status}"
+    if 200 <= answer.status < 300:
+        return Tried("done", said)
+    if excerpt and answer.excerpt:
+        said = f"{said} ({answer.excerpt})"
+    if answer.status >= 500 or answer.status in _TRY_AGAIN:
+        return Tried("error", said, after_ns=_after(answer.retry_after, outside.now_ns))
+    if 300 <= answer.status < 400:
+        return Tried("failed", f"{said}; redirects are not followed: name the address that it leads to")
+    return Tried("failed", f"{said}; the receiver refuses the event, so it is not sent again")
+
+
+def post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> Answer:
+    """Send one request; all of it, from looking the host up to the answer, is bounded by ``outside.seconds``.
+
+    Raises:
+        AddressRefusedError: the address is not allowed.
+        PostError: there was no answer.
+    """
+    seconds = outside.seconds
+    url = httpcore.URL(scheme=address.scheme, host=address.host, port=address.port, target=address.target)
+    sent = [("Host", address.authority), ("User-Agent", USER_AGENT), ("Content-Length", str(len(body)))]
+    timeout = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
+    with (
+        Cutoff(seconds) as cutoff,
+        httpcore.ConnectionPool(
+            ssl_context=tls_context(),
+            max_connections=1,
+            network_backend=CheckedBackend(outside.reach, cutoff),
+        ) as pool,
+    ):
+        try:
+            with pool.stream(
+                "POST", url, headers=[*sent, *headers.items()], content=body, extensions={"timeout": timeout}
+            ) as said:
+                return _read(said)
+        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
+            if cutoff.passed or isinstance(error, httpcore.TimeoutException):
+                raise PostError(f"no answer within {seconds:g} s") from error
+            raise PostError(f"{type(error).__name__}: {error}") from error
+
+
+def _read(said: httpcore.Response) -> Answer:
+    held = bytearray()
+    for part in said.iter_stream():
+        held += part
+        if len(held) >= MOST_READ:
+            break
+    text = bytes(held[: 4 * _EXCERPT]).decode("utf-8", errors="replace")
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    after = next((value for name, value in said.headers if name.lower() == b"retry-after"), b"")
+    return Answer(said.status, " ".join(shown.split())[:_EXCERPT], after.decode("latin-1").strip())
+
+
+def _after(written: str, now_ns: int) -> int:
+    """When the receiver wants the next try, in nanoseconds since the epoch; 0 where it does not say."""
+    if not written:
+        return 0
+    if written.isascii() and written.isdigit():
+        pause = min(float(written[:9]), LONGEST_PAUSE)
+        return now_ns + round(pause * _NANOSECONDS)
+    try:
+        moment = email.utils.parsedate_to_datetime(written)
+    except (TypeError, ValueError):
+        return 0
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    return min(round(moment.timestamp()) * _NANOSECONDS, now_ns + round(LONGEST_PAUSE * _NANOSECONDS))
