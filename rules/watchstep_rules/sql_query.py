@@ -123,7 +123,7 @@ class Bound:
         import duckdb
 
         self._connection.register("statistics", self._table.slice(first, end - first))
-        with _interrupted_after(self._connection, self._limits.seconds):
+        with interrupted_after(self._connection, self._limits.seconds):
             try:
                 cursor = self._connection.execute(self._text)
                 found = (
@@ -208,7 +208,7 @@ def _over(step: int, what: str, param: str) -> RuleError:
 
 
 @contextmanager
-def _interrupted_after(connection: Any, seconds: float) -> Iterator[None]:
+def interrupted_after(connection: Any, seconds: float) -> Iterator[None]:
     """Interrupt a connection's query after some seconds, unless it has ended."""
     timer = threading.Timer(seconds, connection.interrupt)
     timer.daemon = True

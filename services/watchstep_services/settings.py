@@ -60,6 +60,13 @@ class Settings(BaseSettings):
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(8, ge=1, description="Tries of an action that fails before it is given up.")
     webhook_seconds: float = Field(10.0, gt=0, description="How long a receiver may take to answer.")
+    query_seconds: float = Field(10.0, gt=0, description="How long one query over statistics may take.")
+    query_mb: int = Field(256, ge=16, description="MiB that one query over statistics may take.")
+    project_queries: int = Field(
+        4, ge=1, description="Queries of one project that a process answers at once; more are refused."
+    )
+    tensor_mb: int = Field(64, ge=1, description="MiB of a tensor that one answer may hold.")
+    event_streams: int = Field(500, ge=1, description="Event streams that a process keeps open; more are refused.")
     python_rules: Demand = Field(
         DEFAULT,
         description="Rules that are programs: `refuse`, `full_only` where a machine shuts them in wholly, or "

@@ -13,6 +13,7 @@ from watchstep.block import Block, concatenate
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.layout import SEGMENTS, SegmentKey
 from watchstep.reading.ahead import ahead, readers_of
+from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import IDENTITY, Columns, constants, from_table, is_one_of, joined
 from watchstep.reading.generations import Generations
 from watchstep.reading.manifest import Manifest, generation_of
@@ -95,9 +96,10 @@ class RunIndex:
 
     Attributes:
         damaged: segments that could not be read, and why; what others hold is there all the same.
+        budget: what the present question may take; None where nothing bounds it.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, budget: ReadBudget | None = None) -> None:
         self._store = store
         self._readers = readers_of(store)
         self._segments: dict[SegmentKey, ParquetObject] = {}
@@ -105,6 +107,7 @@ class RunIndex:
         self._generations = Generations(store, self._catalogues)
         self._started: dict[str, int] = {}
         self.damaged: dict[str, str] = {}
+        self.budget = budget
         self._forget()
 
     def _forget(self) -> None:
@@ -126,6 +129,7 @@ class RunIndex:
         for key, found in zip(new, opened, strict=True):
             if found is not None:
                 self._segments[key] = found
+            self._spend()
         if any(key not in self._segments and key.path not in self.damaged for key in new):
             return self.refresh() or True  # one was deleted since it was listed: a newer generation has it
         if new or followed:
@@ -134,6 +138,10 @@ class RunIndex:
 
     def _covers(self, key: SegmentKey) -> bool:
         return key.path in self._generations.sources
+
+    def _spend(self, kept: int = 0) -> None:
+        if self.budget is not None:
+            self.budget.keep(kept)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -261,6 +269,7 @@ class RunIndex:
 
         Raises:
             StoreError: the store cannot be read.
+            OverBudgetError: it takes more than `budget`.
         """
         scan = _Scan(tuple(dict.fromkeys((*IDENTITY, *want.columns))), want, self.tensors())
 
@@ -268,12 +277,16 @@ class RunIndex:
             return self._columns(located, scan)
 
         for found in ahead(one, self._due(want), self._readers):
+            self._spend()
             if found is not None:
                 yield found
 
     def collect(self, want: Want) -> Columns:
         """What `scan` gives, in one."""
-        parts = list(self.scan(want))
+        parts = []
+        for part in self.scan(want):
+            self._spend(sum(column.nbytes for column in part.values()))
+            parts.append(part)
         return joined(parts, dict.fromkeys((*IDENTITY, *want.columns)))
 
     def blocks(self, attempt: str | None, want: Want) -> list[Block]:
@@ -283,6 +296,7 @@ class RunIndex:
             table = self._table(located, None, want)
             if table is None:
                 return None
+            self._spend(table.nbytes)
             try:
                 return to_block(table, located.object.catalogue, located.object.key)
             except FormatError as error:

@@ -18,6 +18,7 @@ from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, NotFoundError, StoreError
 from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
 from watchstep.reading import queries
+from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns
 from watchstep.reading.index import RunIndex, Want
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
@@ -80,9 +81,11 @@ class Run:
         document: the run's identity, rules and configuration.
     """
 
-    def __init__(self, store: Store, document: documents.RunDocument) -> None:
+    def __init__(
+        self, store: Store, document: documents.RunDocument, budget: ReadBudget | None = None
+    ) -> None:
         self._store = store
-        self._index = RunIndex(store)
+        self._index = RunIndex(store, budget)
         self._passed: NDArray[np.int64] | None = None
         self.document = document
         self.refresh()
@@ -193,7 +196,7 @@ class Run:
         Raises:
             NotFoundError: none of that name was recorded.
         """
-        self._check_tensors([name])
+        self.check_tensors([name])
         want = Want((), frozenset([name]))
         rows = self._index.consistently(lambda: concatenate(self._index.blocks(None, want)).ordered())
         return Tensor(self, next(info for info in self._index.tensors() if info.name == name), rows)
@@ -255,7 +258,7 @@ class Run:
             ConfigError: there is no such figure.
             NotFoundError: there is no such tensor.
         """
-        self._check_tensors([tensor])
+        self.check_tensors([tensor])
         merge = merge and worker is None
         want = Want((), frozenset([tensor]))
         held = self._columns([figure], want, merge=merge)
@@ -304,7 +307,7 @@ class Run:
             raise ConfigError(
                 f"collection {tensors!r}: no tensor is in it", "see Run.collections for the names"
             )
-        self._check_tensors(names)
+        self.check_tensors(names)
         return self._index.consistently(
             lambda: queries.heatmap(self._index, names, figure, bins, (mode, reduce))
         )
@@ -323,13 +326,18 @@ class Run:
         Raises:
             NotFoundError: there is no such tensor, or it has no such rows.
         """
-        self._check_tensors([tensor])
+        self.check_tensors([tensor])
         return self._index.consistently(lambda: queries.histogram(self._index, tensor, steps, worker, mode))
 
     def _columns(self, figures: Sequence[str], want: Want, *, merge: bool) -> Columns:
         return self._index.consistently(lambda: queries.columns_of(self._index, figures, want, merge=merge))
 
-    def _check_tensors(self, names: Sequence[str]) -> None:
+    def check_tensors(self, names: Sequence[str]) -> None:
+        """See that tensors were recorded.
+
+        Raises:
+            NotFoundError: one was not.
+        """
         known = {info.name for info in self._index.tensors()}
         for name in names:
             if name not in known:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from watchstep.block import STAGES
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, WatchstepError
 from watchstep.reading.columns import IDENTITY, needs_of
 from watchstep.reading.index import RunIndex, Want
-from watchstep.reading.part import PartLostError
 from watchstep.reading.sql_tables import catalogue_table, statistics_batch, statistics_schema
 from watchstep.tensors import LOSSES, MODES
 
@@ -35,9 +34,9 @@ def query(index: RunIndex, text: str) -> pa.Table:
             "SQL: duckdb is not installed", "install it with: pip install 'watchstep[sql]'"
         ) from None
     connection = _locked(duckdb)
-    lost: list[PartLostError] = []
+    lost: list[WatchstepError] = []
     try:
-        _register(connection, index, lost)
+        register_run(connection, index, lost)
         found = connection.sql(text)
         if found is None:
             raise ConfigError("SQL: the text is no query", "write one SELECT")
@@ -67,7 +66,14 @@ def _locked(duckdb: Any) -> Any:
     return connection
 
 
-def _register(connection: Any, index: RunIndex, lost: list[PartLostError]) -> None:
+def register_run(connection: Any, index: RunIndex, lost: list[WatchstepError]) -> None:
+    """Give a connection a run's tables, and lock its configuration.
+
+    Args:
+        connection: to a database of its own that reaches nothing else.
+        index: of the run.
+        lost: gets what a scan raised, of which DuckDB passes on only the text.
+    """
     connection.register("statistics", _lazy(index, lost))
     connection.register("tensors", catalogue_table(index.tensors()))
     connection.execute(
@@ -77,7 +83,7 @@ def _register(connection: Any, index: RunIndex, lost: list[PartLostError]) -> No
     connection.execute("SET lock_configuration = true")
 
 
-def _lazy(index: RunIndex, lost: list[PartLostError]) -> Any:
+def _lazy(index: RunIndex, lost: list[WatchstepError]) -> Any:
     """A dataset of no rows to Arrow, whose scans read the run: what DuckDB asks of it is what is fetched."""
     import pyarrow as pa
     import pyarrow.dataset as ds
@@ -96,10 +102,10 @@ def _lazy(index: RunIndex, lost: list[PartLostError]) -> Any:
     return Statistics(schema.empty_table())
 
 
-def _noting(lost: list[PartLostError], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _noting(lost: list[WatchstepError], batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     try:
         yield from batches
-    except PartLostError as error:
+    except WatchstepError as error:
         lost.append(error)
         raise
 

@@ -17,14 +17,17 @@ from watchstep_services.api import (
     problems,
     rules,
     runs,
+    snapshots,
+    statistics,
     tokens,
 )
 from watchstep_services.api.access import Gate, document_token
 from watchstep_services.api.observation import Observed
 from watchstep_services.api.policies import Routes
+from watchstep_services.api.queries.state import Queries
 from watchstep_services.service import Service
 
-PARTS = (runs, control, announcements, alerts, events, rules, backtests, tokens, health, figures)
+PARTS = (runs, control, announcements, alerts, events, rules, backtests, statistics, snapshots, tokens, health, figures)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -42,6 +45,7 @@ def create_app(service: Service) -> FastAPI:
         generate_unique_id_function=conventions.operation_id,
     )
     app.state.service = service
+    app.state.queries = Queries.of(service)
     problems.install(app)
     conventions.install(app)
     own = tuple(app.routes)

@@ -1,4 +1,4 @@
-"""Find the run that a path names."""
+"""Find the run that a path names, and its place on the store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep.layout import run_prefix
-from watchstep_services.database.models import Run
+from watchstep.store import Store
+from watchstep_services.database.models import Project, Run
+from watchstep_services.service import Service
 
 
 def find_run(session: Session, project: str, run: str) -> Run:
@@ -22,3 +24,16 @@ def find_run(session: Session, project: str, run: str) -> Run:
     if row is None:
         raise NotFoundError(f"run {project}/{run}: not known", "register it first, or check the name")
     return row
+
+
+def run_store(service: Service, project: str, run: str) -> Store:
+    """The store of a run's project, seen from the run.
+
+    Raises:
+        BadNameError, NotFoundError: as `find_run`.
+        ConfigError, StoreError: the store cannot be opened.
+    """
+    with service.database.read() as session:
+        row = find_run(session, project, run)
+        url = session.get_one(Project, row.project).store_url
+    return service.stores.open(url).child(run_prefix(project, run))

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
+from watchstep.reading.budget import OverBudgetError
 from watchstep_services.api.problem_types import described, type_of
 
 MEDIA_TYPE = "application/problem+json"
@@ -58,9 +59,13 @@ _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
     (NotFoundError, 404),
     (ConfigError, 422),
     (RuleError, 422),
+    (OverBudgetError, 413),
     (FormatError, 502),
     (StoreError, 503),
 )
+
+
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
 
 
 def install(app: FastAPI) -> None:
@@ -75,8 +80,7 @@ def install(app: FastAPI) -> None:
 def problem(status: int, title: str, what: str, mend: str) -> JSONResponse:
     """An answer that tells a problem."""
     content = Problem(type=type_of(status), title=title, status=status, detail=what, mend=mend).model_dump()
-    headers = {"www-authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(content, status, headers=headers, media_type=MEDIA_TYPE)
+    return JSONResponse(content, status, headers=_HEADERS.get(status), media_type=MEDIA_TYPE)
 
 
 def answer_to(request: Request, error: Exception) -> JSONResponse:

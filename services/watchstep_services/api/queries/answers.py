@@ -1,0 +1,147 @@
+"""Answers to queries: numbers that JSON can hold, and Arrow where it is asked for."""
+
+from __future__ import annotations
+
+import io
+import math
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fastapi import Response
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ARROW = "application/vnd.apache.arrow.stream"
+
+Numbers = list[float | None]
+
+
+class LineOutput(BaseModel):
+    """One line of a series: a mode, a worker with a whole tensor, a replica, a stage. Its lists have one length."""
+
+    mode: str
+    worker: int = Field(description="The lowest, where shards merged.")
+    replica: int
+    stage: str
+    step: list[int] = Field(description="The first step of each point.")
+    last_step: list[int] = Field(
+        description="The last step of each point; the first where it is of one step."
+    )
+    count: list[int] = Field(description="Rows of each point.")
+    mean: Numbers = Field(description="Of the point's finite values; null where it has none.")
+    min: Numbers
+    max: Numbers
+    nonfinite: list[int] = Field(description="Rows of the point without a finite value.")
+
+
+class SeriesOutput(BaseModel):
+    """One figure of one tensor over the steps."""
+
+    tensor: str
+    figure: str
+    lines: list[LineOutput]
+    left_out: int = Field(description="Lines that there are beyond these; name a worker or a mode.")
+
+
+class HeatmapOutput(BaseModel):
+    """One figure of many tensors over the steps."""
+
+    figure: str
+    tensors: list[str] = Field(description="Names, in the model's order; one row of values each.")
+    left_out: int = Field(description="Tensors of the collection beyond these.")
+    edges: list[int] = Field(description="Column i holds the steps edges[i] to edges[i + 1] - 1.")
+    values: list[Numbers] = Field(description="null where a cell has no finite value.")
+
+
+class HistogramOutput(BaseModel):
+    """How a tensor's elements spread over powers of two, over the steps."""
+
+    tensor: str
+    edges: list[int] = Field(description="Row i holds the steps edges[i] to edges[i + 1] - 1.")
+    lower: Numbers = Field(description="Elements of column j lie from lower[j] to upper[j].")
+    upper: Numbers
+    counts: list[list[int]]
+    zeros: list[int] = Field(description="Elements equal to zero, which lie in no column.")
+    nonfinite: list[int]
+
+
+class ColumnOutput(BaseModel):
+    """A column of a query's answer."""
+
+    name: str
+    type: str = Field(description="As Arrow calls it.")
+
+
+class SqlOutput(BaseModel):
+    """What a query gave."""
+
+    columns: list[ColumnOutput]
+    rows: list[list[Any]]
+    more: bool = Field(description="There are more rows than the limit.")
+
+
+class TensorEntry(BaseModel):
+    """A tensor that was recorded."""
+
+    name: str
+    module: str
+    module_type: str
+    role: str
+    order: int
+    shape: list[int]
+    dtype: str
+    collections: list[str]
+
+
+def numbers(values: NDArray[Any]) -> Numbers:
+    """Finite numbers as they are, others as null: JSON has none of them."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def sql_answer(table: pa.Table, *, more: bool) -> SqlOutput:
+    """A table as JSON can hold it."""
+    columns = [ColumnOutput(name=entry.name, type=str(entry.type)) for entry in table.schema]
+    held = [[_plain(value) for value in column.to_pylist()] for column in table.columns]
+    rows = [list(row) for row in zip(*held, strict=True)]
+    return SqlOutput(columns=columns, rows=rows, more=more)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else _plain(float(value))
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value)
+
+
+def arrow(table: pa.Table) -> Response:
+    """A table as an Arrow stream."""
+    import pyarrow as pa
+
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return Response(sink.getvalue(), media_type=ARROW)
+
+
+def wants_arrow(accept: str | None) -> bool:
+    """Whether a request asks for Arrow."""
+    return accept is not None and ARROW in accept
+
+
+def whole_numbers(values: NDArray[np.integer[Any]]) -> list[Any]:
+    """Whole numbers, of any shape, as lists."""
+    held: list[Any] = values.tolist()
+    return held

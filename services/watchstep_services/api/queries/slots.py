@@ -1,0 +1,52 @@
+"""How many queries are under way at once: of one project, so that none takes all, and of the process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from watchstep_services.api.problems import RefusedError
+
+
+class Slots:
+    """Places for queries. Thread-safe; who finds none is refused at once, for a queue would only hide it.
+
+    Args:
+        per_project: places of one project.
+        total: places of the process.
+    """
+
+    def __init__(self, per_project: int, total: int) -> None:
+        self._per_project, self._total = per_project, total
+        self._taken: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self, project: str) -> Iterator[None]:
+        """Hold a place for the length of the block.
+
+        Raises:
+            RefusedError: 429; there is none.
+        """
+        with self._lock:
+            if self._taken[project] >= self._per_project or self._taken.total() >= self._total:
+                whose = (
+                    f"of project {project}"
+                    if self._taken[project] >= self._per_project
+                    else "of all projects"
+                )
+                raise RefusedError(
+                    429,
+                    f"too many queries {whose} are under way",
+                    "send it again when one of them is answered",
+                )
+            self._taken[project] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[project] -= 1
+                if not self._taken[project]:
+                    del self._taken[project]

@@ -1,0 +1,289 @@
+"""Snapshots of a run: which there are, what is in them, and the tensors themselves, in pieces of a bounded size."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Response
+from pydantic import BaseModel, Field
+
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.kernels.array_kernel import measure_array
+from watchstep.layout import SNAPSHOTS, SnapshotKey, check_name
+from watchstep.snapshot import DTYPES, Snapshot, Stored, open_snapshot
+from watchstep.store import Store
+from watchstep.tensors import Mode
+from watchstep_services.api.access import permits
+from watchstep_services.api.filters import Word
+from watchstep_services.api.paging import Paged, PageOutput
+from watchstep_services.api.problems import RefusedError, documented
+from watchstep_services.api.queries.answers import Numbers, numbers
+from watchstep_services.api.queries.state import Asking
+from watchstep_services.api.tensor_summary import FIGURES, FiguresOutput
+
+router = APIRouter(
+    prefix="/v1/projects/{project}/runs/{run}/snapshots", tags=["snapshots"], responses=documented(502)
+)
+
+MEDIA_TYPE = "application/octet-stream"
+_MEGABYTE = 1024 * 1024
+_SAMPLE = 32
+_RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The snapshot that a path names."""
+
+    project: str
+    run: str
+    key: SnapshotKey
+
+
+def _place(
+    project: str,
+    run: str,
+    attempt: Annotated[str, Path(max_length=128)],
+    worker: Annotated[int, Path(ge=0, lt=2**31)],
+    step: Annotated[int, Path(ge=0, lt=2**59)],
+    mode: Mode,
+) -> Place:
+    return Place(project, run, SnapshotKey(check_name("attempt", attempt), worker, step, mode))
+
+
+Placed = Annotated[Place, Depends(_place)]
+Name = Annotated[
+    Word, Query(min_length=1, max_length=1024, description="Of the tensor.", examples=["conv1.weight"])
+]
+
+_RAW: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": text,
+        "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        "headers": {
+            "X-Watchstep-Dtype": {
+                "schema": {"type": "string"},
+                "description": "By safetensors' names: F32, BF16, …",
+            },
+            "X-Watchstep-Shape": {
+                "schema": {"type": "string"},
+                "description": "Separated by commas; empty for a scalar.",
+            },
+            "Accept-Ranges": {"schema": {"type": "string"}},
+        },
+    }
+    for status, text in ((200, "Its bytes, little-endian and row-major."), (206, "The bytes of the Range."))
+}
+
+
+class SnapshotEntry(BaseModel):
+    """A snapshot."""
+
+    attempt: str
+    worker: int
+    step: int
+    mode: str
+    bytes: int
+
+
+class SnapshotList(PageOutput):
+    """Snapshots by attempt, worker and step."""
+
+    snapshots: list[SnapshotEntry]
+
+
+class StoredTensor(BaseModel):
+    """A tensor of a snapshot."""
+
+    name: str
+    dtype: str = Field(description="By safetensors' names: F32, BF16, F8_E4M3, …")
+    shape: list[int]
+    bytes: int = Field(description="Of its elements.")
+    compressed: bool
+
+
+class SnapshotOutput(SnapshotEntry):
+    """A snapshot and what is in it."""
+
+    metadata: dict[str, str]
+    tensors: list[StoredTensor]
+    missing: int = Field(description="Tensors that did not fit into the writer's memory.")
+
+
+class TensorSummary(StoredTensor):
+    """A tensor's figures, and its first elements."""
+
+    figures: FiguresOutput
+    first: Numbers = Field(description=f"Its first {_SAMPLE} elements; null where not finite.")
+
+
+@router.get("", summary="List snapshots")
+@permits("read")
+def list_snapshots(project: str, run: str, asking: Asking, paging: Paged) -> SnapshotList:
+    """Which full tensors were kept: of which step, by whom."""
+    with asking.looked_at(project, run) as store:
+        held = sorted(_held(store, asking.budget().check))
+    entries = [_entry(key, size) for key, size in held]
+    shown, token = paging.fetch_sorted([(k.attempt, k.worker, k.step, k.mode) for k, _ in held], entries)
+    return SnapshotList(snapshots=shown, next_page_token=token)
+
+
+@router.get("/{attempt}/{worker}/{step}/{mode}", summary="Look at a snapshot")
+@permits("read")
+def get_snapshot(place: Placed, asking: Asking) -> SnapshotOutput:
+    """Its tensors, with their types and shapes."""
+    key = place.key
+    with asking.looked_at(place.project, place.run) as store:
+        snapshot = open_snapshot(store, key.path)
+        size = store.size(key.path)
+    return SnapshotOutput(
+        **_entry(key, size).model_dump(),
+        metadata=snapshot.metadata,
+        tensors=[_stored(name, stored) for name, stored in snapshot.tensors.items()],
+        missing=snapshot.missing,
+    )
+
+
+@router.get(
+    "/{attempt}/{worker}/{step}/{mode}/tensor",
+    summary="Read a tensor's bytes",
+    response_class=Response,
+    responses={**_RAW, **documented(416)},
+)
+@permits("read")
+def get_tensor(
+    place: Placed,
+    name: Name,
+    asking: Asking,
+    range_: Annotated[
+        str | None, Header(alias="Range", max_length=100, description="bytes=FIRST-LAST")
+    ] = None,
+) -> Response:
+    """Its elements as they were, little-endian and row-major; a piece of them where a Range asks for it."""
+    key = place.key
+    with asking.looked_at(place.project, place.run) as store:
+        snapshot = open_snapshot(store, key.path)
+        stored = _of(snapshot, name)
+        size = _bytes(stored)
+        start, end = _asked(range_, size)
+        _bounded(end - start, asking.service.settings.tensor_mb, "a smaller Range")
+        content = _content(store, snapshot, name, (start, end), asking.service.settings.tensor_mb)
+    headers = {
+        "x-watchstep-dtype": _dtype(stored),
+        "x-watchstep-shape": ",".join(map(str, _shape(stored))),
+        "accept-ranges": "bytes",
+        "etag": f'"{hashlib.sha256(f"{key.path} {name}".encode()).hexdigest()[:32]}"',
+        "cache-control": "private, max-age=3600, immutable",
+    }
+    if range_ is None:
+        return Response(content, 200, headers, MEDIA_TYPE)
+    headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
+    return Response(content, 206, headers, MEDIA_TYPE)
+
+
+@router.get("/{attempt}/{worker}/{step}/{mode}/summary", summary="Look at a tensor")
+@permits("read")
+def get_tensor_summary(place: Placed, name: Name, asking: Asking) -> TensorSummary:
+    """Its figures, computed of all elements, and its first elements."""
+    key = place.key
+    with asking.looked_at(place.project, place.run) as store:
+        snapshot = open_snapshot(store, key.path)
+        stored = _of(snapshot, name)
+        _bounded(_bytes(stored), asking.service.settings.tensor_mb, "its bytes in pieces, by Range")
+        values = snapshot.values(name)
+    if values.dtype.kind == "c":
+        values = abs(values)
+    figures = measure_array(values)
+    return TensorSummary(
+        **_stored(name, stored).model_dump(),
+        figures=FiguresOutput(**{each: figure(figures) for each, figure in FIGURES.items()}),
+        first=numbers(values.reshape(-1)[:_SAMPLE].astype(float)),
+    )
+
+
+def _held(store: Store, check: Any) -> Iterator[tuple[SnapshotKey, int]]:
+    for entry in store.entries(SNAPSHOTS):
+        check()
+        try:
+            yield SnapshotKey.parse(entry.key), entry.size
+        except FormatError:
+            continue  # somebody else's object
+
+
+def _entry(key: SnapshotKey, size: int) -> SnapshotEntry:
+    return SnapshotEntry(attempt=key.attempt, worker=key.worker, step=key.step, mode=key.mode, bytes=size)
+
+
+def _dtype(stored: Stored) -> str:
+    return stored.packed.dtype if stored.packed is not None else stored.dtype
+
+
+def _shape(stored: Stored) -> tuple[int, ...]:
+    return stored.packed.shape if stored.packed is not None else stored.shape
+
+
+def _bytes(stored: Stored) -> int:
+    return math.prod(_shape(stored)) * DTYPES[_dtype(stored)].itemsize
+
+
+def _stored(name: str, stored: Stored) -> StoredTensor:
+    return StoredTensor(
+        name=name,
+        dtype=_dtype(stored),
+        shape=list(_shape(stored)),
+        bytes=_bytes(stored),
+        compressed=stored.packed is not None,
+    )
+
+
+def _of(snapshot: Snapshot, name: str) -> Stored:
+    stored = snapshot.tensors.get(name)
+    if stored is None:
+        snapshot.read(name)  # raises, and says why it is not there
+        raise NotFoundError(f"tensor {name!r}: not in the snapshot", "see its tensors")
+    return stored
+
+
+def _bounded(size: int, most_mb: int, instead: str) -> None:
+    if size > most_mb * _MEGABYTE:
+        raise RefusedError(
+            413,
+            f"{size} bytes: over the {most_mb} MiB of one answer",
+            f"ask for {instead}, or raise WATCHSTEP_TENSOR_MB",
+        )
+
+
+def _content(store: Store, snapshot: Snapshot, name: str, piece: tuple[int, int], most_mb: int) -> bytes:
+    stored = snapshot.tensors[name]
+    start, end = piece
+    if stored.packed is None:
+        held = store.get_range(snapshot.key, stored.start + start, end - start) if end > start else b""
+        if len(held) != end - start:
+            raise FormatError(
+                f"snapshot {snapshot.key}: tensor {name!r} is shorter than it was", "take another snapshot"
+            )
+        return held
+    _bounded(_bytes(stored), most_mb, "an uncompressed snapshot: this one can only be unpacked whole")
+    return snapshot.read(name).tobytes()[start:end]
+
+
+def _asked(text: str | None, size: int) -> tuple[int, int]:
+    """First byte and end of a Range; all where there is none."""
+    if text is None:
+        return 0, size
+    found = _RANGE.fullmatch(text.strip())
+    if found is None or not (found[1] or found[2]):
+        raise RefusedError(416, f"Range {text!r}: not one range of bytes", "write bytes=FIRST-LAST")
+    if not found[1]:
+        start, end = max(0, size - int(found[2])), size
+    else:
+        start = int(found[1])
+        end = min(size, int(found[2]) + 1) if found[2] else size
+    if start >= end:
+        raise RefusedError(416, f"Range {text!r}: the tensor has {size} bytes", "ask for a part of them")
+    return start, end

@@ -1,0 +1,266 @@
+"""Queries over what a run recorded: the SDK's answers, in no more points than a screen has, within bounds."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.services.api.conftest import Api, Client
+from tests.services.recording import Recording, exploding_from, nan_from
+from watchstep.reading.run import open_run
+from watchstep.store import Store
+from watchstep_services.api.app import create_app
+from watchstep_services.api.queries import opened as opened_module
+
+RUN = "/v1/projects/vision/runs/run-1"
+GRADIENT = "second.weight:gradient"
+STEPS = 300
+
+
+@pytest.fixture
+def recorded(api: Api, folder_store: Store) -> Api:
+    recording = Recording(folder_store).begin()
+    for seq in range(3):
+        recording.write(seq, seq * 100, seq * 100 + 99, exploding_from(200))
+    api.driven.register()
+    return api
+
+
+def get(api: Api, what: str, **asked: Any) -> Any:
+    answer = api.call("GET", f"{RUN}/{what}?{urlencode(asked, doseq=True)}")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def names(api: Api) -> list[str]:
+    return [entry["name"] for entry in get(api, "tensors")["tensors"]]
+
+
+def test_the_tensors_are_listed_in_pages(recorded: Api) -> None:
+    whole = names(recorded)
+    assert len(whole) == 3
+    page = get(recorded, "tensors", limit=2)
+    rest = get(recorded, "tensors", limit=2, page_token=page["next_page_token"])
+    assert [entry["name"] for entry in (*page["tensors"], *rest["tensors"])] == whole
+    assert rest["next_page_token"] is None
+    assert [entry["name"] for entry in get(recorded, "tensors", collection="losses")["tensors"]] == ["loss"]
+
+
+def test_a_series_that_fits_is_each_row(recorded: Api, folder_store: Store) -> None:
+    tensor = next(name for name in names(recorded) if name.startswith("second"))
+    (line,) = get(recorded, "series", tensor=tensor, figure="l2", points=STEPS)["lines"]
+    table = open_run(f"{folder_store.location}/vision/run-1").series(tensor, "l2")
+    assert line["step"] == line["last_step"] == table["step"].to_pylist()
+    assert line["mean"] == line["min"] == line["max"] == table["l2"].to_pylist()
+    assert set(line["count"]) == {1}
+
+
+def test_a_series_is_binned_to_the_points(recorded: Api, folder_store: Store) -> None:
+    for points in (1, 2, 7, 100, 299):
+        binned(recorded, folder_store, points)
+
+
+def binned(recorded: Api, folder_store: Store, points: int) -> None:
+    tensor = next(name for name in names(recorded) if name.startswith("second"))
+    (line,) = get(recorded, "series", tensor=tensor, figure="l2", points=points)["lines"]
+    table = open_run(f"{folder_store.location}/vision/run-1").series(tensor, "l2")
+    steps, values = table["step"].to_numpy(), table["l2"].to_numpy()
+    assert len(line["step"]) <= points
+    assert sum(line["count"]) == STEPS
+    for first, last, mean, low, high in zip(
+        *(line[n] for n in ("step", "last_step", "mean", "min", "max")), strict=True
+    ):
+        held = values[(steps >= first) & (steps <= last)]
+        assert (low, high) == (held.min(), held.max())
+        assert mean == pytest.approx(held.mean())
+
+
+def test_what_is_not_finite_is_counted_and_null(api: Api, folder_store: Store) -> None:
+    Recording(folder_store).begin().write(0, 0, 9, nan_from(5))
+    api.driven.register()
+    (line,) = get(api, "series", tensor="loss", figure="mean", points=2)["lines"]
+    assert line["nonfinite"] == [0, 5]
+    assert line["mean"][1] is None
+    (line,) = get(api, "series", tensor="loss", figure="mean", first=4, last=6)["lines"]
+    assert (line["step"], line["nonfinite"]) == ([4, 5, 6], [0, 1, 1])
+
+
+def test_a_series_as_arrow(recorded: Api) -> None:
+    headers = {
+        "authorization": f"Bearer {recorded.token('viewer')}",
+        "accept": "application/vnd.apache.arrow.stream",
+    }
+    answer = recorded.client.request(
+        "GET", f"{RUN}/series?tensor=loss&figure=mean&points=10", headers=headers
+    )
+    table = pa.ipc.open_stream(io.BytesIO(answer.content)).read_all()
+    (line,) = get(recorded, "series", tensor="loss", figure="mean", points=10)["lines"]
+    assert table["step"].to_pylist() == line["step"]
+    assert table["mean"].to_pylist() == line["mean"]
+
+
+def test_a_heatmap_and_a_histogram(recorded: Api, folder_store: Store) -> None:
+    run = open_run(f"{folder_store.location}/vision/run-1")
+    asked = get(recorded, "heatmap", collection="gradients", figure="abs_max", points=10)
+    expected = run.heatmap("gradients", "abs_max", 10)
+    assert (asked["tensors"], asked["edges"]) == (expected.tensors, expected.edges.tolist())
+    assert asked["values"] == expected.values.tolist()
+    one = get(recorded, "heatmap", collection="gradients", figure="abs_max", rows=1)
+    assert (len(one["tensors"]), one["left_out"]) == (1, 1)
+    told = get(recorded, "histogram", tensor=expected.tensors[0], points=3)
+    held = run.histogram(expected.tensors[0], 3)
+    assert (told["counts"], told["edges"]) == (held.counts.tolist(), held.edges.tolist())
+
+
+def sql(api: Api, query: str, limit: int = 1000) -> httpx.Response:
+    return api.call("POST", f"{RUN}/sql", {"query": query, "limit": limit}, role="viewer")
+
+
+def test_sql(recorded: Api) -> None:
+    answer = sql(
+        recorded, "SELECT tensor, count(*) AS n FROM statistics GROUP BY tensor ORDER BY tensor"
+    ).json()
+    assert [column["name"] for column in answer["columns"]] == ["tensor", "n"]
+    assert [row[1] for row in answer["rows"]] == [STEPS] * 3
+    assert answer["more"] is False
+    cut = sql(recorded, "SELECT step FROM statistics", 7).json()
+    assert (len(cut["rows"]), cut["more"]) == (7, True)
+    odd = sql(recorded, "SELECT 1/0.0 AS a, NULL AS b, 1.5::DECIMAL(4, 2) AS c, true AS d").json()
+    assert odd["rows"][0][1:] == [None, 1.5, True]
+    assert np.isfinite([value for value in odd["rows"][0] if isinstance(value, float)]).all()
+
+
+REFUSED = [
+    "SELECT * FROM read_csv('/etc/passwd')",
+    "COPY statistics TO '/tmp/x'",
+    "SELECT getenv('HOME')",
+    "SELECT * FROM duckdb_settings()",
+    "ATTACH '/tmp/x.db'",
+    "SELECT 1; SELECT 2",
+    "SELECT * FROM other",
+    "SELEC",
+    "SELECT nothing FROM statistics",
+    "INSERT INTO statistics SELECT * FROM statistics",
+    "SELECT 'a' || chr(0)",
+    "",
+]
+
+
+def test_sql_that_may_not_be_run_is_refused(recorded: Api) -> None:
+    for query in REFUSED:
+        answer = sql(recorded, query)
+        assert (answer.status_code, answer.json()["type"]) == (422, "urn:watchstep:problem:invalid"), query
+        assert "root:" not in answer.text
+
+
+def with_settings(api: Api, **settings: Any) -> Api:
+    driven = api.driven.with_settings(**settings)
+    return Api(Client(create_app(driven.service)), driven)
+
+
+def test_a_query_that_takes_too_long_is_ended(recorded: Api) -> None:
+    bounded = with_settings(recorded, query_seconds=0.5)
+    many = "SELECT count(*) FROM statistics a, statistics b, statistics c, statistics d WHERE a.mean + b.mean < c.mean * d.mean"
+    answer = sql(bounded, many)
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:watchstep:problem:too-large"), (
+        answer.text
+    )
+    assert sql(recorded, "SELECT count(*) FROM statistics").status_code == 200
+
+
+def test_a_query_that_takes_too_much_memory_is_ended(recorded: Api) -> None:
+    many = "SELECT median(a.mean + b.step) FROM statistics a, statistics b, (SELECT step FROM statistics LIMIT 5) c"
+    answer = sql(with_settings(recorded, query_mb=16, query_seconds=60.0), many)
+    assert answer.status_code == 413, answer.text[:300]
+
+
+def test_a_series_over_its_budget_is_refused(recorded: Api) -> None:
+    bounded = with_settings(recorded, query_mb=16)
+    bounded = with_settings(bounded, query_seconds=1e-9)
+    answer = bounded.call("GET", f"{RUN}/series?tensor=loss&figure=mean")
+    assert answer.status_code in {413, 429}
+
+
+def test_of_one_project_only_some_are_answered_at_once(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = with_settings(recorded, project_queries=1)
+    entered, go = threading.Event(), threading.Event()
+    real: Callable[..., Any] = opened_module.OpenedRuns._entry
+
+    def slow(self: Any, location: str) -> Any:
+        entered.set()
+        assert go.wait(60)
+        return real(self, location)
+
+    monkeypatch.setattr(opened_module.OpenedRuns, "_entry", slow)
+    place = f"{RUN}/series?tensor=loss&figure=mean"
+    first: list[int] = []
+    thread = threading.Thread(target=lambda: first.append(api.call("GET", place).status_code))
+    thread.start()
+    assert entered.wait(60)
+    second = api.call("GET", place)
+    assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+    assert api.call("GET", RUN).status_code == 200  # what is no query is answered meanwhile
+    go.set()
+    thread.join(60)
+    assert first == [200]
+    assert api.call("GET", place).status_code == 200
+
+
+def test_what_is_new_is_seen(recorded: Api, folder_store: Store) -> None:
+    assert get(recorded, "series", tensor="loss", figure="mean")["lines"][0]["last_step"][-1] == STEPS - 1
+    Recording(folder_store).write(3, STEPS, STEPS + 9)
+    assert get(recorded, "series", tensor="loss", figure="mean")["lines"][0]["last_step"][-1] == STEPS + 9
+
+
+MISSING = [
+    ("series?tensor=nothing&figure=l2", 404),
+    ("series?tensor=loss&figure=nothing", 422),
+    ("series?tensor=loss&figure=l2&mode=other", 422),
+    ("series?tensor=loss&figure=l2&points=0", 422),
+    ("heatmap?figure=l2", 422),
+    ("heatmap?figure=l2&collection=nothing", 422),
+    ("heatmap?figure=l2&tensor=nothing", 404),
+    ("histogram?tensor=loss&worker=7", 404),
+    ("tensors?page_token=WzFd", 422),
+]
+
+
+def test_what_is_not_there_is_told(recorded: Api) -> None:
+    for place, status in MISSING:
+        answer = recorded.call("GET", f"{RUN}/{place}")
+        assert answer.status_code == status, (place, answer.text)
+
+
+def test_a_run_of_which_nothing_is_recorded_is_not_there(api: Api) -> None:
+    api.driven.register()
+    assert api.call("GET", f"{RUN}/series?tensor=loss&figure=mean").status_code == 404
+    assert api.call("GET", f"{RUN}/snapshots").json() == {"next_page_token": None, "snapshots": []}
+
+
+def test_a_damaged_segment_is_left_out_and_a_damaged_document_is_told(
+    recorded: Api, folder_store: Store
+) -> None:
+    (key,) = [
+        entry.key for entry in folder_store.entries("vision/run-1/stats/") if "/0000000001-" in entry.key
+    ]
+    folder_store.put(key, b"PAR1 nonsense PAR1")
+    (line,) = get(recorded, "series", tensor="loss", figure="mean")["lines"]
+    assert len(line["step"]) == 200
+    folder_store.put("vision/run-1/run.json", b"{")
+    fresh = with_settings(recorded)
+    assert fresh.call("GET", f"{RUN}/series?tensor=loss&figure=mean").status_code == 502
+
+
+def test_others_projects_are_out_of_reach(recorded: Api) -> None:
+    for place in ("series?tensor=loss&figure=mean", "tensors", "snapshots"):
+        assert recorded.call("GET", f"{RUN}/{place}", project="language").status_code in {403, 404}
