@@ -45,6 +45,12 @@ class Settings(BaseSettings):
         0, ge=0, le=65535, description="Port for Prometheus, without a token; 0 for none: `/metrics` of the API needs one."
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
+    access_log: bool = Field(False, description="Whether the API logs every request.")
+    migrate: Literal["at_start", "never"] = Field(
+        "at_start", description="Whether processes bring the database's schema up to date: `at_start` or `never`."
+    )
+    drain_seconds: float = Field(20.0, gt=0, description="How long requests may run on after SIGTERM.")
+    worker_processes: int = Field(2, ge=1, le=1024, description="Processes of one `watchstep worker`.")
     workers: int = Field(4, ge=1, le=64, description="Threads that evaluate and act, when embedded.")
     sweep_seconds: float = Field(1.0, gt=0, description="How often work is looked for without a hint.")
     listing_seconds: float = Field(

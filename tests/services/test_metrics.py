@@ -19,6 +19,7 @@ from watchstep.store import Store
 from watchstep_services import metrics
 from watchstep_services.database.engine import Database
 from watchstep_services.database_figures import FIGURES, DatabaseFigures
+from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.exposition import registry, serve, written
 from watchstep_services.settings import load_settings
 
@@ -68,7 +69,7 @@ def test_an_evaluation_a_notification_and_a_lost_lease_are_counted(
     assert grown(before, "watchstep_evaluation_lag_seconds_count") == 2
     assert grown(before, "watchstep_rule_seconds_count{rule=nan_or_inf}") >= 1
     (stop, *_) = [action for action in driven_sqlite.actions(run_id) if action.kind == "stop"]
-    driven_sqlite.finish(stop.id)
+    assert dispatch(driven_sqlite.service, stop.id) is not None
     assert sum(
         value - before.get(name, 0.0)
         for name, value in read().items()
@@ -131,6 +132,7 @@ def test_a_port_of_their_own(sqlite: Database) -> None:
 SHARED = """
 import os, sys
 from watchstep_services import metrics
+from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.exposition import registry, written
 if os.fork() == 0:
     metrics.CONNECTIONS.labels("open").inc(3)

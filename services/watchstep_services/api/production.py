@@ -1,22 +1,72 @@
-"""uvicorn's entry in production: ``uvicorn --factory watchstep_services.api.production:create``."""
+"""The API in production: ``watchstep api`` becomes this program."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
 from fastapi import FastAPI
 
+from watchstep_services import logs, tracing
 from watchstep_services.api.app import create_app
-from watchstep_services.database.schema import upgrade
+from watchstep_services.database.engine import open_database
+from watchstep_services.database.schema import prepare
+from watchstep_services.database_figures import DatabaseFigures
+from watchstep_services.exposition import FOLDER, forget_folder, registry, serve
 from watchstep_services.scheduler.celery_app import app as celery
 from watchstep_services.scheduler.production import production_service
 from watchstep_services.settings import load_settings
 
 
 def create() -> FastAPI:
-    """The API of the production service; brings the schema up to date first.
+    """The API of the production service, in each process: uvicorn's factory.
 
     Raises:
-        ConfigError: a setting is missing or cannot be used.
+        ConfigError: a setting is missing or cannot be used, or the database is not ready.
     """
-    service = production_service(load_settings(), celery)
-    upgrade(service.database)
-    return create_app(service)
+    settings = load_settings()
+    logs.configure(settings.log, settings.log_level)
+    tracing.start("api")
+    service = production_service(settings, celery)
+    prepare(service.database, settings)
+    app = create_app(service)
+    app.router.lifespan_context = _lifespan
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    yield
+    tracing.stop()
+
+
+def main(host: str, port: int, processes: int) -> None:
+    """Serve until SIGTERM; then requests that run have ``WATCHSTEP_DRAIN_SECONDS`` to finish."""
+    settings = load_settings()
+    logs.configure(settings.log, settings.log_level)
+    database = open_database(settings.database_url)
+    end = serve(settings, registry(DatabaseFigures(database)))
+    try:
+        uvicorn.run(
+            "watchstep_services.api.production:create",
+            factory=True,
+            host=host,
+            port=port,
+            workers=processes,
+            log_config=None,
+            access_log=settings.access_log,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        )
+    finally:
+        end()
+        database.close()
+        if FOLDER in os.environ:
+            forget_folder()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

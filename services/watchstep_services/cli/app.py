@@ -9,7 +9,7 @@ import typer
 import watchstep
 from watchstep.launch.run_command import parser as run_options
 from watchstep.launch.sync_command import parser as sync_options
-from watchstep_services.cli import demo, export, rules, runs, serve, tokens
+from watchstep_services.cli import database, demo, export, processes, rules, runs, serve, tokens
 
 app = typer.Typer(
     name="watchstep",
@@ -20,6 +20,10 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
+app.command("api")(processes.api)
+app.command("worker")(processes.worker)
+app.command("scheduler")(processes.scheduler)
+app.add_typer(database.app, name="database")
 app.command("export")(export.export)
 app.add_typer(runs.app, name="runs")
 app.add_typer(rules.app, name="rules")

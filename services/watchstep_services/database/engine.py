@@ -41,6 +41,11 @@ class Database:
         with Session(engine, expire_on_commit=False) as session:
             yield session
 
+    @property
+    def shown_url(self) -> str:
+        """Its address without a password."""
+        return self.engine.url.render_as_string(hide_password=True)
+
     def check(self) -> None:
         """Ask the database for an answer.
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import Any
 
 from celery import Celery
-from celery.signals import worker_init
 
 from watchstep.errors import WatchstepError
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.schema import upgrade
 from watchstep_services.points import reach
-from watchstep_services.scheduler import work
+from watchstep_services.scheduler import celery_processes, work
 from watchstep_services.scheduler.production import BACKTEST, DISPATCH, EVALUATE, SWEEP, production_service
 from watchstep_services.scheduler.sweep import sweep as look_for_work
 from watchstep_services.service import Service
@@ -54,6 +50,7 @@ def make_celery(settings: Settings) -> Celery:
 
 
 app = make_celery(load_settings())
+celery_processes.connect()
 
 
 @functools.lru_cache(maxsize=1)
@@ -64,16 +61,6 @@ def _service_of(process: int) -> Service:  # noqa: ARG001 - the cache's key: a f
 def service() -> Service:
     """This process's view of the service."""
     return _service_of(os.getpid())
-
-
-@worker_init.connect  # type: ignore[untyped-decorator]
-def _migrate(**_signal: Any) -> None:
-    """Bring the schema up to date before any worker process is forked."""
-    database = open_database(load_settings().resolved_database_url)
-    try:
-        upgrade(database)
-    finally:
-        database.close()
 
 
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]

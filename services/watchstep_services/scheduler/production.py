@@ -63,11 +63,11 @@ class CeleryNotifier:
                 _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)
 
 
-def production_service(settings: Settings, celery: Any) -> Service:
-    """The service of one process. Call it after a fork, never before.
+def require_production(settings: Settings) -> None:
+    """Refuse settings that production cannot run with.
 
     Raises:
-        ConfigError: a setting that production needs is missing, or the database does not answer.
+        ConfigError: a setting that production needs is missing.
     """
     if not settings.broker_url:
         raise ConfigError("WATCHSTEP_BROKER_URL is not set", "name the Redis, e.g. redis://redis:6379/0")
@@ -75,6 +75,15 @@ def production_service(settings: Settings, celery: Any) -> Service:
         raise ConfigError(
             "WATCHSTEP_DATABASE_URL is not set", "name the PostgreSQL, e.g. postgresql://user@host/watchstep"
         )
+
+
+def production_service(settings: Settings, celery: Any) -> Service:
+    """The service of one process. Call it after a fork, never before.
+
+    Raises:
+        ConfigError: a setting that production needs is missing, or the database does not answer.
+    """
+    require_production(settings)
     database = open_database(settings.database_url)
     database.check()
     base = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"

@@ -1,0 +1,72 @@
+"""What Celery's processes do at their start and end beside their tasks: schema, log, figures, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from celery.signals import (
+    beat_init,
+    setup_logging,
+    worker_init,
+    worker_process_init,
+    worker_process_shutdown,
+    worker_ready,
+    worker_shutdown,
+)
+
+from watchstep_services import logs, tracing
+from watchstep_services.database.engine import open_database
+from watchstep_services.database.schema import prepare
+from watchstep_services.exposition import forget_folder, registry, serve
+from watchstep_services.settings import load_settings
+
+_ends: list[Callable[[], None]] = []
+
+
+def connect() -> None:
+    """Have Celery call these; safe to repeat."""
+    setup_logging.connect(_log)
+    worker_init.connect(_main_process)
+    worker_ready.connect(_forked)
+    worker_process_init.connect(_child)
+    worker_process_shutdown.connect(_child_ends)
+    worker_shutdown.connect(_main_process_ends)
+    beat_init.connect(_beat)
+
+
+def _log(**_signal: Any) -> None:
+    settings = load_settings()
+    logs.configure(settings.log, settings.log_level)
+
+
+def _main_process(**_signal: Any) -> None:
+    """Before any worker process is forked: what is opened here is closed before that."""
+    settings = load_settings()
+    database = open_database(settings.resolved_database_url)
+    try:
+        prepare(database, settings)
+    finally:
+        database.close()
+
+
+def _forked(**_signal: Any) -> None:
+    _ends.append(serve(load_settings(), registry()))
+
+
+def _child(**_signal: Any) -> None:
+    tracing.start("worker")
+
+
+def _child_ends(**_signal: Any) -> None:
+    tracing.stop()
+
+
+def _main_process_ends(**_signal: Any) -> None:
+    while _ends:
+        _ends.pop()()
+    forget_folder()
+
+
+def _beat(**_signal: Any) -> None:
+    _ends.append(serve(load_settings(), registry()))
