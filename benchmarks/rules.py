@@ -25,6 +25,7 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.history import History, trimmed
 from watchstep_rules.judging.judge import Progress, RuleMemory, judge_prepared
 from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.reach import Reach
 from watchstep_rules.registry import RULES
 
 STEPS = 10_000
@@ -70,7 +71,7 @@ def configs() -> list[RuleConfig]:
 def judge_blocks(blocks: Iterator[Block], chosen: Sequence[RuleConfig]) -> Judged:
     """As the evaluator does: history, what arrived, seals after each block."""
     judged = Judged(held=_resident())
-    reach = max(config.implementation.lookback(config.parameters) for config in chosen)
+    reach = Reach.of(chosen)
     memories = {config.name: RuleMemory() for config in chosen}
     history, before = History.empty(), -1
     for arrived in blocks:

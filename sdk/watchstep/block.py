@@ -159,6 +159,8 @@ def concatenate(blocks: list[Block]) -> Block:
         return Block.empty()
     if len(blocks) == 1:
         return blocks[0]
+    if all(block.catalogue is blocks[0].catalogue for block in blocks):
+        return _stacked(blocks, blocks[0].catalogue, [block.tensor for block in blocks])
     known: dict[str, int] = {}
     catalogue: list[TensorInfo] = []
     tensors = []
@@ -171,6 +173,13 @@ def concatenate(blocks: list[Block]) -> Block:
                 catalogue.append(info)
         place = np.array([known[info.name] for info in block.catalogue], np.int32)
         tensors.append(place[block.tensor])
+    return _stacked(blocks, tuple(catalogue), tensors)
+
+
+def _stacked(
+    blocks: list[Block], catalogue: tuple[TensorInfo, ...], tensors: list[NDArray[np.int32]]
+) -> Block:
+    """Blocks whose tensors are numbered over one catalogue, one after the other."""
     names = {name for block in blocks for name in block.probes}
     return Block(
         step=np.concatenate([block.step for block in blocks]),
@@ -178,7 +187,7 @@ def concatenate(blocks: list[Block]) -> Block:
         worker=np.concatenate([block.worker for block in blocks]),
         time_ns=np.concatenate([block.time_ns for block in blocks]),
         tensor=np.concatenate(tensors),
-        catalogue=tuple(catalogue),
+        catalogue=catalogue,
         places=Places.concatenate([block.places for block in blocks]),
         statistics=StatisticsBatch.concatenate([block.statistics for block in blocks]),
         probes={

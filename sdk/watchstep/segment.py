@@ -21,6 +21,7 @@ from watchstep.arrow_arrays import from_codes, from_numbers, from_words, to_numb
 from watchstep.block import STAGES, Block, Places
 from watchstep.errors import FormatError
 from watchstep.histogram import Histograms
+from watchstep.known_catalogues import KnownCatalogues
 from watchstep.layout import SCHEMA_VERSION
 from watchstep.parquet_claims import read_claims
 from watchstep.segment_checks import MAX_BYTES, MAX_ROWS, PROBE, check_claims, check_values, checked_columns
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MAX_CATALOGUE = 16 * 1024 * 1024
+_known = KnownCatalogues()
 __all__ = [
     "CATALOGUE",
     "CONSTANT",
@@ -231,11 +233,15 @@ def catalogue_of(stored: bytes) -> tuple[TensorInfo, ...]:
     Raises:
         ValueError, TypeError, KeyError, zlib.error: it is none, or over the limit.
     """
+    return _known.get(stored, _unpacked)
+
+
+def _unpacked(stored: bytes) -> tuple[int, tuple[TensorInfo, ...]]:
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
     if unpacker.unconsumed_tail or not unpacker.eof:
         raise ValueError("the catalogue of its tensors is too large or cut short")
-    return tuple(TensorInfo.from_data(entry) for entry in json.loads(text))
+    return len(text), tuple(TensorInfo.from_data(entry) for entry in json.loads(text))
 
 
 def _to_block(opened: _Opened) -> Block:

@@ -10,8 +10,9 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert import Phase, Transition
 from watchstep_rules.judging.history import History, joined, over_one_catalogue, trimmed
-from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict, reach_of
+from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict
 from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.reach import Reach
 from watchstep_rules.judging.rule_set import judge_set
 
 FINDINGS_KEPT = 1000
@@ -96,7 +97,7 @@ class Replay:
         """
         self._sets = [[_Told(config) for config in configs] for configs in rule_sets]
         self._kept = FINDINGS_KEPT if findings_kept is None else findings_kept
-        self._reach = max((reach_of(configs) for configs in rule_sets), default=0)
+        self._reach = Reach.of(config for configs in rule_sets for config in configs)
         self._history = History.empty()
         self._position = 0
         self._sealed = -1

@@ -11,8 +11,9 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert import Phase
 from watchstep_rules.judging.history import History, over_one_catalogue, trimmed
-from watchstep_rules.judging.judge import Progress, RuleMemory, Verdict, judge_prepared, reach_of
+from watchstep_rules.judging.judge import Progress, RuleMemory, Verdict, judge_prepared
 from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.reach import Reach
 
 Said = tuple[RuleConfig, Verdict]
 
@@ -22,7 +23,7 @@ class StepJudge:
 
     def __init__(self, configs: Sequence[RuleConfig]) -> None:
         self._memories = {config.name: (config, RuleMemory()) for config in configs}
-        self._reach = reach_of(configs)
+        self._reach = Reach.of(configs)
         self._history = Block.empty()
         self._waiting: list[Block] = []
         self._sealed = -1
@@ -55,7 +56,7 @@ class StepJudge:
             verdict = judge_prepared(config, memory, rows)
             self._memories[name] = (config, verdict.memory)
             said.append((config, verdict))
-        if self._reach:
+        if self._reach.scopes:
             together = concatenate([history, arrived])
             nowhere = np.zeros(len(together), np.int64)
             self._history = trimmed(History(together, nowhere), self._reach, now).block

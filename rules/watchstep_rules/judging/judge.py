@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -157,21 +156,6 @@ def due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:
         return _due_ns(config, memory)
     except Exception:  # noqa: BLE001 - judging tells it with the next rows; here it must not keep others from their ticks
         return None
-
-
-def reach_of(configs: Iterable[RuleConfig]) -> int:
-    """How many earlier rows of each series the rule that looks back furthest needs.
-
-    One whose rule cannot say it needs none: it cannot be judged either, and judging tells why.
-    """
-    return max(map(_reach, configs), default=0)
-
-
-def _reach(config: RuleConfig) -> int:
-    try:
-        return config.implementation.lookback(config.parameters)
-    except Exception:  # noqa: BLE001 - told by judging, and must not stop the others
-        return 0
 
 
 def _due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from watchstep.block import Block
 from watchstep.block_view import together, view
 from watchstep.tensors import TensorInfo
+from watchstep_rules.judging.of_catalogue import OfCatalogue
 from watchstep_rules.judging.shards import merge_shards
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Prepared:
 
     def _in_scope(self, config: RuleConfig, block: Block) -> Block:
         needs = config.implementation.needed(config.parameters)
-        chosen = _scopes(block.catalogue).mask(config.tensors, needs)
+        catalogue, scope = block.catalogue, config.tensors
+        chosen = _scopes.get(catalogue, (scope, needs), lambda: _mask(catalogue, scope, needs))
         if chosen.all():
             return block
         key = (id(block), chosen.tobytes())
@@ -77,25 +79,12 @@ class Prepared:
         return view(block, rows)
 
 
-class _Scopes:
-    """Which tensors of a catalogue are in which scope; asked anew at each evaluation, and always the same."""
-
-    def __init__(self, catalogue: tuple[TensorInfo, ...]) -> None:
-        self._catalogue = catalogue
-        self._masks: dict[tuple[TensorScope, Needs], NDArray[np.bool_]] = {}
-
-    def mask(self, scope: TensorScope, needs: Needs) -> NDArray[np.bool_]:
-        """One flag for each tensor."""
-        found = self._masks.get((scope, needs))
-        if found is None:
-            found = np.array([scope.holds(info, needs) for info in self._catalogue], np.bool_)
-            self._masks[scope, needs] = found
-        return found
+_scopes: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()
 
 
-@functools.lru_cache(maxsize=32)
-def _scopes(catalogue: tuple[TensorInfo, ...]) -> _Scopes:
-    return _Scopes(catalogue)
+def _mask(catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs) -> NDArray[np.bool_]:
+    """Which tensors of a catalogue are in scope."""
+    return np.array([scope.holds(info, needs) for info in catalogue], np.bool_)
 
 
 def _where(block: Block, chosen: NDArray[np.bool_]) -> Block:

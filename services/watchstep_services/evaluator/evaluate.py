@@ -13,6 +13,7 @@ from watchstep.errors import WatchstepError
 from watchstep.store import Store
 from watchstep_rules.judging.history import History, joined, trimmed
 from watchstep_rules.judging.judge import Progress
+from watchstep_rules.judging.reach import Reach
 from watchstep_services.database.models import Attempt, Run, Segment
 from watchstep_services.evaluator import attempts, seals, ticks
 from watchstep_services.evaluator import cursor as cursors
@@ -92,7 +93,7 @@ def _evaluate(service: Service, run_id: int, seen: Observation) -> Evaluation:
 @dataclass(frozen=True)
 class _Kept:
     rows: History
-    lookback: int
+    lookback: Reach
 
 
 def _let_go(service: Service, held: Claim, error: BaseException) -> None:
@@ -171,7 +172,7 @@ def _attempt_to_seal(service: Service, held: Claim) -> str:
     return ""
 
 
-def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, depth: int) -> History:
+def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, depth: Reach) -> History:
     """Earlier rows: from this process if it judged last, else from the segments that hold them."""
     known = service.histories.get((held.run_id, attempt.attempt), held.cursor, depth)
     if known is not None:

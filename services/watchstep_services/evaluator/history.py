@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 
 from watchstep_rules.judging.history import History
+from watchstep_rules.judging.reach import Reach
 
 _ENTRIES = 64
 
@@ -18,10 +19,10 @@ class HistoryCache:
 
     def __init__(self, entries: int = _ENTRIES) -> None:
         self._entries = entries
-        self._held: OrderedDict[tuple[int, str], tuple[str, int, History]] = OrderedDict()
+        self._held: OrderedDict[tuple[int, str], tuple[str, Reach, History]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, run: tuple[int, str], cursor: str, lookback: int) -> History | None:
+    def get(self, run: tuple[int, str], cursor: str, lookback: Reach) -> History | None:
         """The history of a (run id, attempt) at a cursor."""
         with self._lock:
             held = self._held.get(run)
@@ -30,7 +31,7 @@ class HistoryCache:
             self._held.move_to_end(run)
             return held[2]
 
-    def put(self, run: tuple[int, str], cursor: str, lookback: int, history: History) -> None:
+    def put(self, run: tuple[int, str], cursor: str, lookback: Reach, history: History) -> None:
         """Keep a history."""
         with self._lock:
             self._held[run] = (cursor, lookback, history)

@@ -11,8 +11,9 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert import Transition
 from watchstep_rules.judging.history import over_one_catalogue
-from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict, failed, reach_of
+from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict, failed
 from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.reach import Reach
 from watchstep_rules.judging.rule_set import judge_set
 from watchstep_services.database.models import RuleConfigRow
 
@@ -59,9 +60,9 @@ def memory_of(text: str | None) -> RuleMemory:
         return RuleMemory()
 
 
-def lookback(configs: list[Loaded]) -> int:
-    """How many earlier rows of each series the rule that looks back furthest needs."""
-    return reach_of(held.config for held in configs if held.config is not None)
+def lookback(configs: list[Loaded]) -> Reach:
+    """How many earlier rows of each series the rules need that look back on it."""
+    return Reach.of(held.config for held in configs if held.config is not None)
 
 
 def judge_all(configs: list[Loaded], history: Block, arrived: Block, progress: Progress) -> list[Judged]:

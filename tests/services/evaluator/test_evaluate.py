@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from tests.services.driving import Driven, make_service
+from tests.services.driving import RULES, Driven, make_service
 from tests.services.recording import PROJECT, Recording, exploding_from, healthy, nan_from
 from watchstep.errors import StoreError
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.judging.reach import Reach
 from watchstep_services.database.models import Run
 from watchstep_services.evaluator import commit as committing
 from watchstep_services.evaluator import evaluate as evaluating
@@ -128,6 +129,9 @@ def test_splits_and_restarts_change_nothing(tmp_path: Path, sqlite_factory: Any)
     assert all(result == results[0] for result in results)
 
 
+REACH = Reach.of(RULES)
+
+
 def test_a_restart_rebuilds_the_history_from_the_store(driven: Driven, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     recording.write_all(list(range(4, 60, 5)), healthy)
@@ -135,13 +139,13 @@ def test_a_restart_rebuilds_the_history_from_the_store(driven: Driven, folder_st
     keys = recording.written["w0"]
     driven.announce(run_id, *keys[:-1])
     driven.settle(run_id)
-    warm = driven.service.histories.get((run_id, "a1"), driven.run(run_id).cursor, 20)
+    warm = driven.service.histories.get((run_id, "a1"), driven.run(run_id).cursor, REACH)
     assert warm is not None
     cold = driven.restarted()
     cold.announce(run_id, keys[-1])
     cold.evaluate(run_id)
     driven.service.histories.clear()
-    again = cold.service.histories.get((run_id, "a1"), cold.run(run_id).cursor, 20)
+    again = cold.service.histories.get((run_id, "a1"), cold.run(run_id).cursor, REACH)
     assert again is not None
     assert again.positions == [7, 8, 9, 10, 11][-len(again.positions) :]
     assert len(warm.block) == len(again.block) == 20 * 3

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.judging.history import History
+from watchstep_rules.judging.reach import Reach
 from watchstep_services.evaluator.history import HistoryCache
+
+REACH = Reach.of(DEFAULT_RULES)
 
 
 def test_the_cache_holds_for_one_cursor_and_forgets_the_oldest() -> None:
     cache = HistoryCache(entries=2)
     for run in (1, 2, 3):
-        cache.put((run, "a1"), "{}", 5, History.empty())
-    assert cache.get((1, "a1"), "{}", 5) is None
-    assert cache.get((3, "a1"), "{}", 5) is not None
-    assert cache.get((3, "a1"), '{"a1/node/w0":1}', 5) is None
-    assert cache.get((3, "a1"), "{}", 6) is None
+        cache.put((run, "a1"), "{}", REACH, History.empty())
+    assert cache.get((1, "a1"), "{}", REACH) is None
+    assert cache.get((3, "a1"), "{}", REACH) is not None
+    assert cache.get((3, "a1"), '{"a1/node/w0":1}', REACH) is None
+    assert cache.get((3, "a1"), "{}", Reach()) is None

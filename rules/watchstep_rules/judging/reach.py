@@ -1,0 +1,56 @@
+"""How far back the rules of a run look, tensor by tensor: a loss may be looked back on for long, most tensors are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.tensors import TensorInfo
+from watchstep_rules.config import RuleConfig, TensorScope
+from watchstep_rules.contract import Needs
+from watchstep_rules.judging.of_catalogue import OfCatalogue
+
+_depths: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Of each scope, how many earlier rows of a series its rules need. Hashable; equal ones keep the same rows."""
+
+    scopes: frozenset[tuple[TensorScope, Needs, int]] = frozenset()
+
+    @classmethod
+    def of(cls, configs: Iterable[RuleConfig]) -> Reach:
+        """How far rule configs look back.
+
+        One whose rule cannot say it needs nothing: it cannot be judged either, and judging tells why.
+        """
+        found = (_of_one(config) for config in configs)
+        return cls(frozenset(one for one in found if one is not None))
+
+    def __or__(self, other: Reach) -> Reach:
+        """As far as both."""
+        return Reach(self.scopes | other.scopes)
+
+    def rows_of(self, catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
+        """How many earlier rows of a series are needed, for each tensor of a catalogue."""
+        return _depths.get(catalogue, self, lambda: self._rows_of(catalogue))
+
+    def _rows_of(self, catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
+        depth = np.zeros(len(catalogue), np.int64)
+        for scope, needs, rows in self.scopes:
+            held = np.array([scope.holds(info, needs) for info in catalogue], np.bool_)
+            depth[held] = np.maximum(depth[held], rows)
+        return depth
+
+
+def _of_one(config: RuleConfig) -> tuple[TensorScope, Needs, int] | None:
+    try:
+        rule, params = config.implementation, config.parameters
+        rows = rule.lookback(params)
+        return (config.tensors, rule.needed(params), rows) if rows > 0 else None
+    except Exception:  # noqa: BLE001 - told by judging, and must not stop the others
+        return None
