@@ -28,6 +28,16 @@ HTTP_SECONDS = Histogram(
     "How long requests took, by route (its pattern, or `none`) and class of status.",
     ["method", "route", "status"], buckets=_FAST, registry=REGISTRY,
 )  # fmt: skip
+LIMITS_REFUSED = Counter(
+    "watchstep_rate_limits_refused",
+    "Requests that came too often: to `ask`, to `record`, or without a valid token (`fail`).",
+    ["of"], registry=REGISTRY,
+)  # fmt: skip
+LIMITS_OPEN = Counter(
+    "watchstep_rate_limits_open",
+    "Requests that went through uncounted, because the storage of the rate limits did not answer.",
+    registry=REGISTRY,
+)
 ANNOUNCEMENTS = Counter(
     "watchstep_announcements",
     "Announcements taken: `fresh`, or `known` already.",

@@ -45,6 +45,15 @@ class Settings(BaseSettings):
         0, ge=0, le=65535, description="Port for Prometheus, without a token; 0 for none: `/metrics` of the API needs one."
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
+    requests_per_minute: int = Field(
+        6000, ge=0, description="How often one token may ask, recording apart; 0: as often as it likes."
+    )
+    recordings_per_minute: int = Field(
+        120_000, ge=0, description="How often one token may register and announce; 0: as often as it likes."
+    )
+    failures_per_minute: int = Field(
+        60, ge=0, description="How often one address may ask without a valid token; 0: as often as it likes."
+    )
     access_log: bool = Field(False, description="Whether the API logs every request.")
     migrate: Literal["at_start", "never"] = Field(
         "at_start", description="Whether processes bring the database's schema up to date: `at_start` or `never`."

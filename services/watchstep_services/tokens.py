@@ -23,7 +23,7 @@ from watchstep_services.database.models import Token
 from watchstep_services.roles import PERMISSIONS, Identity, Permission, Role
 from watchstep_services.settings import nanoseconds
 
-__all__ = ["PERMISSIONS", "Identity", "Permission", "Role", "create_token", "id_of", "identify"]
+__all__ = ["PERMISSIONS", "Identity", "Permission", "Role", "create_token", "digest_of", "id_of", "identify"]
 
 MAX_NAME = 128
 _ID_LENGTH = 16
@@ -67,7 +67,7 @@ def create_token(
         session.add(
             Token(
                 id=public,
-                sha256=_hash(token),
+                sha256=digest_of(token),
                 name=name,
                 role=role,
                 project=project,
@@ -95,7 +95,7 @@ def check_token_name(name: str) -> str:
 def id_of(token: str) -> str:
     """The public id of a token, whether or not there is such a one."""
     found = _WITH_ID.fullmatch(token)
-    return found[1] if found else _hash(token)[:_ID_LENGTH]
+    return found[1] if found else digest_of(token)[:_ID_LENGTH]
 
 
 def identify(database: Database, token: str) -> Identity | None:
@@ -108,7 +108,7 @@ def identify(database: Database, token: str) -> Identity | None:
     with database.read() as session:
         found = session.execute(select(Token, now_ns()).where(Token.id == id_of(token))).first()
     row, now = (None, 0) if found is None else found
-    if not hmac.compare_digest(_NOBODYS if row is None else row.sha256, _hash(token)) or row is None:
+    if not hmac.compare_digest(_NOBODYS if row is None else row.sha256, digest_of(token)) or row is None:
         return None
     if row.revoked_ns is not None or (row.expires_ns is not None and row.expires_ns <= now):
         return None
@@ -133,6 +133,7 @@ def _note_use(database: Database, public: str) -> None:
         _log.warning("token %s: its use was not noted: %s", public, type(error).__name__)
 
 
-def _hash(token: str) -> str:
+def digest_of(token: str) -> str:
+    """What is kept of a token."""
     # 256 random bits need no slow hash: they cannot be guessed.
     return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

@@ -13,8 +13,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from watchstep_services.api.policies import Routes, open_to_all, permits, policy_of
+from watchstep_services.api.policies import Policy, Routes, open_to_all, permits, policy_of
 from watchstep_services.api.problems import RefusedError, answer_to
+from watchstep_services.api.rate_limits import RateLimits
+from watchstep_services.api.request_limits import check_head, check_length, limited
 from watchstep_services.roles import PERMISSIONS, Identity, Permission
 from watchstep_services.service import Service
 from watchstep_services.tokens import identify
@@ -32,12 +34,14 @@ class Gate:
         app: what stands behind.
         service: whose tokens count.
         routes: all that there are.
+        limits: how often may be asked.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, routes: Routes) -> None:
+    def __init__(self, app: ASGIApp, service: Service, routes: Routes, limits: RateLimits) -> None:
         self._app = app
         self._service = service
         self._routes = routes
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -47,50 +51,62 @@ class Gate:
         if scope["type"] != "http":
             return  # nothing here speaks anything else; the server ends the connection
         try:
-            scope[_IDENTITY] = await self._admit(scope)
+            most = await self._admit(scope)
         except Exception as error:  # noqa: BLE001 - no handler of the application stands around this
             await answer_to(Request(scope), error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, limited(receive, most), send)
 
-    async def _admit(self, scope: Scope) -> Identity | None:
+    async def _admit(self, scope: Scope) -> int:
+        """Let a request in; returns how large its body may be."""
+        check_head(scope)
         endpoint, values, methods = self._routes.find(scope)
         policy = policy_of(endpoint)
-        if policy is not None and policy.permission is None:
-            return None
-        identity = await self._identify(Headers(scope=scope))
-        if endpoint is None:
-            _refuse_unknown(scope, methods)
-        if policy is None or policy.permission is None:
-            raise RefusedError(403, "the address has no policy", "report it: nobody may use it")
-        _check(identity, policy.permission, values)
-        return identity
+        if policy is None or policy.permission is not None:
+            permission = None if policy is None else policy.permission
+            identity = await run_in_threadpool(self._identify, scope, permission)
+            if endpoint is None:
+                _refuse_unknown(scope, methods)
+            if policy is None or policy.permission is None:
+                raise RefusedError(403, "the address has no policy", "report it: nobody may use it")
+            _check(identity, policy, policy.permission, values)
+            scope[_IDENTITY] = identity
+        check_length(scope, policy.most_bytes)
+        return policy.most_bytes
 
-    async def _identify(self, headers: Headers) -> Identity:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        identity = None
-        if scheme.lower() == "bearer" and token:
-            identity = await run_in_threadpool(identify, self._service.database, token.strip())
+    def _identify(self, scope: Scope, permission: Permission | None) -> Identity:
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
+        client = scope.get("client")
+        address = client[0] if client else "of a socket"
+        self._limits.check_address(address, token)
+        identity = identify(self._service.database, token) if token else None
         if identity is None:
+            self._limits.note_failure(address)
             raise RefusedError(
                 401,
-                "no token, or one that is not known",
+                "no token, or one that is not known, was revoked or has expired",
                 "send 'Authorization: Bearer TOKEN' with a valid token",
             )
+        self._limits.note_success(token)
+        self._limits.take(identity, permission)
         return identity
 
 
 def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:
     if methods:
         raise RefusedError(
-            405, f"Method {scope['method']}: Not Allowed here", f"use one of: {', '.join(sorted(methods))}"
+            405,
+            f"Method {scope['method']}: Not Allowed here",
+            f"use one of: {', '.join(sorted(methods))}",
+            {"allow": ", ".join(sorted(methods))},
         )
     raise RefusedError(
         404, f"address {scope['path']!r}: Not Found", "see /docs for the addresses and methods"
     )
 
 
-def _check(identity: Identity, permission: Permission, values: dict[str, Any]) -> None:
+def _check(identity: Identity, policy: Policy, permission: Permission, values: dict[str, Any]) -> None:
     if not identity.may(permission):
         roles = [role for role, held in PERMISSIONS.items() if permission in held]
         raise RefusedError(
@@ -98,7 +114,7 @@ def _check(identity: Identity, permission: Permission, values: dict[str, Any]) -
         )
     if identity.project is None:
         return
-    if "project" not in values and permission != "read":
+    if "project" not in values and policy.all_projects:
         raise RefusedError(
             403,
             f"the token belongs to project {identity.project!r}, and this is of all projects",

@@ -25,6 +25,7 @@ from watchstep_services.api.access import Gate, document_token
 from watchstep_services.api.observation import Observed
 from watchstep_services.api.policies import Routes
 from watchstep_services.api.queries.state import Queries
+from watchstep_services.api.rate_limits import rate_limits
 from watchstep_services.service import Service
 
 PARTS = (runs, control, announcements, alerts, events, rules, backtests, statistics, snapshots, tokens, health, figures)
@@ -55,6 +56,6 @@ def create_app(service: Service) -> FastAPI:
         policies.describe(part.router)
         app.include_router(part.router, dependencies=policies.documented(part.router, document_token))
     routes = Routes((*own, *(route for part in PARTS for route in part.router.routes)))
-    app.add_middleware(Gate, service=service, routes=routes)
+    app.add_middleware(Gate, service=service, routes=routes, limits=rate_limits(service.settings))
     app.add_middleware(Observed)
     return app

@@ -18,7 +18,7 @@ router = APIRouter(tags=["health"])
 
 
 @router.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
-@permits("read")
+@permits("read", all_projects=True)
 def metrics(
     request: Request,
     caller: Caller,

@@ -11,10 +11,14 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
+from watchstep_services.api.request_limits import MOST_BODY
 from watchstep_services.roles import Permission
 
-EXTENSION = "x-watchstep-permission"
+PERMISSION = "x-watchstep-permission"
 """Of an operation in the OpenAPI document: a permission, or ``none`` where no token is asked for."""
+
+REACH = "x-watchstep-reach"
+"""Of an operation: ``all projects`` where a token of one project is not enough."""
 
 _POLICY = "_watchstep_policy"
 _OPEN = "none"
@@ -27,18 +31,32 @@ class Policy:
 
     Attributes:
         permission: what the token's role must have; None where no token is asked for.
+        all_projects: whether it asks for a token of all projects, where its path names none.
+        most_bytes: how large a body may be.
     """
 
     permission: Permission | None
+    all_projects: bool = False
+    most_bytes: int = MOST_BODY
 
 
-def permits(permission: Permission) -> Callable[[Endpoint], Endpoint]:
+def permits(
+    permission: Permission, *, all_projects: bool | None = None, most_bytes: int = MOST_BODY
+) -> Callable[[Endpoint], Endpoint]:
     """Mark what an endpoint asks; below the route's own decorator.
 
-    Where the path has a ``{project}``, the token must be of that project or of all. Where it has none, all but reading asks
-    for a token of all projects; an endpoint that reads must itself show no more than `Caller` may see.
+    Where the path has a ``{project}``, the token must be of that project or of all. An endpoint without one that reads must
+    itself show no more than `Caller` may see.
+
+    Args:
+        permission: what the token's role must have.
+        all_projects: whether a path without a ``{project}`` asks for a token of all projects; all but reading does where
+            it is not said.
+        most_bytes: how large a body may be; a larger one is answered with 413.
     """
-    return _mark(Policy(permission))
+    return _mark(
+        Policy(permission, permission != "read" if all_projects is None else all_projects, most_bytes)
+    )
 
 
 def open_to_all(endpoint: Endpoint) -> Endpoint:
@@ -65,13 +83,20 @@ def describe(router: APIRouter) -> None:
             )
         policy = policy_of(route.endpoint)
         if policy is not None:
-            route.openapi_extra = {**(route.openapi_extra or {}), EXTENSION: policy.permission or _OPEN}
+            said = {PERMISSION: policy.permission or _OPEN}
+            if policy.all_projects and "{project}" not in route.path:
+                said[REACH] = "all projects"
+            route.openapi_extra = {**(route.openapi_extra or {}), **said}
 
 
 def documented(router: APIRouter, shown: Callable[..., Any]) -> list[Any]:
     """What a router depends on so that the document shows its token: nothing where every route is open to all."""
     policies = [policy_of(route.endpoint) for route in router.routes if isinstance(route, APIRoute)]
-    return [] if all(policy == Policy(None) for policy in policies) else [Depends(shown)]
+    return (
+        []
+        if all(policy is not None and policy.permission is None for policy in policies)
+        else [Depends(shown)]
+    )
 
 
 class Routes:

@@ -34,6 +34,8 @@ TYPES: dict[str, ProblemType] = {
     "too-large": ProblemType(
         413, "The request is too large, or its answer would be: `mend` says how to ask for less."
     ),
+    "too-long": ProblemType(414, "The address is too long."),
+    "large-headers": ProblemType(431, "The headers are too many or too large."),
     "wrong-range": ProblemType(416, "The `Range` lies outside of the content."),
     "invalid": ProblemType(422, "A value cannot be used."),
     "too-many": ProblemType(

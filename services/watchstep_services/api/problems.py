@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -37,11 +38,13 @@ class RefusedError(WatchstepError):
         status: of the answer.
         what: the thing and its value.
         mend: what to do about it.
+        headers: of the answer.
     """
 
-    def __init__(self, status: int, what: str, mend: str) -> None:
+    def __init__(self, status: int, what: str, mend: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(what, mend)
         self.status = status
+        self.headers = headers
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -77,10 +80,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-def problem(status: int, title: str, what: str, mend: str) -> JSONResponse:
+def problem(
+    status: int, title: str, what: str, mend: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     """An answer that tells a problem."""
     content = Problem(type=type_of(status), title=title, status=status, detail=what, mend=mend).model_dump()
-    return JSONResponse(content, status, headers=_HEADERS.get(status), media_type=MEDIA_TYPE)
+    return JSONResponse(content, status, headers=headers or _HEADERS.get(status), media_type=MEDIA_TYPE)
 
 
 def answer_to(request: Request, error: Exception) -> JSONResponse:
@@ -95,9 +100,10 @@ def answer_to(request: Request, error: Exception) -> JSONResponse:
 def _watchstep(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, WatchstepError)
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
+    headers = None
     if isinstance(error, RefusedError):
-        status = error.status
-    return problem(status, type(error).__name__.removesuffix("Error"), error.what, error.mend)
+        status, headers = error.status, error.headers
+    return problem(status, type(error).__name__.removesuffix("Error"), error.what, error.mend, headers)
 
 
 def _invalid(_request: Request, error: Exception) -> JSONResponse:

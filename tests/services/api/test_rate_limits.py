@@ -1,0 +1,210 @@
+"""How often may be asked; and that nothing of it ever stands in the way of a recorder's data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from limits.storage import MemoryStorage, Storage
+
+from tests.services.api.conftest import Api
+from tests.services.api.walking import Answer, ask
+from tests.services.redis import free_port, running_redis
+from watchstep_services import metrics
+from watchstep_services.api.app import create_app
+from watchstep_services.api.rate_limits import RateLimits, TooOftenError, redis_storage
+from watchstep_services.roles import Identity
+from watchstep_services.settings import load_settings
+from watchstep_services.token_register import revoke
+from watchstep_services.tokens import id_of
+
+RUNS = "/v1/projects/vision/runs"
+HERE, THERE = "192.0.2.1", "192.0.2.2"
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with running_redis() as broker:
+        yield broker.url
+
+
+@pytest.fixture(params=["memory", "redis"])
+def storage(request: pytest.FixtureRequest) -> Storage:
+    if request.param == "memory":
+        return MemoryStorage(wrap_exceptions=True)
+    found = redis_storage(request.getfixturevalue("redis_url"))
+    found.reset()
+    return found
+
+
+def limits(storage: Storage, clock: Clock | None = None, **changes: int) -> RateLimits:
+    values = {"requests_per_minute": 5, "recordings_per_minute": 8, "failures_per_minute": 3, **changes}
+    return RateLimits(load_settings(**values), storage, clock or Clock())
+
+
+def identity(token: str = "a" * 16) -> Identity:
+    return Identity("operator", None, token)
+
+
+def refused(ask_once: Any, most: int) -> TooOftenError:
+    """The refusal after so many that went through; a second more may be allowed where a window slid meanwhile."""
+    for number in range(3 * most):
+        try:
+            ask_once()
+        except TooOftenError as error:
+            assert number >= most
+            return error
+    raise AssertionError("never refused")
+
+
+def test_each_token_has_its_own_limit(storage: Storage) -> None:
+    held = limits(storage)
+    error = refused(lambda: held.take(identity(), "read"), 5)
+    assert error.status == 429
+    assert error.headers is not None
+    assert 1 <= int(error.headers["retry-after"]) <= 60
+    held.take(identity("b" * 16), "read")
+
+
+def test_recording_is_counted_apart_and_says_that_nothing_is_lost(storage: Storage) -> None:
+    held = limits(storage)
+    refused(lambda: held.take(identity(), "read"), 5)
+    error = refused(lambda: held.take(identity(), "record"), 8)
+    assert "nothing is lost" in error.mend
+
+
+def test_a_limit_of_nought_is_none(storage: Storage) -> None:
+    held = limits(storage, requests_per_minute=0, failures_per_minute=0)
+    for _ in range(100):
+        held.take(identity(), "read")
+        held.note_failure(HERE)
+        held.check_address(HERE, "")
+
+
+def test_an_address_that_fails_is_locked_out_and_a_token_that_was_good_goes_on(storage: Storage) -> None:
+    clock = Clock()
+    held = limits(storage, clock)
+    held.note_success("good")
+    refused(lambda: held.note_failure(HERE), 3)
+    with pytest.raises(TooOftenError, match="without a valid token"):
+        held.check_address(HERE, "unknown")
+    held.check_address(HERE, "good")
+    held.check_address(THERE, "unknown")
+    clock.now = 601
+    with pytest.raises(TooOftenError):
+        held.check_address(HERE, "good")
+
+
+def test_one_network_is_one_address(storage: Storage) -> None:
+    held = limits(storage)
+    numbers = iter(range(100))
+    refused(lambda: held.note_failure(f"2001:db8::{next(numbers):x}"), 3)
+    with pytest.raises(TooOftenError):
+        held.check_address("2001:db8::ffff:1", "")
+    held.check_address("2001:db8:0:1::1", "")
+
+
+def test_processes_count_together_in_redis(redis_url: str) -> None:
+    redis_storage(redis_url).reset()
+    one, other = (limits(redis_storage(redis_url)) for _ in range(2))
+    refused(lambda: one.take(identity(), "read"), 5)
+    with pytest.raises(TooOftenError):
+        other.take(identity(), "read")
+
+
+def opened() -> float:
+    value = metrics.REGISTRY.get_sample_value("watchstep_rate_limits_open_total")
+    assert value is not None
+    return value
+
+
+def test_where_redis_does_not_answer_requests_go_through(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    held = limits(redis_storage(f"redis://:hunter2@127.0.0.1:{free_port()}/0"), clock)
+    before = opened()
+    for _ in range(20):
+        held.take(identity(), "record")
+        held.note_failure(HERE)
+        held.check_address(HERE, "unknown")
+    assert opened() == before + 60
+    (line,) = caplog.messages  # and no more of them, until it is asked again
+    assert "go through uncounted" in line
+    assert "hunter2" not in line
+    clock.now = 6
+    held.take(identity(), "record")
+    assert len(caplog.messages) == 2
+
+
+def test_it_counts_again_when_redis_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    with running_redis() as broker:
+        held = limits(redis_storage(broker.url), clock)
+        held.take(identity(), "read")
+        broker.client.config_set("maxmemory", "1")  # refuses to write, as a full one does
+        held.take(identity(), "read")
+        assert "go through uncounted" in caplog.text
+        broker.client.config_set("maxmemory", "0")
+        clock.now = 6
+        refused(lambda: held.take(identity(), "read"), 4)
+
+
+@dataclass
+class Limited:
+    """The API with small limits."""
+
+    api: Api
+    app: FastAPI = field(init=False)
+
+    def __post_init__(self) -> None:
+        changed = self.api.driven.with_settings(
+            requests_per_minute=5, recordings_per_minute=8, failures_per_minute=3
+        )
+        self.app = create_app(changed.service)
+
+    def until(self, status: int, method: str, path: str, token: str = "", body: object = None) -> Answer:
+        for _ in range(30):
+            answer = ask(self.app, method, path, token, body)
+            if answer.status == status:
+                return answer
+        raise AssertionError(f"never {status}")
+
+
+@pytest.fixture
+def limited(api: Api) -> Limited:
+    return Limited(api)
+
+
+def test_the_api_says_when_to_come_again(limited: Limited) -> None:
+    answer = limited.until(429, "GET", RUNS, limited.api.token("viewer"))
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert ask(limited.app, "GET", RUNS, limited.api.token("viewer")).status == 200
+
+
+def test_a_recorder_that_is_refused_is_told_that_nothing_is_lost(limited: Limited) -> None:
+    token = limited.api.token("recorder")
+    assert "nothing is lost" in limited.until(429, "POST", RUNS, token, {"run": "run-1"}).text
+
+
+def test_guessing_ends_and_who_is_in_stays_in(limited: Limited) -> None:
+    token, unused = limited.api.token("viewer"), limited.api.token("viewer")
+    assert ask(limited.app, "GET", RUNS, token).status == 200
+    limited.until(429, "GET", RUNS, "wst_0123456789abcdef_guessed")
+    assert ask(limited.app, "GET", RUNS, token).status == 200
+    assert ask(limited.app, "GET", RUNS, unused).status == 429, "nobody learns that a guess was right"
+    assert ask(limited.app, "GET", "/healthz").status == 200
+    revoke(limited.api.driven.service.database, id_of(token), None, "somebody")
+    assert ask(limited.app, "GET", RUNS, token).status == 429
