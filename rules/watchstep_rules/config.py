@@ -309,6 +309,10 @@ class RuleConfig(_Model):
         """Whether it goes by a name: its own, or its rule's."""
         return name in (self.name, self.rule)
 
+    def without_inhibits(self) -> RuleConfig:
+        """The same, but it keeps no other quiet: what a recorder may ask for. Whether it stops, the service decides."""
+        return self.model_copy(update={"inhibits": ()})
+
     def without_stop(self) -> RuleConfig:
         """The same, but it stops and inhibits nothing: what a recorder may ask for."""
         actions = tuple(action for action in self.actions if not isinstance(action, StopAction))

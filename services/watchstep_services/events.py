@@ -14,8 +14,13 @@ EventType = Literal[
     "watchstep.run.restart_allowed",
     "watchstep.alert.firing",
     "watchstep.alert.resolved",
+    "watchstep.alert.acknowledged",
     "watchstep.stop.requested",
     "watchstep.stop.done",
+    "watchstep.stop.would_have",
+    "watchstep.rule.error",
+    "watchstep.rule.no_data",
+    "watchstep.rule.ok",
 ]
 MEDIA_TYPE = "application/cloudevents+json"
 _NANOSECONDS = 1_000_000_000

@@ -38,7 +38,8 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
         service: the service.
         project: its project; made, on the service's own store, where it is new.
         run: its name.
-        asked: rule configs. An operator's replace the owner's of the same name; a recorder's stop nothing.
+        asked: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
+            where an operator has allowed them to (`dispatcher.grants`).
         origin: who asks.
 
     Returns:
@@ -91,7 +92,7 @@ def _put_rules(
         if origin == "recorder":
             if _without_actions(config) in plain:
                 continue  # the owner's does it already
-            _put_rule(session, run_id, origin, config.without_stop(), held)
+            _put_rule(session, run_id, origin, config.without_inhibits(), held)
         else:
             _put_rule(session, run_id, origin, config, held)
             owned = held.pop(("owner", config.name), None)
@@ -115,13 +116,13 @@ def _put_rule(
     if known is None:
         row = RuleConfigRow(
             run_id=run_id, origin=origin, name=config.name, rule=config.rule, data=data,
-            granted_stop=config.stops and origin != "recorder",
+            granted_stop=config.stops and origin == "owner",
         )  # fmt: skip
         session.add(row)
         held[origin, config.name] = row
     elif known.data != data:
         known.data, known.rule = data, config.rule
-        known.granted_stop = config.stops and origin != "recorder"
+        known.granted_stop = config.stops and origin == "owner"
         # What it remembers was gathered under other parameters.
         session.execute(delete(Memory).where(Memory.config_id == known.id))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, select
+from sqlalchemy import BigInteger, Engine, select
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
+
+_REPLACED = "watchstep_clock"
 
 
 class now_ns(FunctionElement[int]):  # noqa: N801 - reads as the SQL function that it is
@@ -21,13 +23,26 @@ class now_ns(FunctionElement[int]):  # noqa: N801 - reads as the SQL function th
 
 
 @compiles(now_ns, "sqlite")
-def _sqlite(_element: now_ns, _compiler: Any, **_options: Any) -> str:
-    return "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000000)"
+def _sqlite(_element: now_ns, compiler: Any, **_options: Any) -> str:
+    own = "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000000)"
+    return str(getattr(compiler.dialect, _REPLACED, own))
 
 
 @compiles(now_ns, "postgresql")
-def _postgresql(_element: now_ns, _compiler: Any, **_options: Any) -> str:
-    return "(CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT) * 1000)"
+def _postgresql(_element: now_ns, compiler: Any, **_options: Any) -> str:
+    own = "(CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT) * 1000)"
+    return str(getattr(compiler.dialect, _REPLACED, own))
+
+
+def replace_clock(engine: Engine, expression: str) -> None:
+    """Have an engine that has run nothing yet take the time from a SQL expression: tests that move a clock themselves do.
+
+    Args:
+        engine: whose statements.
+        expression: SQL that gives nanoseconds since the epoch, as ``(SELECT now_ns FROM test_clock)``.
+    """
+    setattr(engine.dialect, _REPLACED, expression)
+    engine.clear_compiled_cache()
 
 
 def read_clock(session: Session) -> int:

@@ -13,6 +13,7 @@ from watchstep_services.control import MIRROR, try_mirror
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Action, ActionTry, Run
 from watchstep_services.database.records import add_event
+from watchstep_services.dispatcher.audit import Subject, note
 from watchstep_services.dispatcher.observation import lost, trying
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.receivers.deliver import NOTIFY, try_notify
@@ -146,9 +147,28 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
         else:
             row.state = tried.result if tried.result in _FINAL else "failed"
             row.finished_ns = now
+        if row.kind == "stop":
+            _audit(session, row, tried, now)
         if tried.facts is not None:
             _tell(service, session, row, tried)
         reach("dispatch.writing", due)
+
+
+def _audit(session: Session, row: Action, tried: Tried, now: int) -> None:
+    """Each try of a stop, and how it ended, in the log that outlives the run."""
+    run = session.get_one(Run, row.run_id)
+    subject = Subject(run.project, run.run, str(row.payload["attempt"]))
+    told = {"number": row.tries, "outcome": tried.result, "stage": row.stage, "detail": tried.detail[:4000]}
+    note(session, "tried", subject, "the service", now, told)
+    if row.state != "pending":
+        ended = {
+            "state": row.state,
+            "tries": row.tries,
+            "detail": tried.detail[:4000],
+            "requested_ns": row.created_ns,
+            **(tried.facts or {}),
+        }
+        note(session, "ended", subject, "the service", now, ended)
 
 
 def _tell(service: Service, session: Session, row: Action, tried: Tried) -> None:

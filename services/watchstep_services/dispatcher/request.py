@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 from sqlalchemy.orm import Session
 
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Run
 from watchstep_services.database.records import add_action, add_event
+from watchstep_services.dispatcher.audit import Subject, note
 from watchstep_services.events import make_event
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who asks for a stop, and what the audit log is to hold of it: by whose word, on which evidence."""
+
+    who: str
+    told: dict[str, Any] = field(default_factory=dict)
 
 
 def stop_key(run_id: int, attempt: str) -> str:
@@ -16,9 +28,14 @@ def stop_key(run_id: int, attempt: str) -> str:
 
 
 def request_stop(
-    session: Session, base_url: str, run_id: int, attempt: str, because: tuple[str, str]
+    session: Session,
+    base_url: str,
+    run_id: int,
+    attempt: str,
+    because: tuple[str, str],
+    asked: Asked | None = None,
 ) -> int | None:
-    """Put a stop into the outbox, with its event.
+    """Put a stop into the outbox, with its event and a line in the audit log.
 
     Args:
         session: the transaction.
@@ -26,6 +43,7 @@ def request_stop(
         run_id: which run.
         attempt: which attempt of it.
         because: id of the event that caused it (empty for an operator), and the reason for people.
+        asked: for the audit log; an operator where it is left out.
 
     Returns:
         The action's id; None where the attempt has been asked to stop already.
@@ -45,4 +63,19 @@ def request_stop(
     )
     if action is not None:
         add_event(session, run_id, event, now)
+    _audit(session, Subject(run.project, run.run, attempt), asked, now, data, repeated=action is None)
     return action
+
+
+def _audit(
+    session: Session,
+    subject: Subject,
+    asked: Asked | None,
+    now: int,
+    data: dict[str, Any],
+    *,
+    repeated: bool,
+) -> None:
+    held = asked or Asked("an operator")
+    told = {"reason": data["reason"], "cause": data["cause"], **held.told}
+    note(session, "repeated" if repeated else "requested", subject, held.who, now, told)

@@ -3,85 +3,191 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.control import SnapshotRequest
-from watchstep.layout import run_prefix
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.explanation import RunName, explain, say
 from watchstep_rules.judging.alert import Phase, Transition
 from watchstep_services.control import ask_for_snapshot
-from watchstep_services.database.models import Alert, Segment
+from watchstep_services.database.models import Alert, RuleConfigRow, Standing
 from watchstep_services.database.records import add_action, add_event
-from watchstep_services.dispatcher.request import request_stop
-from watchstep_services.evaluator.claim import Claim
-from watchstep_services.evaluator.discover import key_of
+from watchstep_services.dispatcher.grouping.labels import labels_of
+from watchstep_services.dispatcher.grouping.membership import Named, regroup
+from watchstep_services.dispatcher.grouping.muted import NOBODY, WEBHOOK, mute
+from watchstep_services.dispatcher.grouping.silences import Active, active, covering
+from watchstep_services.evaluator import standing
+from watchstep_services.evaluator.evidence import evidence_of
+from watchstep_services.evaluator.fingerprint import fingerprint
 from watchstep_services.evaluator.judging import Judged
+from watchstep_services.evaluator.place import Place
+from watchstep_services.evaluator.stopping import Cause, stop, wants_stop
 from watchstep_services.events import CloudEvent, EventType, make_event
 
 _EVENTS: dict[Phase, EventType] = {
     Phase.FIRING: "watchstep.alert.firing",
     Phase.RESOLVED: "watchstep.alert.resolved",
 }
-_EVIDENCE_SEGMENTS = 16
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where and when alerts change: the API's address, the claimed run, the attempt, the database's time."""
+def publish(session: Session, place: Place, judged: Sequence[Judged], sealed: int) -> list[int]:
+    """Follow the alerts of a run through their changes on one attempt.
 
-    base_url: str
-    held: Claim
-    attempt: str
-    now_ns: int
+    Args:
+        session: the transaction that commits them.
+        place: where and when.
+        judged: every rule config of the run.
+        sealed: the last step of the attempt that every worker has passed.
 
-
-def publish(session: Session, place: Place, judged: Judged) -> list[int]:
-    """Follow an alert through its changes; returns the ids of new actions."""
+    Returns:
+        Ids of the actions that this causes.
+    """
+    silences = active(session, place.project, place.now_ns) if any(one.transitions for one in judged) else []
     actions: list[int] = []
-    for transition in judged.transitions:
+    changed: list[Standing] = []
+    for one in judged:
+        for transition in one.transitions:
+            _move(session, place, one, transition)
+            if transition.phase in _EVENTS:
+                told = _Told(session, place, one, transition, silences)
+                actions += told.tell()
+                changed += told.changed
+    for row, why in standing.left_behind(session, place, list(judged), sealed):
+        actions += _end(session, place, row, sealed, why)
+        changed.append(row)
+    regroup(session, Named(place.run_id, place.project, place.run), changed, place.now_ns)
+    return actions
+
+
+class _Told:
+    """One change to *firing* or *resolved*: its event, and what follows from it."""
+
+    def __init__(
+        self,
+        session: Session,
+        place: Place,
+        judged: Judged,
+        transition: Transition,
+        silences: Sequence[Active],
+    ) -> None:
         assert judged.config is not None  # a config that cannot be read judges nothing
-        _move(session, place, judged, transition)
-        kind = _EVENTS.get(transition.phase)
-        if kind is None:
-            continue
+        self._session = session
+        self._place = place
+        self._judged = judged
+        self._config = judged.config
+        self._transition = transition
+        self._silences = silences
+        self.changed: list[Standing] = []
+        """The alert, where something is new for those who are to be told."""
+
+    def tell(self) -> list[int]:
+        """Publish the event; returns the ids of new actions."""
+        before = standing.find(self._session, self._place, self._judged)
+        earlier = before.attempt if before is not None and before.phase == Phase.FIRING.value else ""
+        data = _data(self._session, self._place, self._judged, self._transition)
+        if earlier not in ("", self._place.attempt):
+            data["continues"] = earlier
         event = make_event(
-            kind,
-            place.base_url,
-            (place.held.project, place.held.run),
-            place.now_ns,
-            _data(session, place, judged.config, transition),
+            _EVENTS[self._transition.phase], self._place.base_url, self._place.named, self._place.now_ns, data
         )
-        add_event(session, place.held.run_id, event, place.now_ns)
-        if not transition.inhibited_by and not judged.config.dry_run:
-            actions += _act(session, place, judged, transition, event)
-    return actions
+        said = {"event_id": event.id, "message": data["message"], "explanation": data["explanation"]}
+        row, change = standing.follow(self._session, self._place, self._judged, self._transition, said)
+        self._session.flush()
+        silence = covering(self._silences, labels_of(row, self._place.project, self._place.run))
+        data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
+        event = event.model_copy(update={"data": {**event.data, **data}})
+        add_event(self._session, self._place.run_id, event, self._place.now_ns)
+        if change != "none":
+            self.changed.append(row)
+        return [*self._webhooks(row, change, silence, event), *self._follow(event, silence)]
+
+    def _webhooks(
+        self, row: Standing, change: standing.Change, silence: Active | None, event: CloudEvent
+    ) -> list[int]:
+        hidden = self._mute_hidden(row)
+        if hidden or not self._config.webhooks:
+            return []
+        if change in ("continued", "none"):
+            detail = event.data.get("continues", "")
+            mute(self._session, row, WEBHOOK, ("known", detail), self._place.now_ns)
+            return []
+        if silence is not None:
+            mute(self._session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), self._place.now_ns)
+            return []
+        return _post(self._session, self._place, self._config.webhooks, event)
+
+    def _mute_hidden(self, row: Standing) -> bool:
+        """Whether nobody at all is told."""
+        if self._config.dry_run:
+            mute(self._session, row, NOBODY, ("dry_run", ""), self._place.now_ns)
+        if self._transition.inhibited_by:
+            why = self._transition.inhibited_by
+            mute(self._session, row, NOBODY, ("inhibited", why), self._place.now_ns)
+        return self._config.dry_run or bool(self._transition.inhibited_by)
+
+    def _follow(self, event: CloudEvent, silence: Active | None) -> list[int]:
+        """The stop and the snapshot of an alert that fires and is not kept quiet, on this attempt for itself."""
+        if self._transition.phase is not Phase.FIRING or self._transition.inhibited_by:
+            return []
+        actions: list[int | None] = []
+        if self._config.takes_snapshot:
+            wanted = SnapshotRequest(event.id, self._transition.step, self._place.attempt)
+            actions.append(ask_for_snapshot(self._session, self._place.run_id, wanted))
+        if wants_stop(self._config):
+            reason = _reason(self._place, self._config, self._transition)
+            cause = Cause(event, reason, silence)
+            actions.append(stop(self._session, self._place, self._judged, cause))
+        return [action for action in actions if action is not None]
 
 
-def _act(
-    session: Session, place: Place, judged: Judged, transition: Transition, event: CloudEvent
-) -> list[int]:
-    """What a change of an alert causes, where somebody is told of it."""
-    assert judged.config is not None
-    actions = _webhooks(session, place, judged.config, event)
-    if transition.phase is Phase.FIRING and judged.config.takes_snapshot:
-        wanted = SnapshotRequest(event.id, transition.step, place.attempt)
-        mirror = ask_for_snapshot(session, place.held.run_id, wanted)
-        actions += [] if mirror is None else [mirror]
-    if transition.phase is Phase.FIRING and judged.row.granted_stop and judged.config.stops:
-        stop = request_stop(
-            session,
-            place.base_url,
-            place.held.run_id,
-            place.attempt,
-            (event.id, _reason(place, judged.config, transition)),
-        )
-        actions += [] if stop is None else [stop]
-    return actions
+def _end(session: Session, place: Place, row: Standing, step: int, why: str) -> list[int]:
+    """Publish the end of an alert that nothing makes fire any more."""
+    config = session.get(RuleConfigRow, row.config_id)
+    event = make_event(
+        "watchstep.alert.resolved",
+        place.base_url,
+        place.named,
+        place.now_ns,
+        {
+            "attempt": row.attempt,
+            "phase": Phase.RESOLVED.value,
+            "step": step,
+            "severity": row.severity,
+            "notify": list(row.receivers),
+            "since_step": row.finding["step"],
+            "since_ns": row.since_ns,
+            "labels": row.labels,
+            "dry_run": row.dry_run,
+            "inhibited_by": row.inhibited_by or None,
+            "message": row.message,
+            "explanation": standing.resolved_title(row, step),
+            "rule_config": {"name": row.name} if config is None else config.data,
+            "finding": row.finding,
+            "fingerprint": row.fingerprint,
+            "episode": row.episode,
+            "ended_by": why,
+        },
+    )
+    standing.close_left_behind(session, row, step, place.now_ns, event.id)
+    add_event(session, place.run_id, event, place.now_ns)
+    urls = [] if config is None else _webhook_urls(config.data)
+    if row.dry_run or row.inhibited_by or not urls:
+        return []
+    silence = covering(active(session, place.project, place.now_ns), labels_of(row, *place.named))
+    if silence is not None:
+        mute(session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), place.now_ns)
+        return []
+    return _post(session, place, urls, event)
+
+
+def _webhook_urls(data: dict[str, Any]) -> list[str]:
+    """Of a rule config that this version may not be able to read."""
+    actions = [action for action in data.get("actions") or () if isinstance(action, dict)]
+    return [str(action["url"]) for action in actions if action.get("kind") == "webhook" and "url" in action]
 
 
 def _move(session: Session, place: Place, judged: Judged, transition: Transition) -> None:
@@ -90,11 +196,12 @@ def _move(session: Session, place: Place, judged: Judged, transition: Transition
     ).scalar_one_or_none()
     if row is None:
         row = Alert(
-            run_id=place.held.run_id, config_id=judged.row.id, attempt=place.attempt, name=judged.row.name,
+            run_id=place.run_id, config_id=judged.row.id, attempt=place.attempt, name=judged.row.name,
             rule=judged.row.rule, severity="", phase="", since_step=0, since_ns=0,
         )  # fmt: skip
         session.add(row)
     assert judged.config is not None
+    row.fingerprint = fingerprint(place.project, place.run, judged.row)
     row.severity = judged.config.severity
     row.phase = transition.phase.value
     row.since_step, row.since_ns = transition.step, place.now_ns
@@ -121,9 +228,10 @@ def _details(place: Place, config: RuleConfig, transition: Transition) -> dict[s
     }
 
 
-def _data(session: Session, place: Place, config: RuleConfig, transition: Transition) -> dict[str, Any]:
-    finding = transition.finding
+def _data(session: Session, place: Place, judged: Judged, transition: Transition) -> dict[str, Any]:
+    finding, config = transition.finding, judged.config
     assert finding is not None  # only what fires or is resolved becomes an event
+    assert config is not None
     return {
         "attempt": place.attempt,
         "phase": transition.phase.value,
@@ -133,43 +241,24 @@ def _data(session: Session, place: Place, config: RuleConfig, transition: Transi
         **_details(place, config, transition),
         "rule_config": config.as_data(),
         "finding": json.loads(finding.model_dump_json()),
-        "evidence": _evidence(session, place, finding.step),
+        "fingerprint": fingerprint(place.project, place.run, judged.row),
+        "evidence": evidence_of(session, place, finding.step),
     }
 
 
 def _named(place: Place) -> RunName:
-    return RunName(place.held.project, place.held.run, place.attempt)
+    return RunName(place.project, place.run, place.attempt)
 
 
-def _evidence(session: Session, place: Place, step: int) -> dict[str, Any]:
-    """Which objects hold the step's figures, and where they lie."""
-    rows = session.execute(
-        select(Segment)
-        .where(
-            Segment.run_id == place.held.run_id,
-            Segment.attempt == place.attempt,
-            Segment.first <= step,
-            Segment.last >= step,
-            Segment.state == "read",
-        )
-        .order_by(Segment.position)
-        .limit(_EVIDENCE_SEGMENTS)
-    ).scalars()
-    root = f"{place.held.store_url.rstrip('/')}/{run_prefix(place.held.project, place.held.run)}"
-    return {"store": root, "step": step, "segments": [key_of(row).path for row in rows]}
-
-
-def _webhooks(session: Session, place: Place, config: RuleConfig, event: CloudEvent) -> list[int]:
+def _post(session: Session, place: Place, urls: Sequence[str], event: CloudEvent) -> list[int]:
     added = []
-    for url in config.webhooks:
+    for url in urls:
         cause = {
             "event_id": event.id,
             "at_ns": place.now_ns,
             "payload": {"url": url, "event": event.model_dump(mode="json")},
         }
-        added.append(
-            add_action(session, place.held.run_id, "webhook", f"webhook:{event.id}:{url}"[:700], cause)
-        )
+        added.append(add_action(session, place.run_id, "webhook", f"webhook:{event.id}:{url}"[:700], cause))
     return [action_id for action_id in added if action_id is not None]
 
 

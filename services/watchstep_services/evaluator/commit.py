@@ -22,11 +22,13 @@ from watchstep_services.database.models import (
     Tick,
 )
 from watchstep_services.database.upsert import insert_missing
-from watchstep_services.evaluator.alerting import Place, publish
+from watchstep_services.evaluator.alerting import publish
 from watchstep_services.evaluator.claim import Claim, due_unless_hinted
 from watchstep_services.evaluator.collect import Collected
 from watchstep_services.evaluator.judging import Judged
+from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.plan import Gap
+from watchstep_services.evaluator.rule_health import tell_health
 from watchstep_services.evaluator.seals import AttemptProgress, SealDecision, writers_as_data
 from watchstep_services.points import reach
 from watchstep_services.service import Service
@@ -77,11 +79,11 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> list[int] | None:
         _segments(session, held, outcome.collected, now)
         _attempt(session, held, outcome)
         _journal(session, held, outcome)
-        actions: list[int] = []
-        place = Place(service.base_url, held, outcome.collected.attempt, now)
+        place = Place.of(service.base_url, held, outcome.collected.attempt, now)
+        sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
         for judged in outcome.judged:
-            _remember(session, outcome.collected.attempt, judged)
-            actions += publish(session, place, judged)
+            tell_health(session, place, judged, _remember(session, place.attempt, judged), sealed)
+        actions = publish(session, place, outcome.judged, sealed)
         reach("evaluate.writing", held)
         return actions
 
@@ -188,10 +190,10 @@ def _journal(session: Session, held: Claim, outcome: Outcome) -> None:
         )
 
 
-def _remember(session: Session, attempt: str, judged: Judged) -> None:
+def _remember(session: Session, attempt: str, judged: Judged) -> Memory:
     row = session.get(Memory, (judged.row.id, attempt))
     if row is None:
-        row = Memory(config_id=judged.row.id, attempt=attempt, memory="", findings=0)
+        row = Memory(config_id=judged.row.id, attempt=attempt, memory="", findings=0, told_health="")
         session.add(row)
     row.memory = judged.kept
     kept = session.execute(
@@ -207,3 +209,4 @@ def _remember(session: Session, attempt: str, judged: Judged) -> None:
             )
         )
     row.findings += len(judged.findings)
+    return row

@@ -12,6 +12,8 @@ from watchstep_services.database.models import Action, Attempt, Job, Run, Segmen
 from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.request import stop_key
 from watchstep_services.estimator.backend import JobHandle, JobStatus
+from watchstep_services.evaluator.place import Place
+from watchstep_services.evaluator.rule_health import tell_silent
 from watchstep_services.events import make_event
 from watchstep_services.points import reach
 from watchstep_services.service import Service
@@ -148,3 +150,6 @@ def _change(service: Service, run: Run, state: RunState, now: int, session: Any)
         )
     elif run.ended_ns is not None:
         add_event(session, run.id, make_event("watchstep.run.ended", service.base_url, named, now, data), now)
+    if state in ENDED and run.attempt:
+        place = Place(service.base_url, run.id, run.project, run.run, "", run.attempt, now)
+        tell_silent(session, place)

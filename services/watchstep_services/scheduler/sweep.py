@@ -14,6 +14,7 @@ from watchstep_services.backtests import due_backtests
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Project, Run
 from watchstep_services.dispatcher.dispatch import due_actions
+from watchstep_services.dispatcher.grouping.flush import flush_due
 from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.evaluator.journal import unwritten, write_journal
 from watchstep_services.evaluator.lifecycle import ENDED, advance_run
@@ -70,7 +71,8 @@ def _write_journals(service: Service) -> None:
 
 
 def find_due(service: Service) -> Work:
-    """What is due by the database alone."""
+    """What is due by the database alone; groups of alerts that are due become actions of it."""
+    flush_due(service)
     with service.database.read() as session:
         runs = session.execute(
             select(Run.id)

@@ -29,7 +29,7 @@ def this_process() -> dict[str, Any]:
     return {"backend": "local", "id": str(os.getpid()), "identity": asdict(ProcessIdentity.of(os.getpid()))}
 
 
-def test_a_recorder_registers_and_its_rules_stop_nothing(api: Api) -> None:
+def test_a_recorder_registers_and_its_rules_may_not_stop(api: Api) -> None:
     body = {"run": "run-1", "rules": [STOPS], "attempt": "a1"}
     first = api.call("POST", RUNS, body, role="recorder").json()
     assert api.call("POST", RUNS, body, role="recorder").json() == first
@@ -39,17 +39,17 @@ def test_a_recorder_registers_and_its_rules_stop_nothing(api: Api) -> None:
         "exploding_gradient": ("owner", False),
         "mine": ("recorder", False),
     }
-    assert first["rules"][2]["config"]["actions"] == []
+    assert first["rules"][2]["config"]["actions"] == [{"kind": "stop"}]
     assert (first["state"], first["last_step"], first["job"]) == ("created", -1, None)
     assert api.call("GET", RUNS).json()["runs"][0]["run"] == "run-1"
 
 
-def test_an_operator_grants_stop_and_replaces_the_owners_rule_of_the_same_name(api: Api) -> None:
+def test_an_operator_replaces_the_owners_rule_of_the_same_name(api: Api) -> None:
     rules = [STOPS, {"rule": "exploding_gradient", "params": {"growth": 7}}]
     told = api.call("POST", RUNS, {"run": "run-1", "rules": rules}).json()["rules"]
     assert {(rule["name"], rule["origin"], rule["granted_stop"]) for rule in told} == {
         ("nan_or_inf", "owner", True),
-        ("mine", "operator", True),
+        ("mine", "operator", False),
         ("exploding_gradient", "operator", False),
     }
     again = api.call("POST", RUNS, {"run": "run-1"}, role="recorder").json()["rules"]

@@ -14,6 +14,7 @@ from watchstep_rules.config import RuleConfig, StopAction
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher import dispatch as dispatching
 from watchstep_services.dispatcher.dispatch import dispatch, due_actions
+from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.estimator.backend import JobHandle
@@ -150,6 +151,8 @@ def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
     twice = RuleConfig(rule="nan_or_inf", name="again", actions=(StopAction(),))
     recording = Recording(folder_store).begin()
     run_id = register(driven.service, PROJECT, "run-1", (twice,), "operator")
+    with driven.service.database.write() as session:
+        allow(session, PROJECT, twice, "an operator", "tried for a month")
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
     assert driven.event_types(run_id).count("alert.firing") == 2
@@ -157,14 +160,14 @@ def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
     assert len(driven.actions(run_id)) == 1
 
 
-def test_a_recorders_rule_stops_nothing(driven: Driven, folder_store: Store) -> None:
+def test_a_rule_that_nobody_allowed_stops_nothing(driven: Driven, folder_store: Store) -> None:
     stops = RuleConfig(rule="nan_or_inf", name="mine", params={"only_nan": True}, actions=(StopAction(),))
     recording = Recording(folder_store).begin()
     quiet = Driven(replace(driven.service, owner_rules=RULES[1:]))
     run_id = quiet.register(rules=[stops])
     quiet.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     quiet.settle(run_id)
-    assert quiet.event_types(run_id) == ["alert.firing"]
+    assert quiet.event_types(run_id) == ["alert.firing", "stop.would_have"]
     assert quiet.actions(run_id) == []
 
 

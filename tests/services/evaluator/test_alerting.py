@@ -81,7 +81,8 @@ def test_a_dry_run_is_shown_and_does_nothing(sqlite: Database, folder_store: Sto
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
     assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
-    assert [event["data"]["dry_run"] for event in driven.events(run_id)] == [True]
+    firing, would_have = (event["data"] for event in driven.events(run_id))
+    assert (firing["dry_run"], would_have["because"]) == (True, "dry_run")
     assert driven.actions(run_id) == []
 
 

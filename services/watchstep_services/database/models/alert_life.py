@@ -75,7 +75,8 @@ class AlertGroup(Base):
     """
 
     __tablename__ = "alert_groups"
-    __table_args__ = (UniqueConstraint("project", "key"),)
+    # A number never comes twice: what was told is known by it.
+    __table_args__ = (UniqueConstraint("project", "key"), {"sqlite_autoincrement": True})
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"))

@@ -119,6 +119,7 @@ def _groups() -> None:
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("project", "key"),
+        sqlite_autoincrement=True,
     )
     op.create_index("ix_alert_groups_run_id", "alert_groups", ["run_id"])
     op.create_index("ix_alert_groups_due_ns", "alert_groups", ["due_ns"])

@@ -1,0 +1,127 @@
+"""Which rule configs may stop jobs: those of the owner's file, and those that an operator has allowed, exactly as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from watchstep.errors import ConfigError
+from watchstep_rules.config import RuleConfig
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import RuleConfigRow, StopGrant
+from watchstep_services.dispatcher.audit import Subject, note
+
+
+@dataclass(frozen=True)
+class Word:
+    """By whose word a rule config may stop.
+
+    Attributes:
+        by: the owner's file, an operator's registration of an earlier version, or a grant.
+        who: who gave it.
+        reason: why.
+        at_ns: when; 0 where it stands in a file.
+        grant: the grant's id; 0 where there is none.
+    """
+
+    by: Literal["owner", "operator", "grant"]
+    who: str
+    reason: str
+    at_ns: int = 0
+    grant: int = 0
+
+    def as_data(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return asdict(self)
+
+
+def judges(config: RuleConfig) -> dict[str, Any]:
+    """All of a rule config that decides when its alert fires, with defaults filled in."""
+    data = config.as_data()
+    params = config.parameters.model_dump(mode="json")
+    return {
+        "name": config.name,
+        "rule": config.rule,
+        "params": params,
+        **{key: data[key] for key in ("tensors", "for", "keep_firing")},
+    }
+
+
+def digest_of(config: RuleConfig) -> str:
+    """A hash of what `judges` says: a grant is for exactly this."""
+    text = json.dumps(judges(config), sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.sha256(text).hexdigest()
+
+
+def word_for(session: Session, project: str, row: RuleConfigRow, config: RuleConfig) -> Word | None:
+    """By whose word a rule config may stop jobs of a project now; None where it may not."""
+    if row.granted_stop and row.origin == "owner":
+        return Word("owner", "the owner's rule file", "it says 'stop'")
+    if row.granted_stop:
+        return Word("operator", "an operator", "registered with 'stop' before grants were asked for")
+    granted = active_grant(session, project, config)
+    if granted is None:
+        return None
+    return Word("grant", granted.granted_by, granted.reason, granted.granted_ns, granted.id)
+
+
+def active_grant(session: Session, project: str, config: RuleConfig) -> StopGrant | None:
+    """The grant that lets exactly this rule config stop."""
+    return session.execute(
+        select(StopGrant)
+        .filter_by(project=project, digest=digest_of(config), revoked_ns=None)
+        .order_by(StopGrant.id)
+        .limit(1)
+    ).scalar_one_or_none()
+
+
+def allow(session: Session, project: str, config: RuleConfig, who: str, reason: str) -> StopGrant:
+    """Let exactly this rule config stop jobs of a project. One that may already keeps its grant.
+
+    Raises:
+        ConfigError: no reason is given.
+    """
+    _check_reason(reason)
+    held = active_grant(session, project, config)
+    if held is not None:
+        return held
+    now = read_clock(session)
+    row = StopGrant(
+        project=project,
+        name=config.name,
+        rule=config.rule,
+        digest=digest_of(config),
+        judges=judges(config),
+        granted_by=who,
+        reason=reason,
+        granted_ns=now,
+    )
+    session.add(row)
+    session.flush()
+    told = {"grant": row.id, "reason": reason, "digest": row.digest, "judges": row.judges}
+    note(session, "allowed", Subject(project), who, now, told)
+    return row
+
+
+def revoke(session: Session, row: StopGrant, who: str, reason: str) -> None:
+    """Take a grant back; what it has stopped stays stopped. Safe to repeat.
+
+    Raises:
+        ConfigError: no reason is given.
+    """
+    _check_reason(reason)
+    if row.revoked_ns is not None:
+        return
+    row.revoked_by, row.revoked_reason, row.revoked_ns = who, reason, read_clock(session)
+    told = {"grant": row.id, "reason": reason, "digest": row.digest, "judges": row.judges}
+    note(session, "revoked", Subject(row.project), who, row.revoked_ns, told)
+
+
+def _check_reason(reason: str) -> None:
+    if not reason.strip():
+        raise ConfigError("reason: none is given", "say why, for those who read the audit log")

@@ -1,0 +1,208 @@
+"""Look at a group that is due: what its receiver does not know yet becomes one notification in the outbox.
+
+All of it is one short transaction that begins by taking the group: of two workers one finds that it is no longer due, and a
+process that dies in between has told nothing and forgotten nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.models import AlertGroup, GroupMember, Run, Standing
+from watchstep_services.database.records import add_action
+from watchstep_services.dispatcher.grouping import silences
+from watchstep_services.dispatcher.grouping.labels import labels_of
+from watchstep_services.dispatcher.grouping.muted import mute
+from watchstep_services.dispatcher.grouping.telling import alert_of, notification_of
+from watchstep_services.evaluator.lifecycle import ENDED
+from watchstep_services.service import Service
+
+NOTIFY = "notify"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An alert of the group as it is now, beside what was told of it."""
+
+    member: GroupMember
+    row: Standing
+    run: Run
+    silence: silences.Active | None
+
+    @property
+    def fires(self) -> bool:
+        """Whether somebody is to know that it fires."""
+        return self.row.phase == "firing" and not self.hidden
+
+    @property
+    def hidden(self) -> bool:
+        return self.row.dry_run or bool(self.row.inhibited_by)
+
+    @property
+    def is_news(self) -> bool:
+        """It began to fire and that was not told; it may be over by now."""
+        return not self.hidden and self.member.told_episode != self.row.episode
+
+    @property
+    def is_over(self) -> bool:
+        """Its end was not told."""
+        return self.member.told_phase == "firing" and not self.fires and not self.is_news
+
+    @property
+    def lasts(self) -> bool:
+        """It fires, and that is known; nothing comes of a run that has ended."""
+        known = self.member.told_phase == "firing" and self.member.told_episode == self.row.episode
+        return self.fires and known and self.run.state not in ENDED
+
+    @property
+    def matters(self) -> bool:
+        """There is something to tell of it, now or again."""
+        return self.is_news or self.is_over or self.lasts
+
+
+def due_groups(service: Service, limit: int = 100) -> list[int]:
+    """Ids of groups that are due, the longest due first."""
+    with service.database.read() as session:
+        return list(
+            session.execute(
+                select(AlertGroup.id)
+                .where(AlertGroup.due_ns <= now_ns())
+                .order_by(AlertGroup.due_ns)
+                .limit(limit)
+            ).scalars()
+        )
+
+
+def flush_due(service: Service) -> list[int]:
+    """Look at all groups that are due; returns the ids of the actions that it caused."""
+    told = [flush(service, group_id) for group_id in due_groups(service)]
+    return [action for action in told if action is not None]
+
+
+def flush(service: Service, group_id: int) -> int | None:
+    """Look at one group if it is due.
+
+    Returns:
+        The id of the action that tells its receiver; None where there is nothing to tell.
+    """
+    with service.database.write() as session:
+        taken = session.execute(
+            update(AlertGroup)
+            .where(AlertGroup.id == group_id, AlertGroup.due_ns <= now_ns())
+            .values(due_ns=None)
+            .returning(AlertGroup.id)
+            .execution_options(synchronize_session=False)
+        ).first()
+        if taken is None:
+            return None
+        group = session.get_one(AlertGroup, group_id)
+        now = read_clock(session)
+        seen = _look(session, group, now)
+        told = _to_tell(group, seen, now)
+        ended = [one for one in seen if one.silence is None and one.is_over]
+        action = _tell(service, session, group, told, now) if told else None
+        for one in ended:  # told, or not to be told by its route
+            one.member.told_phase = "resolved"
+        _mute(session, group, seen, now)
+        _schedule(group, seen, now)
+        _forget(session, group, seen)
+        return action
+
+
+def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
+    rows = session.execute(
+        select(GroupMember, Standing, Run)
+        .join(Standing, Standing.id == GroupMember.standing_id)
+        .join(Run, Run.id == Standing.run_id)
+        .where(GroupMember.group_id == group.id)
+        .order_by(Standing.fired_ns, Standing.id)
+    ).all()
+    held = silences.active(session, group.project, now)
+    return [
+        _Seen(member, row, run, silences.covering(held, labels_of(row, run.project, run.run)))
+        for member, row, run in rows
+    ]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a notification says: of these alerts that they fire, and of these that they are over."""
+
+    firing: Sequence[_Seen]
+    over: Sequence[_Seen]
+    has_news: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.firing or self.over)
+
+
+def _to_tell(group: AlertGroup, seen: Sequence[_Seen], now: int) -> _Told:
+    heard = [one for one in seen if one.silence is None]
+    news = [one for one in heard if one.is_news]
+    lasting = [one for one in heard if one.lasts]
+    over = [one for one in heard if one.is_over]
+    if news or (over and group.send_resolved):
+        return _Told([*news, *lasting], over if group.send_resolved else [], has_news=True)
+    again = [
+        one for one in lasting if group.refresh or not (one.row.acknowledged_by or one.run.state == "lost")
+    ]
+    if again and now >= group.told_ns + group.repeat_ns:
+        return _Told(lasting, [], has_news=False)
+    return _Told([], [], has_news=False)
+
+
+def _tell(service: Service, session: Session, group: AlertGroup, told: _Told, now: int) -> int | None:
+    group.generation += 1
+    group.repeats = 0 if told.has_news else group.repeats + 1
+    group.told_ns = now
+    alerts = [alert_of(one.row, one.run, "firing", now) for one in told.firing]
+    alerts += [alert_of(one.row, one.run, "resolved", now) for one in told.over]
+    runs = {one.run.id: one.run for one in (*told.firing, *told.over)}
+    notification = notification_of(service.base_url, group, list(runs.values()), alerts, now)
+    first = (*told.firing, *told.over)[0]
+    payload: dict[str, Any] = {"receiver": group.receiver, "notification": notification.as_data()}
+    cause = {"event_id": first.row.event_id, "at_ns": now, "payload": payload}
+    for one in told.firing:
+        one.member.told_episode, one.member.told_phase = one.row.episode, "firing"
+    return add_action(session, first.run.id, NOTIFY, f"{NOTIFY}:{group.id}:{group.generation}", cause)
+
+
+def _mute(session: Session, group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
+    for one in seen:
+        if one.silence is not None and one.matters:
+            mute(session, one.row, group.receiver, ("silenced", f"silence {one.silence.id}"), now)
+
+
+def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
+    group.open = any(one.lasts or (one.silence is None and one.is_over) for one in seen)
+    moments = []
+    for one in seen:
+        if one.silence is not None:
+            if one.matters:
+                moments.append(one.silence.ends_ns)
+        elif one.is_over:
+            # It was over before it was told: that it fired is said first, and this after the interval.
+            moments.append(group.told_ns + group.interval_ns)
+        elif one.lasts and (group.refresh or not one.row.acknowledged_by):
+            moments.append((now if one.run.state == "lost" else group.told_ns) + group.repeat_ns)
+    group.due_ns = max(now, min(moments)) if moments else None
+
+
+def _forget(session: Session, group: AlertGroup, seen: Sequence[_Seen]) -> None:
+    """Let go of alerts whose end is known, so that a group over many runs does not grow."""
+    gone = [
+        one.row.id for one in seen if not one.fires and not one.is_news and one.member.told_phase != "firing"
+    ]
+    if gone:
+        session.flush()
+        session.execute(
+            delete(GroupMember)
+            .where(GroupMember.group_id == group.id, GroupMember.standing_id.in_(gone))
+            .execution_options(synchronize_session=False)
+        )

@@ -1,0 +1,129 @@
+"""Put alerts that changed into the groups of those who are to be told, and say when each group is next looked at."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from watchstep_services.database.models import AlertGroup, GroupMember, Standing
+from watchstep_services.database.upsert import insert_missing
+from watchstep_services.dispatcher.grouping.labels import labels_of
+from watchstep_services.dispatcher.grouping.muted import mute
+from watchstep_services.dispatcher.grouping.routes import routes_of
+from watchstep_services.dispatcher.receivers.routing import Route
+from watchstep_services.settings import nanoseconds
+
+
+@dataclass(frozen=True)
+class Named:
+    """The run whose alerts changed."""
+
+    run_id: int
+    project: str
+    run: str
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A way of one alert to one receiver."""
+
+    route: Route
+    row: Standing
+    labels: dict[str, str]
+
+    @property
+    def key(self) -> str:
+        named = [self.route.receiver, self.route.place, sorted(self.labels.items())]
+        return hashlib.sha256(json.dumps(named, separators=(",", ":")).encode()).hexdigest()
+
+
+def regroup(session: Session, named: Named, changed: Iterable[Standing], now_ns: int) -> None:
+    """Have the groups of alerts looked at that began to fire, or ended, or are known on a further attempt.
+
+    Groups are taken in the order of their keys, so that two evaluations never wait for each other.
+    """
+    rows = {row.id: row for row in changed}
+    if not rows:
+        return
+    entries = [
+        entry for row in rows.values() if _is_told(row) for entry in _entries(session, named, row, now_ns)
+    ]
+    members: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        members.setdefault(entry.key, []).append(entry)
+    held = session.execute(
+        select(AlertGroup.key)
+        .join(GroupMember, GroupMember.group_id == AlertGroup.id)
+        .where(GroupMember.standing_id.in_(rows))
+    ).scalars()
+    for key in sorted({*held, *members}):
+        entered = members.get(key, [])
+        if entered:
+            _make(session, named, key, entered[0])
+        group = session.execute(
+            select(AlertGroup).filter_by(project=named.project, key=key).with_for_update()
+        ).scalar_one()
+        for entry in entered:
+            _adopt(group, entry.route)
+            insert_missing(
+                session,
+                GroupMember,
+                {"group_id": group.id, "standing_id": entry.row.id, "told_episode": 0, "told_phase": ""},
+            )
+        wake(group, now_ns)
+
+
+def wake(group: AlertGroup, now_ns: int) -> None:
+    """Have a group looked at: a new one when it has gathered, one that was told after its interval."""
+    at = max(now_ns, group.told_ns + group.interval_ns) if group.open else now_ns + group.wait_ns
+    group.due_ns = at if group.due_ns is None else min(group.due_ns, at)
+
+
+def _is_told(row: Standing) -> bool:
+    return row.phase == "firing" and not row.dry_run and not row.inhibited_by
+
+
+def _entries(session: Session, named: Named, row: Standing, now_ns: int) -> list[_Entry]:
+    labels = labels_of(row, named.project, named.run)
+    found = routes_of(session, named.project, labels, row.receivers)
+    for receiver in found.unknown:
+        mute(session, row, receiver, ("unknown", ""), now_ns)
+    return [_Entry(route, row, route.group_labels(labels)) for route in found.routes]
+
+
+def _make(session: Session, named: Named, key: str, entry: _Entry) -> None:
+    values = {
+        "project": named.project,
+        "key": key,
+        "run_id": named.run_id if "run" in entry.labels else None,
+        "receiver": entry.route.receiver,
+        "labels": entry.labels,
+        "open": False,
+        "generation": 0,
+        "repeats": 0,
+        "told_ns": 0,
+        "due_ns": None,
+        **_times(entry.route),
+    }
+    insert_missing(session, AlertGroup, values)
+
+
+def _adopt(group: AlertGroup, route: Route) -> None:
+    """Take over what the tree says now."""
+    for name, value in _times(route).items():
+        setattr(group, name, value)
+
+
+def _times(route: Route) -> dict[str, int | bool]:
+    return {
+        "wait_ns": nanoseconds(route.group_wait),
+        "interval_ns": nanoseconds(route.group_interval),
+        "repeat_ns": nanoseconds(route.repeat_interval),
+        "send_resolved": route.send_resolved,
+        "refresh": route.refresh,
+    }
