@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,10 @@ class Server:
 
 
 @pytest.fixture
-def meeting_place(tmp_path: Path) -> Path:
-    """A temporary folder of the test's own."""
-    place = tmp_path / "tmp"
-    place.mkdir()
-    return place
+def meeting_place() -> Iterator[Path]:
+    """A temporary folder of the test's own, with a name that is short enough for the address of a socket."""
+    with tempfile.TemporaryDirectory(prefix="ws") as place:
+        yield Path(place)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -136,11 +137,14 @@ def node(
 
 
 def leader_of(ranks: list[Rank]) -> int:
-    """Which of them leads."""
-    roles = do_all(ranks, "role")
-    (found,) = [place for place, role in enumerate(roles) if role == "Leader"]
-    assert set(roles) == {"Leader", "Follower"} or len(ranks) == 1, roles
-    return found
+    """Which of them leads, once one does and the others follow: after a leader's death that takes them a moment."""
+    deadline = time.monotonic() + 60
+    while True:
+        roles = do_all(ranks, "role")
+        leaders = [place for place, role in enumerate(roles) if role == "Leader"]
+        if len(leaders) == 1 and roles.count("Follower") == len(ranks) - 1:
+            return leaders[0]
+        assert time.monotonic() < deadline, roles
 
 
 class Written:
