@@ -19,12 +19,13 @@ def usable_folders(path: str) -> list[str]:
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
     for name in names:
-        if not _is_usable(name):
+        if not is_usable(name):
             _tell(path, name)
-    return sorted(filter(_is_usable, names))
+    return sorted(filter(is_usable, names))
 
 
-def _is_usable(name: str) -> bool:
+def is_usable(name: str) -> bool:
+    """Whether a name can be part of a key."""
     return not any(unicodedata.category(character) in {"Cc", "Cs"} for character in name)
 
 

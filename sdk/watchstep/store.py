@@ -312,9 +312,14 @@ class Store:
         """Whether a refusal only says that there is no such object: who may list its folder can tell."""
         if not self._hides_missing or not _is_denial(error):
             return False
+        import obstore
+
+        whole = self._prefix + key
         try:
-            return all(entry.key != key for entry in self.entries(f"{key.rpartition('/')[0]}/"))
-        except StoreError:
+            # From just before it: the first page of names has it, if it is there.
+            found = obstore.list(self._backend, whole.rpartition("/")[0] or None, offset=whole[:-1])
+            return all(str(meta["path"]) != whole for meta in next(iter(found), []))
+        except Exception:  # noqa: BLE001 - it may not list either: then the refusal stands
             return False
 
     def _named(self, key: str) -> str:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from sqlalchemy import CursorResult, select, update
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.layout import check_name, run_prefix
+from watchstep.layout import check_name
 from watchstep_rules.backtesting.backtest_many import Failed, Replayed, Task, judge_run
 from watchstep_rules.backtesting.backtest_report import result_as_data, result_from_data
 from watchstep_rules.backtesting.sweep import Variation, parse_sweep, variations
@@ -22,6 +22,7 @@ from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Backtest, BacktestResult, Project, Run
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
+from watchstep_services.stores.place import StorePlace
 
 MOST_RUNS = 1000
 _LEASE_SECONDS = 600.0
@@ -112,11 +113,10 @@ def judge_next(service: Service, number: int) -> bool:
     held = _claim(service, number)
     if held is None:
         return False
-    row, store_url = held
+    row, place = held
     run = row.runs[row.next]
-    location = (
-        f"{service.stores.open(store_url).location.rstrip('/')}/{run_prefix(row.project, run).rstrip('/')}"
-    )
+    store = service.stores.of_run(place, run)
+    location = store.location
     if row.tries > _MOST_TRIES:
         result: Replayed | Failed = Failed(
             location,
@@ -124,7 +124,7 @@ def judge_next(service: Service, number: int) -> bool:
             "give workers more memory",
         )
     else:
-        result = judge_run(location, _task(row))
+        result = judge_run(location, _task(row), store)
     return _note(service, row, result)
 
 
@@ -146,7 +146,7 @@ def read_progress(service: Service, project: str, number: int) -> Progress:
     return Progress(number, state, tuple(row.runs), results, _task(row).variations)
 
 
-def _claim(service: Service, number: int) -> tuple[Backtest, str] | None:
+def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace] | None:
     with service.database.write() as session:
         taken = session.execute(
             update(Backtest)
@@ -162,7 +162,7 @@ def _claim(service: Service, number: int) -> tuple[Backtest, str] | None:
         if taken.rowcount != 1:
             return None
         row = session.get_one(Backtest, number)
-        return row, session.get_one(Project, row.project).store_url
+        return row, session.get_one(Project, row.project).place
 
 
 def _task(row: Backtest) -> Task:

@@ -95,12 +95,12 @@ def try_mirror(service: Service, due: DueAction) -> Tried:
         StoreError, ConfigError: the store cannot be opened, or refused.
     """
     with service.database.read() as session:
-        run, url = session.execute(
-            select(Run, Project.store_url)
+        run, project = session.execute(
+            select(Run, Project)
             .join(Project, Project.name == Run.project)
             .where(Run.id == due.run_id)
         ).one()
-    run_store = service.stores.open(url).child(run_prefix(run.project, run.run))
+    run_store = service.stores.of_run(project.place, run.run)
     return Tried("done", f"version {mirror(service, due.run_id, run_store).version} is on the store")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from typing import Literal
 
 from sqlalchemy import delete, select, update
@@ -22,9 +21,12 @@ from watchstep_services.database.models import Job, Memory, Project, RuleConfigR
 from watchstep_services.database.records import hint
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.estimator.backend import JobHandle
-from watchstep_services.estimator.local import identity_of
 from watchstep_services.evaluator import attempts
 from watchstep_services.service import Service
+from watchstep_services.tenancy import jobs
+from watchstep_services.tenancy.backends import allow_local, allowed_backend
+from watchstep_services.tenancy.projects import make_project, open_project
+from watchstep_services.tenancy.stores import own_store
 
 Origin = Literal["owner", "operator", "recorder"]
 
@@ -36,7 +38,7 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
 
     Args:
         service: the service.
-        project: its project; made, on the service's own store, where it is new.
+        project: its project; see `ensure_project`.
         run: its name.
         asked: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
             where an operator has allowed them to (`dispatcher.grants`).
@@ -47,10 +49,11 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
 
     Raises:
         BadNameError: a name cannot be used.
+        NotFoundError, ConflictError: as of `ensure_project`.
     """
     layout.run_prefix(project, run)
     with service.database.write() as session:
-        ensure_project(session, project, service.settings.store)
+        ensure_project(session, service, project)
         now = read_clock(session)
         values = {
             "project": project, "run": run, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
@@ -64,10 +67,20 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
         return run_id
 
 
-def ensure_project(session: Session, project: str, store_url: str) -> None:
-    """Make a project known, unless it is; its store stays what it was."""
+def ensure_project(session: Session, service: Service, project: str) -> None:
+    """See that a project takes runs; one that is not there is made on the service's own store, where that is allowed.
+
+    Raises:
+        BadNameError: the name cannot be one.
+        NotFoundError: it is not there, and admins make projects.
+        ConflictError: it is archived, or there is no place for it.
+    """
     layout.check_name("project", project)
-    insert_missing(session, Project, {"name": project, "store_url": store_url, "listed_ns": 0})
+    if service.settings.new_projects == "by_admins" or session.get(Project, project) is not None:
+        open_project(session, project)
+        return
+    if make_project(session, project, own_store(session, service.settings.store)) and service.local_jobs:
+        allow_local(session, project)
 
 
 def _put_rules(
@@ -139,15 +152,17 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
 
     Raises:
         BadNameError: the attempt's name cannot be used.
-        ConfigError: the backend is not known, the identity is not one of its, or another job is bound already.
+        ConfigError: the backend is not registered for the run's project, the identity is not one of its, or another job is
+            bound already.
+        ConflictError: the job is another project's, or the project is archived.
     """
     layout.check_name("attempt", attempt)
-    if job.backend not in service.backends:
-        raise ConfigError(
-            f"backend {job.backend!r} is not known", f"use one of: {', '.join(sorted(service.backends))}"
-        )
-    identity = asdict(identity_of(job)) if job.backend == "local" else dict(job.identity)
     with service.database.write() as session:
+        project = open_project(session, session.get_one(Run, run_id).project)
+        kind = allowed_backend(session, project.name, job.backend).kind
+        job = jobs.settled(kind, job)
+        identity = dict(job.identity)
+        jobs.hold(session, project.name, kind, job)
         attempts.ensure(session, run_id, attempt)
         values = {
             "run_id": run_id, "attempt": attempt, "backend": job.backend, "job_id": job.id,
@@ -170,10 +185,11 @@ def discover_runs(service: Service) -> list[int]:
         StoreError, ConfigError: a store did not answer.
     """
     root = service.stores.open(service.settings.store)
-    if root.is_local:  # in a bucket, projects are made by registration: listing it every second costs money
+    # In a bucket, projects are made by registration: listing it every second costs money.
+    if root.is_local and service.settings.new_projects == "on_first_run":
         _discover_projects(service, root)
     with service.database.read() as session:
-        projects = list(session.execute(select(Project)).scalars())
+        projects = list(session.execute(select(Project).filter_by(archived_ns=None)).scalars())
     return [run_id for project in projects for run_id in _discover_in(service, project)]
 
 
@@ -184,11 +200,11 @@ def _discover_projects(service: Service, root: Store) -> None:
         if name in known or not _is_name(name):
             continue
         with service.database.write() as session:
-            ensure_project(session, name, service.settings.store)
+            ensure_project(session, service, name)
 
 
 def _discover_in(service: Service, project: Project) -> list[int]:
-    store = service.stores.open(project.store_url)
+    store = service.stores.of(project.place)
     interval = service.settings.listing_ns(local=store.is_local)
     with service.database.write() as session:
         # One of several workers lists, and not more often than the interval.

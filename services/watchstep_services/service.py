@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
@@ -19,6 +17,7 @@ from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.local import LocalBackend
 from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.settings import Settings
+from watchstep_services.stores.opening import Stores
 
 
 class Notifier(Protocol):
@@ -47,25 +46,6 @@ class Silent:
         """Nothing."""
 
 
-class Stores:
-    """Opened stores by URL. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._opened: dict[str, Store] = {}
-        self._lock = threading.Lock()
-
-    def open(self, url: str) -> Store:
-        """The store at a URL.
-
-        Raises:
-            ConfigError, StoreError: as `Store.open`.
-        """
-        with self._lock:
-            if url not in self._opened:
-                self._opened[url] = Store.open(url)
-            return self._opened[url]
-
-
 @dataclass(frozen=True)
 class Service:
     """One process's view of the service.
@@ -78,6 +58,7 @@ class Service:
         notifier: whom to tell of work.
         backends: kinds of jobs that can be stopped, by name.
         stores: opened stores.
+        local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
         receiver_file: the owner's receivers, for all projects.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
@@ -90,6 +71,7 @@ class Service:
     notifier: Notifier = field(default_factory=Silent)
     backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": LocalBackend()})
     stores: Stores = field(default_factory=Stores)
+    local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     untaken: set[tuple[str, str]] = field(default_factory=set)

@@ -25,6 +25,18 @@ class Settings(BaseSettings):
     )
     store: str = Field("watchstep-runs", description="URL or folder that holds <project>/<run>/.")
     database_url: str = Field("", description="SQLAlchemy URL; empty for SQLite in the home.")
+    new_projects: Literal["on_first_run", "by_admins"] = Field(
+        "on_first_run",
+        description="Whether a first run makes its project, on the service's own store, or only admins do: `on_first_run` or "
+        "`by_admins`.",
+    )
+    local_stores: Path | None = Field(
+        None, description="Folder below which admins may register folders as stores; none where it is empty."
+    )
+    local_jobs: bool = Field(
+        False,
+        description="In production: jobs of a project that its first run makes may be processes of the workers' machine.",
+    )
     broker_url: str = Field("", description="Redis for Celery; only in production.")
     rules_file: Path | None = Field(None, description="The owner's rule file; the default rules where none.")
     receivers_file: Path | None = Field(

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
 from watchstep.reading.budget import OverBudgetError
 from watchstep_services.api.problem_types import described, type_of
+from watchstep_services.tenancy.conflict import ConflictError
 
 MEDIA_TYPE = "application/problem+json"
 _log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ PROBLEMS = documented(401, 403, 404, 413, 422, 429, 503)
 
 _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
     (NotFoundError, 404),
+    (ConflictError, 409),
     (ConfigError, 422),
     (RuleError, 422),
     (OverBudgetError, 413),

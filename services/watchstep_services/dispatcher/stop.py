@@ -91,7 +91,7 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
         return Tried(
             "done", "no job bound: asked cooperatively; the workers did not confirm", ASKED, facts=facts
         )
-    if listing_due(service, target.run_store.url, target.run.listed_ns, due.now_ns) and discover(
+    if listing_due(service, target.place, target.run.listed_ns, due.now_ns) and discover(
         service, due.run_id
     ):
         return _again(due, 0)

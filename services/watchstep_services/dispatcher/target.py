@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 
 from watchstep.control import ControlDocument, StopRequest
-from watchstep.layout import run_prefix
 from watchstep.store import Store
 from watchstep_services.control import change, mirror
 from watchstep_services.database.models import Attempt, Job, Project, Run, Segment
@@ -15,6 +14,7 @@ from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.points import reach
 from watchstep_services.service import Service
+from watchstep_services.stores.place import StorePlace
 
 _RECENT = 20
 _LEAST_MARGIN = 10
@@ -27,6 +27,7 @@ class Target:
     Attributes:
         run: its run.
         attempt: its row.
+        place: of its project.
         run_store: where the run lies.
         job: the bound job, if any.
         status: how the job is; None without one.
@@ -35,6 +36,7 @@ class Target:
 
     run: Run
     attempt: Attempt
+    place: StorePlace
     run_store: Store
     job: JobHandle | None
     status: JobStatus | None
@@ -66,19 +68,19 @@ def load_target(service: Service, run_id: int, attempt: str) -> Target:
     """
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
-        store_url = session.get_one(Project, run.project).store_url
+        place = session.get_one(Project, run.project).place
         bound = session.execute(select(Job).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
-    run_store = service.stores.open(store_url).child(run_prefix(run.project, run.run))
+    run_store = service.stores.of_run(place, run.run)
     row = attempts.load(service.database, run_store, run_id, attempt)
     if bound is None:
-        return Target(run, row, run_store, None, None, None)
+        return Target(run, row, place, run_store, None, None, None)
     job = JobHandle(bound.backend, bound.job_id, bound.identity)
     backend = service.backends.get(bound.backend)
     if backend is None:
         status = JobStatus("unknown", detail=f"this service has no backend {bound.backend!r}")
     else:
         status = backend.status(job)
-    return Target(run, row, run_store, job, status, backend)
+    return Target(run, row, place, run_store, job, status, backend)
 
 
 def common_step(service: Service, target: Target) -> int:

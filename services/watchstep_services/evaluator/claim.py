@@ -10,6 +10,7 @@ from sqlalchemy import case, select, update
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project, Run
+from watchstep_services.stores.place import StorePlace
 from watchstep_services.points import reach
 
 
@@ -21,7 +22,7 @@ class Claim:
         run_id: in the database.
         project: the project's name.
         run: the run's name.
-        store_url: where the run lies.
+        place: of the project.
         epoch: the fence: a commit with an older one changes nothing.
         cursor: as it was at the claim, canonical text.
         journal: position that the next segment takes.
@@ -33,7 +34,7 @@ class Claim:
     run_id: int
     project: str
     run: str
-    store_url: str
+    place: StorePlace
     epoch: int
     cursor: str
     journal: int
@@ -54,14 +55,14 @@ def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
         )
         if not _changed(taken):
             return None
-        run, store_url = session.execute(
-            select(Run, Project.store_url).join(Project, Project.name == Run.project).where(Run.id == run_id)
+        run, project = session.execute(
+            select(Run, Project).join(Project, Project.name == Run.project).where(Run.id == run_id)
         ).one()
         return Claim(
             run_id=run_id,
             project=run.project,
             run=run.run,
-            store_url=store_url,
+            place=project.place,
             epoch=run.epoch,
             cursor=run.cursor,
             journal=run.journal,

@@ -96,7 +96,7 @@ def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
         return True
     with service.database.read() as session:
         listed_ns = session.get_one(Run, held.run_id).listed_ns
-    return listing_due(service, held.store_url, listed_ns, held.now_ns)
+    return listing_due(service, held.place, listed_ns, held.now_ns)
 
 
 def _load_plan(service: Service, held: Claim, patience: Patience) -> Plan:
@@ -193,4 +193,4 @@ def run_store_of(service: Service, held: Claim) -> Store:
     Raises:
         ConfigError, StoreError: it cannot be opened.
     """
-    return service.stores.open(held.store_url).child(layout.run_prefix(held.project, held.run))
+    return service.stores.of_run(held.place, held.run)

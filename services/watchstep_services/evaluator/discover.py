@@ -18,6 +18,7 @@ from watchstep_services.evaluator import attempts
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
+from watchstep_services.stores.place import StorePlace
 
 _ROWS_AT_ONCE = 500
 
@@ -50,9 +51,9 @@ def discover(service: Service, run_id: int) -> bool:
     """
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
-        store_url = session.get_one(Project, run.project).store_url
+        place = session.get_one(Project, run.project).place
         known = _known(service, run_id)
-    run_store = service.stores.open(store_url).child(layout.run_prefix(run.project, run.run))
+    run_store = service.stores.of_run(place, run.run)
     found = _list(run_store, known)
     reach("discover.listed", run_id)
     fresh = _record(service, run_id, known, found)
@@ -158,11 +159,6 @@ def _record(service: Service, run_id: int, known: _Known, found: _Found) -> bool
     return something
 
 
-def listing_due(service: Service, store_url: str, quiet_since_ns: int, now_ns: int) -> bool:
-    """Whether a run has been quiet for so long that its store is worth a listing.
-
-    Raises:
-        ConfigError, StoreError: the store cannot be opened.
-    """
-    local = service.stores.open(store_url).is_local
-    return now_ns - quiet_since_ns >= service.settings.listing_ns(local=local)
+def listing_due(service: Service, place: StorePlace, quiet_since_ns: int, now_ns: int) -> bool:
+    """Whether a run has been quiet for so long that its store is worth a listing."""
+    return now_ns - quiet_since_ns >= service.settings.listing_ns(local=place.is_local)

@@ -244,10 +244,9 @@ def _tick_due(service: Service, held: Claim, attempt: str, judged: Sequence[Judg
 
 
 def _gap_due(service: Service, held: Claim, gap: Gap) -> int:
-    local = service.stores.open(held.store_url).is_local
     return min(
         gap.since_ns + nanoseconds(service.settings.gap_seconds),
-        held.now_ns + service.settings.listing_ns(local=local),
+        held.now_ns + service.settings.listing_ns(local=held.place.is_local),
     )
 
 

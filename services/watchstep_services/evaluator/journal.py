@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from watchstep import journal
 from watchstep.errors import FormatError, StoreError
 from watchstep.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
-from watchstep.layout import journal_part, run_prefix
+from watchstep.layout import journal_part
 from watchstep.reading.journal import read_part
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Attempt, Project, Run, Seal, Segment, Tick
@@ -24,6 +24,7 @@ from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
+from watchstep_services.stores.place import StorePlace
 
 _OVER = (*ENDED, "lost")
 _RETRY_SECONDS = 600.0
@@ -38,17 +39,17 @@ class Unwritten:
     attempt: str
     project: str
     run: str
-    store_url: str
+    place: StorePlace
 
 
 def unwritten(service: Service) -> list[Unwritten]:
     """Attempts that have ended, or were judged so often that their journal gets a part."""
-    rows = select(Attempt, Run, Project.store_url).join(Run, Run.id == Attempt.run_id)
+    rows = select(Attempt, Run, Project).join(Run, Run.id == Attempt.run_id)
     with service.database.read() as session:
         found = session.execute(rows.join(Project, Project.name == Run.project).where(_is_due())).all()
         return [
-            Unwritten(attempt.id, run.id, attempt.attempt, run.project, run.run, url)
-            for attempt, run, url in found
+            Unwritten(attempt.id, run.id, attempt.attempt, run.project, run.run, project.place)
+            for attempt, run, project in found
         ]
 
 
@@ -98,7 +99,7 @@ def _write_part(service: Service, due: Unwritten) -> bool:
 
 def _put(service: Service, due: Unwritten, part: JournalPart, ticks: int) -> JournalPart:
     """Create a part; returns the one that lies there."""
-    run_store = service.stores.open(due.store_url).child(run_prefix(due.project, due.run))
+    run_store = service.stores.of_run(due.place, due.run)
     key = journal_part(due.attempt, part.number)
     if run_store.create(key, journal.encode(part)):
         return part

@@ -32,7 +32,7 @@ class Place:
     @classmethod
     def of(cls, base_url: str, held: Claim, attempt: str, now_ns: int) -> Place:
         """That of an evaluation."""
-        return cls(base_url, held.run_id, held.project, held.run, held.store_url, attempt, now_ns)
+        return cls(base_url, held.run_id, held.project, held.run, held.place.location, attempt, now_ns)
 
     @property
     def named(self) -> tuple[str, str]:

@@ -87,4 +87,6 @@ def production_service(settings: Settings, celery: Any) -> Service:
     database = open_database(settings.database_url)
     database.check()
     base = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
-    return Service(settings, database, base, owner_rules(settings), CeleryNotifier(celery))
+    return Service(
+        settings, database, base, owner_rules(settings), CeleryNotifier(celery), local_jobs=settings.local_jobs
+    )

@@ -21,6 +21,7 @@ from watchstep_services.evaluator.lifecycle import ENDED, advance_run
 from watchstep_services.registration import discover_runs
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
+from watchstep_services.stores.place import StorePlace
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ def sweep(service: Service) -> Work:
         discover_runs(service)
     except WatchstepError as error:
         _log.warning("runs cannot be looked for: %s", error.what)
-    for run, store_url, now in _runs(service):
+    for run, place, now in _runs(service):
         try:
-            if _wants_listing(service, run, store_url, now):
+            if _wants_listing(service, run, place, now):
                 discover(service, run.id)
             if run.state not in ENDED:
                 advance_run(service, run.id)
@@ -82,21 +83,21 @@ def find_due(service: Service) -> Work:
         return Work(tuple(runs), tuple(due_actions(service)), due_backtests(service))
 
 
-def _runs(service: Service) -> list[tuple[Run, str, int]]:
+def _runs(service: Service) -> list[tuple[Run, StorePlace, int]]:
     with service.database.read() as session:
         now = read_clock(session)
         rows = session.execute(
-            select(Run, Project.store_url).join(Project, Project.name == Run.project).order_by(Run.id)
+            select(Run, Project).join(Project, Project.name == Run.project).order_by(Run.id)
         ).all()
-        return [(run, store_url, now) for run, store_url in rows]
+        return [(run, project.place, now) for run, project in rows]
 
 
-def _wants_listing(service: Service, run: Run, store_url: str, now: int) -> bool:
+def _wants_listing(service: Service, run: Run, place: StorePlace, now: int) -> bool:
     quiet_since = max(run.heard_ns, run.listed_ns) if run.listed_ns else 0
     if run.state in ENDED or run.state == "lost":
         # It may still get a late segment or another attempt, but that is rare.
         return now - quiet_since >= nanoseconds(service.settings.silent_seconds)
-    return listing_due(service, store_url, quiet_since, now)
+    return listing_due(service, place, quiet_since, now)
 
 
 def _tell(service: Service, run_id: int, error: WatchstepError) -> None:

@@ -9,15 +9,15 @@ from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Project
 from watchstep_services.database.upsert import insert_missing
 
-ROW = {"name": "vision", "store_url": "/runs", "listed_ns": 0}
+ROW = {"name": "vision", "description": "images", "listed_ns": 0}
 
 
 def test_a_row_is_inserted_once(database: Database) -> None:
     with database.write() as session:
         assert insert_missing(session, Project, ROW)
-        assert not insert_missing(session, Project, {**ROW, "store_url": "/elsewhere"})
+        assert not insert_missing(session, Project, {**ROW, "description": "other"})
     with database.read() as session:
-        assert session.execute(select(Project.store_url)).scalar_one() == "/runs"
+        assert session.execute(select(Project.description)).scalar_one() == "images"
 
 
 def test_a_transaction_that_raises_leaves_nothing(database: Database) -> None:

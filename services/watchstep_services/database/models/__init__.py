@@ -7,7 +7,14 @@ from watchstep_services.database.models.backtests import Backtest, BacktestResul
 from watchstep_services.database.models.base import NAME_LENGTH, Base
 from watchstep_services.database.models.journal import Seal, Segment, Tick
 from watchstep_services.database.models.outbox import Action, ActionTry, Event
-from watchstep_services.database.models.projects import Project
+from watchstep_services.database.models.projects import (
+    BackendRow,
+    JobHolder,
+    Project,
+    ProjectBackend,
+    ProjectStore,
+    StoreRow,
+)
 from watchstep_services.database.models.receivers import ReceiverRow, ReceiverSecret, RoutingTree
 from watchstep_services.database.models.rules import Alert, FindingRow, Memory, RuleConfigRow
 from watchstep_services.database.models.runs import Attempt, Job, Run
@@ -22,6 +29,7 @@ __all__ = [
     "AlertGroup",
     "Attempt",
     "AuditEntry",
+    "BackendRow",
     "Backtest",
     "BacktestResult",
     "Base",
@@ -29,10 +37,13 @@ __all__ = [
     "FindingRow",
     "GroupMember",
     "Job",
+    "JobHolder",
     "Memory",
     "Muted",
     "Project",
+    "ProjectBackend",
     "ProjectRule",
+    "ProjectStore",
     "ReceiverRow",
     "ReceiverSecret",
     "RoutingTree",
@@ -43,6 +54,7 @@ __all__ = [
     "Silence",
     "Standing",
     "StopGrant",
+    "StoreRow",
     "Tick",
     "Token",
 ]

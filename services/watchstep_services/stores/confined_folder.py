@@ -1,0 +1,290 @@
+"""A folder of this machine as a store for what others write there: no symbolic link below it is ever followed.
+
+Each part of a key is opened by itself, within the folder before it, and never through a link. So nobody who may write below the
+folder can lead the service out of it, not even by exchanging a folder for a link between a check and a use. What is no plain
+file, as a pipe, is not opened either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from watchstep.errors import NotFoundError, StoreError
+from watchstep.local_folders import is_usable
+from watchstep.store import Entry, Store
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_UNFINISHED = re.compile(r".*#[0-9]+", re.DOTALL)
+"""What is being written, by obstore as well as here."""
+
+_DEEPEST = 16
+"""Folders in each other that are looked into; Watchstep's keys have six."""
+
+_log = logging.getLogger(__name__)
+
+
+class ConfinedFolder(Store):
+    """Objects in a folder, as `Store`. Links are in no listing; one that is asked for is told. Thread-safe."""
+
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        """Nothing is opened yet.
+
+        Args:
+            folder: an absolute path; the links in it are its owner's, and are followed.
+            prefix: of all keys, with a slash at its end.
+        """
+        super().__init__(folder.as_uri(), None, prefix)
+        self._folder = folder
+
+    def child(self, prefix: str) -> ConfinedFolder:
+        """As `Store.child`."""
+        return ConfinedFolder(self._folder, f"{self._prefix}{prefix.rstrip('/')}/")
+
+    def put(self, key: str, data: bytes) -> None:
+        """As `Store.put`."""
+        with self._translating("write", key), self._folder_of(key, create=True) as (folder, name):
+            unfinished = _write(folder, name, (data,))
+            try:
+                os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                os.unlink(unfinished, dir_fd=folder)
+                raise
+
+    def create(self, key: str, data: bytes) -> bool:
+        """As `Store.create`."""
+        return self._create(key, (data,))
+
+    def create_in_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> bool:  # noqa: ARG002 - a file grows
+        """As `Store.create_in_parts`."""
+        return self._create(key, parts)
+
+    def _create(self, key: str, parts: Iterable[bytes | memoryview]) -> bool:
+        with self._translating("write", key), self._folder_of(key, create=True) as (folder, name):
+            unfinished = _write(folder, name, parts)
+            try:
+                os.link(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+            except FileExistsError:
+                return False
+            finally:
+                os.unlink(unfinished, dir_fd=folder)
+        return True
+
+    def get(self, key: str, *, limit: int | None = None) -> bytes:
+        """As `Store.get`."""
+        with self._translating("read", key), self._file(key) as (file, size):
+            if limit is None or size <= limit:
+                return _read(file, 0, size)
+        raise StoreError(
+            f"object {self._named(key)}: {size} bytes, over the limit of {limit}",
+            "raise the limit if this object is one of yours",
+        )
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """As `Store.get_range`."""
+        with self._translating("read", key), self._file(key) as (file, size):
+            if start < size:
+                return _read(file, start, min(length, size - start))
+        raise StoreError(
+            f"object {self._named(key)}: {size} bytes, none from {start} on",
+            "read it anew: it may have changed",
+        )
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """As `Store.get_ranges`."""
+        with self._translating("read", key), self._file(key) as (file, size):
+            return [
+                memoryview(_read(file, start, max(0, min(length, size - start)))) for start, length in ranges
+            ]
+
+    def size(self, key: str) -> int:
+        """As `Store.size`."""
+        with self._translating("read", key), self._file(key) as (_, size):
+            return size
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """As `Store.entries`."""
+        whole = (self._prefix + prefix).strip("/")
+        with self._translating("list", prefix):
+            try:
+                folder = self._descend(_parts(whole) if whole else [])
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            skip = len(self._prefix)
+            for key, size in _walk(folder, f"{whole}/" if whole else ""):
+                yield Entry(key[skip:], size)
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """As `Store.folders`."""
+        whole = (self._prefix + prefix).strip("/")
+        with self._translating("list", prefix):
+            try:
+                folder = self._descend(_parts(whole) if whole else [])
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            try:
+                with os.scandir(folder) as found:
+                    entries = list(found)
+            finally:
+                os.close(folder)
+            for entry in entries:
+                if entry.is_symlink():
+                    _log.debug("%s/%s%s: a symbolic link; left out", self.location, prefix, entry.name)
+            return sorted(
+                entry.name
+                for entry in entries
+                if entry.is_dir(follow_symlinks=False) and is_usable(entry.name)
+            )
+
+    def delete(self, key: str) -> None:
+        """As `Store.delete`."""
+        try:
+            with self._translating("delete", key), self._folder_of(key) as (folder, name):
+                os.unlink(name, dir_fd=folder)
+        except NotFoundError:
+            pass
+
+    @contextlib.contextmanager
+    def _folder_of(self, key: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
+        """The folder that holds an object, and the object's name in it."""
+        *parts, name = _parts(self._prefix + key)
+        folder = self._descend(parts, create=create)
+        try:
+            yield folder, name
+        finally:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def _file(self, key: str) -> Iterator[tuple[int, int]]:
+        """A plain file, and its size."""
+        with self._folder_of(key) as (folder, name):
+            file = os.open(name, _FILE, dir_fd=folder)
+        try:
+            held = os.fstat(file)
+            if not stat.S_ISREG(held.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "no plain file", name)
+            yield file, held.st_size
+        finally:
+            os.close(file)
+
+    def _descend(self, parts: Sequence[str], *, create: bool = False) -> int:
+        folder = os.open(self._folder, _FOLDER & ~os.O_NOFOLLOW)
+        for part in parts:
+            try:
+                inner = _enter(folder, part, create=create)
+            finally:
+                os.close(folder)
+            folder = inner
+        return folder
+
+    @contextlib.contextmanager
+    def _translating(self, verb: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            named = self._named(key)
+            if error.errno == errno.ELOOP:
+                raise StoreError(
+                    f"object {named}: a symbolic link, which is not followed", "put the object itself there"
+                ) from error
+            if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+                raise NotFoundError(
+                    f"object {named}: not found",
+                    "check the run's URL and the name; links in a store are not followed",
+                ) from error
+            if error.errno in {errno.EACCES, errno.EPERM}:
+                raise StoreError(
+                    f"store {self.url}: access denied, cannot {verb} {key!r}",
+                    "check the folder's owner and mode",
+                ) from error
+            raise StoreError(
+                f"store {self.url}: cannot {verb} {key!r} ({error.strerror})", "check the folder and its disk"
+            ) from error
+
+
+def _parts(key: str) -> list[str]:
+    """The parts of a key.
+
+    Raises:
+        NotFoundError: it is no key: nothing can have it.
+    """
+    parts = key.split("/")
+    if any(part in {"", ".", ".."} or "\0" in part for part in parts):
+        raise NotFoundError(f"object {key!r}: not a key", "use names between single slashes, and no '..'")
+    return parts
+
+
+def _enter(folder: int, name: str, *, create: bool) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=folder)
+    except FileNotFoundError:
+        if not create:
+            raise
+    with contextlib.suppress(FileExistsError):  # another may make it in between
+        os.mkdir(name, dir_fd=folder)
+    return os.open(name, _FOLDER, dir_fd=folder)
+
+
+def _write(folder: int, name: str, parts: Iterable[bytes | memoryview]) -> str:
+    """Write a file that nobody sees yet; its name."""
+    unfinished = f"{name}#{secrets.randbelow(10**9)}"
+    file = os.open(unfinished, _NEW, 0o666, dir_fd=folder)
+    try:
+        with open(file, "wb") as opened:  # noqa: PTH123 - a descriptor
+            opened.writelines(parts)
+    except BaseException:
+        os.unlink(unfinished, dir_fd=folder)
+        raise
+    return unfinished
+
+
+def _read(file: int, start: int, length: int) -> bytes:
+    """Bytes of a file; fewer where it ends before."""
+    read: list[bytes] = []
+    while length > 0:
+        data = os.pread(file, length, start)
+        if not data:
+            break
+        read.append(data)
+        start, length = start + len(data), length - len(data)
+    return b"".join(read)
+
+
+def _walk(folder: int, prefix: str, deep: int = 0) -> Iterator[tuple[str, int]]:
+    """Key and size of every plain file below a folder, which is closed."""
+    inner: list[str] = []
+    found: list[tuple[str, int]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not is_usable(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    inner.append(entry.name)
+                elif entry.is_file(follow_symlinks=False) and not _UNFINISHED.fullmatch(entry.name):
+                    found.append((prefix + entry.name, _size_of(entry)))
+        yield from ((key, size) for key, size in found if size >= 0)
+        for name in inner if deep < _DEEPEST else ():
+            try:
+                below = os.open(name, _FOLDER, dir_fd=folder)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # removed, or exchanged for a link, meanwhile
+            yield from _walk(below, f"{prefix}{name}/", deep + 1)
+    finally:
+        os.close(folder)
+
+
+def _size_of(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return -1

@@ -1,0 +1,97 @@
+"""Credentials of a registered role: taken by AssumeRole with the external id, for what a session policy allows, and renewed."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from watchstep.errors import ConfigError, StoreError
+from watchstep_services.stores.place import Registration
+
+SESSION_SECONDS = 3600
+"""The longest that AWS gives to a role that takes another."""
+
+_NAME = re.compile(r"[^A-Za-z0-9_=,.@-]")
+
+
+class RoleCredentials:
+    """What obstore asks for credentials, some minutes before those that it has expire. Thread-safe.
+
+    Nothing else is ever tried where the role is refused: not the service's own credentials.
+    """
+
+    def __init__(self, registration: Registration, policy: str, session_name: str) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            registration: the store, with a role.
+            policy: the session's.
+            session_name: stands in AWS's log of who did what.
+        """
+        self._registration = registration
+        self._policy = policy
+        self._session_name = _NAME.sub("-", session_name)[:64]
+        self._lock = threading.Lock()
+        self._client: Any = None
+
+    def __call__(self) -> dict[str, Any]:
+        """Fresh credentials.
+
+        Raises:
+            StoreError: the role is refused, or AWS does not answer.
+            ConfigError: boto3 is not installed.
+        """
+        with self._lock:
+            self._client = self._client or _sts(self._registration)
+        given = _assume(self._client, self._registration, self._policy, self._session_name)
+        expires: datetime = given["Expiration"]
+        return {
+            "access_key_id": str(given["AccessKeyId"]),
+            "secret_access_key": str(given["SecretAccessKey"]),
+            "token": str(given["SessionToken"]),
+            "expires_at": expires,
+        }
+
+
+def _sts(registration: Registration) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as error:
+        raise ConfigError(
+            f"store {registration.url}: has a role, and boto3 is not installed",
+            "install watchstep[aws] where the service runs",
+        ) from error
+    config = Config(connect_timeout=5, read_timeout=10, retries={"total_max_attempts": 3, "mode": "standard"})
+    region = registration.region or boto3.Session().region_name or "us-east-1"
+    return boto3.Session().client("sts", region_name=region, config=config)
+
+
+def _assume(client: Any, registration: Registration, policy: str, session_name: str) -> Mapping[str, Any]:
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    asked: dict[str, Any] = {
+        "RoleArn": registration.role_arn,
+        "RoleSessionName": session_name,
+        "Policy": policy,
+        "DurationSeconds": SESSION_SECONDS,
+    }
+    if registration.external_id:
+        asked["ExternalId"] = registration.external_id
+    try:
+        given: Mapping[str, Any] = client.assume_role(**asked)["Credentials"]
+    except ClientError as error:
+        code = str(error.response.get("Error", {}).get("Code", "refused"))
+        raise StoreError(
+            f"store {registration.url}: role {registration.role_arn} cannot be taken ({code})",
+            "let the role trust the service's own identity, with the external id that is registered",
+        ) from error
+    except BotoCoreError as error:
+        raise StoreError(
+            f"store {registration.url}: role {registration.role_arn} cannot be taken ({type(error).__name__})",
+            "see that the service has AWS credentials of its own, and that it reaches STS",
+        ) from error
+    return given

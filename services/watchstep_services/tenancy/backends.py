@@ -1,0 +1,151 @@
+"""The backends that admins registered, and which projects may have jobs on them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import BackendRow, Job, ProjectBackend
+from watchstep_services.database.upsert import insert_missing
+from watchstep_services.estimator import local
+from watchstep_services.tenancy.conflict import ConflictError
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+
+
+class LocalSettings(BaseModel):
+    """Processes of the service's own machine: there is nothing to set."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+KINDS: dict[str, type[BaseModel]] = {local.NAME: LocalSettings}
+"""Settings of each kind of backend."""
+
+
+def find_backend(session: Session, name: str) -> BackendRow:
+    """A registered backend.
+
+    Raises:
+        NotFoundError: there is none of this name.
+    """
+    row = session.execute(select(BackendRow).filter_by(name=name)).scalar_one_or_none()
+    if row is None:
+        raise NotFoundError(f"backend {name!r}: not registered", "see the backends for their names")
+    return row
+
+
+def register_backend(session: Session, name: str, kind: str, settings: dict[str, Any]) -> BackendRow:
+    """Register a backend. No project may use it yet.
+
+    Raises:
+        ConfigError: name, kind or settings cannot be used.
+        ConflictError: the name is taken.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"backend name {name!r} cannot be used", "use 1 to 32 of a-z, 0-9, '_' and '-'")
+    held = _checked_settings(kind, settings)
+    now = read_clock(session)
+    values = {
+        "name": name, "kind": kind, "settings": held, "version": 1, "created_ns": now, "updated_ns": now,
+    }  # fmt: skip
+    if not insert_missing(session, BackendRow, values):
+        raise ConflictError(f"backend {name!r}: registered already", "change it, or choose another name")
+    return find_backend(session, name)
+
+
+def change_backend(session: Session, name: str, settings: dict[str, Any]) -> BackendRow:
+    """Give a backend other settings; its kind stays.
+
+    Raises:
+        NotFoundError: there is none of this name.
+        ConfigError: the settings cannot be used.
+    """
+    row = find_backend(session, name)
+    held = _checked_settings(row.kind, settings)
+    if held != row.settings:
+        row.settings, row.version, row.updated_ns = held, row.version + 1, read_clock(session)
+    return row
+
+
+def remove_backend(session: Session, name: str) -> None:
+    """Forget a backend, and which projects may use it.
+
+    Raises:
+        NotFoundError: there is none of this name.
+        ConflictError: jobs that may still run are bound on it.
+    """
+    row = find_backend(session, name)
+    running = session.execute(select(Job.id).where(Job.backend == name, Job.state != "gone").limit(1)).first()
+    if running is not None:
+        raise ConflictError(
+            f"backend {name!r}: jobs on it may still run", "wait for them, or take it from its projects"
+        )
+    session.execute(delete(ProjectBackend).filter_by(backend_id=row.id))
+    session.delete(row)
+
+
+def backends_of(session: Session, project: str) -> list[BackendRow]:
+    """Backends that a project may use, by name."""
+    allowed = (
+        select(BackendRow).join(ProjectBackend).where(ProjectBackend.project == project).order_by(BackendRow.name)
+    )  # fmt: skip
+    return list(session.execute(allowed).scalars())
+
+
+def allow_backends(session: Session, project: str, names: list[str]) -> None:
+    """Say which backends a project may use, and no others. What is bound on others already can still be stopped.
+
+    Raises:
+        NotFoundError: one is not registered.
+    """
+    rows = [find_backend(session, name) for name in names]
+    session.execute(delete(ProjectBackend).filter_by(project=project))
+    for row in rows:
+        insert_missing(session, ProjectBackend, {"project": project, "backend_id": row.id})
+
+
+def allowed_backend(session: Session, project: str, name: str) -> BackendRow:
+    """A backend that a project may use.
+
+    Raises:
+        ConfigError: it may not, or there is none of this name: which, is not told.
+    """
+    allowed = {row.name: row for row in backends_of(session, project)}
+    if name not in allowed:
+        known = f"use one of: {', '.join(allowed)}" if allowed else "none is registered for it"
+        raise ConfigError(
+            f"backend {name!r}: not registered for project {project!r}", f"{known}; an admin registers others"
+        )
+    return allowed[name]
+
+
+def allow_local(session: Session, project: str) -> None:
+    """Let a project's jobs be processes of this machine."""
+    now = read_clock(session)
+    values = {
+        "name": local.NAME, "kind": local.NAME, "settings": {}, "version": 1, "created_ns": now, "updated_ns": now,
+    }  # fmt: skip
+    insert_missing(session, BackendRow, values)
+    row = find_backend(session, local.NAME)
+    if row.kind == local.NAME:
+        insert_missing(session, ProjectBackend, {"project": project, "backend_id": row.id})
+
+
+def _checked_settings(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    if kind not in KINDS:
+        raise ConfigError(f"backend kind {kind!r} is not known", f"use one of: {', '.join(sorted(KINDS))}")
+    try:
+        return KINDS[kind].model_validate(settings).model_dump(mode="json")
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "settings"
+        raise ConfigError(
+            f"{place}: {first['msg']}", f"see the settings of a backend of kind {kind}"
+        ) from error
