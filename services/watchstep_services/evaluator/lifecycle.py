@@ -34,6 +34,7 @@ class Facts:
         unread: segments that wait to be read.
         job: how the bound job is; None without one.
         gone_for_ns: how long the job has been gone.
+        stopping: a stop is on its way; what it comes to is waited for, lest the run end twice.
         stopped: Watchstep stopped it.
         silent_ns: how long nothing was heard.
     """
@@ -44,6 +45,7 @@ class Facts:
     unread: bool
     job: JobStatus | None
     gone_for_ns: int
+    stopping: bool
     stopped: bool
     silent_ns: int
 
@@ -59,7 +61,8 @@ def next_state(facts: Facts, grace_ns: int, silent_ns: int) -> RunState:
     gone = facts.job is not None and facts.job.state == "gone"
     runs = facts.job is not None and facts.job.state == "running"
     complete = len(facts.ends) >= facts.world_size
-    if (complete or (gone and facts.gone_for_ns >= grace_ns)) and not facts.unread:
+    over = (complete or (gone and facts.gone_for_ns >= grace_ns)) and not facts.unread
+    if over and (not facts.stopping or facts.silent_ns >= silent_ns):
         return _ending(facts)
     if facts.silent_ns >= silent_ns and not runs and not facts.unread:
         return "lost"
@@ -114,6 +117,7 @@ def advance_run(service: Service, run_id: int) -> RunState:
             unread=bool(unread),
             job=status,
             gone_for_ns=gone_for,
+            stopping=stop is not None and stop.state == "pending",
             stopped=stopped,
             silent_ns=now - run.heard_ns,
         )

@@ -10,13 +10,28 @@ from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import Facts, advance_run, next_state
 
 NEW = Facts(
-    heard=False, world_size=2, ends=(), unread=False, job=None, gone_for_ns=0, stopped=False, silent_ns=0
+    heard=False,
+    world_size=2,
+    ends=(),
+    unread=False,
+    job=None,
+    gone_for_ns=0,
+    stopping=False,
+    stopped=False,
+    silent_ns=0,
 )
 GRACE, SILENT = 10, 100
 
 
 def state(**changes: object) -> str:
     return next_state(replace(NEW, **changes), GRACE, SILENT)  # type: ignore[arg-type]
+
+
+def test_what_a_stop_comes_to_is_waited_for() -> None:
+    gone = {"heard": True, "job": JobStatus("gone", -15), "gone_for_ns": GRACE}
+    assert state(**gone, stopping=True) == "running"
+    assert state(**gone, stopped=True) == "stopped"
+    assert state(**gone, stopping=True, silent_ns=SILENT) == "failed"  # the stop itself does not come to an end
 
 
 def test_the_life_of_a_run() -> None:
