@@ -25,6 +25,7 @@ from watchstep_services.api.access import Gate, document_token
 from watchstep_services.api.observation import Observed
 from watchstep_services.api.policies import Routes
 from watchstep_services.api.queries.state import Queries
+from watchstep_services.api.streaming.streams import Streams
 from watchstep_services.api.rate_limits import rate_limits
 from watchstep_services.service import Service
 
@@ -47,6 +48,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.queries = Queries.of(service)
+    app.state.streams = Streams(service)
     problems.install(app)
     conventions.install(app)
     own = tuple(app.routes)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from watchstep_rules.explanation import Explanation
+from watchstep_services.api.paging import PageOutput
 from watchstep_services.events import CloudEvent
 
 _HEALTH_BYTES = 64 * 1024
@@ -169,7 +170,7 @@ class RunOutput(RunSummary):
     health: dict[str, Any] = Field(description="Faults of the recorder, the store and the segments.")
 
 
-class RunList(BaseModel):
+class RunList(PageOutput):
     """Runs, the newest first."""
 
     runs: list[RunSummary]
@@ -203,13 +204,13 @@ class AlertOutput(BaseModel):
     details: AlertDetails | None = Field(description="Once it has fired.")
 
 
-class AlertList(BaseModel):
+class AlertList(PageOutput):
     """Alerts, the last changed first."""
 
     alerts: list[AlertOutput]
 
 
-class EventList(BaseModel):
+class EventList(PageOutput):
     """Events in the order in which they came, and where the next ones follow."""
 
     events: list[CloudEvent]
@@ -239,7 +240,7 @@ class ActionOutput(BaseModel):
     tries: list[TryOutput]
 
 
-class ActionList(BaseModel):
+class ActionList(PageOutput):
     """Actions in the order in which they came."""
 
     actions: list[ActionOutput]

@@ -171,7 +171,8 @@ class EmbeddedService:
         return listener
 
     def _serve(self, listener: socket.socket) -> None:
-        config = uvicorn.Config(create_app(self.service), log_config=None, access_log=False, lifespan="off")
+        app = create_app(self.service)
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
         server = _Server(config)
         thread = threading.Thread(
             target=server.run, kwargs={"sockets": [listener]}, name="watchstep-api", daemon=True
@@ -179,6 +180,7 @@ class EmbeddedService:
         thread.start()
         self._undo.append(thread.join)
         self._undo.append(lambda: setattr(server, "should_exit", True))
+        self._undo.append(app.state.streams.close)  # what does not end by itself
         if not server.listening.wait(_START_SECONDS):
             raise ServiceError(f"service {self.url}: did not start", "see the log above for the reason")
 

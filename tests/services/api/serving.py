@@ -1,0 +1,41 @@
+"""The API behind a socket, for what needs a connection that lasts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from watchstep_services.api.app import create_app
+from watchstep_services.service import Service
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+@contextmanager
+def serving(service: Service) -> Iterator[str]:
+    """Serve on a free port; gives the URL. Ends with all its streams."""
+    app = create_app(service)
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            assert server.listening.wait(60)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            app.state.streams.close()
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
