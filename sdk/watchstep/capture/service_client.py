@@ -8,9 +8,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
+from watchstep.capture import trace_context
 from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError, FormatError, ServiceError
 from watchstep.layout import SegmentKey
@@ -57,6 +59,8 @@ class ServiceClient:
 
     def __init__(self, address: ServiceAddress, project: str) -> None:
         self._address = address
+        # Announcements come from a thread of their own, on which the program has no span.
+        self._parent = trace_context.current_span()
         self._runs = f"{address.url}/v1/projects/{quote(project, safe='')}/runs"
 
     def register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,6 +77,9 @@ class ServiceClient:
     def announce(self, run: str, key: SegmentKey, health: Mapping[str, Any]) -> ControlDocument:
         """Say that a segment lies on the store.
 
+        What follows from it belongs to one trace: that of this thread's current span, or of the one in which the client
+        was made, or else a new one.
+
         Returns:
             The control document of the run.
 
@@ -88,7 +95,10 @@ class ServiceClient:
             "last": key.last,
             "health": health,
         }
-        answer = self._post(f"{self._runs}/{quote(run, safe='')}/announcements", body)
+        trace = trace_context.current_span() or self._parent or trace_context.new_trace()
+        answer = self._post(
+            f"{self._runs}/{quote(run, safe='')}/announcements", body, {trace_context.HEADER: trace}
+        )
         try:
             return ControlDocument.from_data(answer["control"])
         except (KeyError, FormatError) as error:
@@ -96,8 +106,12 @@ class ServiceClient:
                 f"service {self._address.url}: no control document in its answer", _MEND
             ) from error
 
-    def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._address.token}"}
+    def _post(
+        self, url: str, body: Mapping[str, Any], more: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        headers = {
+            "Content-Type": "application/json", "Authorization": f"Bearer {self._address.token}", **more
+        }  # fmt: skip
         request = urllib.request.Request(  # noqa: S310 - the scheme was checked
             url, json.dumps(body, default=str).encode(), headers, method="POST"
         )
