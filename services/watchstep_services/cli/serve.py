@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from watchstep.store import checked_scheme
+from watchstep_services import exposition, logs, tracing
 from watchstep_services.cli import rule_words
 from watchstep_services.cli.telling import Teller
+from watchstep_services.database_figures import DatabaseFigures
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
+from watchstep_services.unknown_variables import warn_of_unknown
 
 DEFAULT_STORE = "watchstep-runs"
 _TELL_SECONDS = 0.5
@@ -34,7 +39,10 @@ def serve(
 ) -> None:
     """Watch a store: judge its runs while they go on, keep alerts, stop jobs."""
     settings = settings_for(store, home, rules_file=rules, host=host, port=port)
-    with EmbeddedService(settings) as service:
+    logs.configure(settings.log, settings.log_level)
+    warn_of_unknown(os.environ)
+    tracing.start("serve")
+    with EmbeddedService(settings) as service, _figures(service):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
         teller = Teller(service.database)
@@ -45,6 +53,16 @@ def serve(
         while not service.wait(_TELL_SECONDS):
             _tell(teller)
         _tell(teller)
+    tracing.stop()
+
+
+@contextmanager
+def _figures(service: EmbeddedService) -> Iterator[None]:
+    end = exposition.serve(service.settings, exposition.registry(DatabaseFigures(service.database)))
+    try:
+        yield
+    finally:
+        end()
 
 
 def _rules_of(service: Service) -> Iterator[str]:
