@@ -12,7 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.control import ControlDocument, SnapshotRequest
-from watchstep.layout import CONTROL_DOCUMENT, run_prefix
+from watchstep.layout import CONTROL_DOCUMENT
 from watchstep.store import Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Project, Run

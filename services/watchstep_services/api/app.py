@@ -17,19 +17,38 @@ from watchstep_services.api import (
     problems,
     rules,
     runs,
+    silences,
     snapshots,
+    standings,
     statistics,
+    stops,
     tokens,
 )
 from watchstep_services.api.access import Gate, document_token
 from watchstep_services.api.observation import Observed
 from watchstep_services.api.policies import Routes
 from watchstep_services.api.queries.state import Queries
-from watchstep_services.api.streaming.streams import Streams
 from watchstep_services.api.rate_limits import rate_limits
+from watchstep_services.api.streaming.streams import Streams
 from watchstep_services.service import Service
 
-PARTS = (runs, control, announcements, alerts, events, rules, backtests, statistics, snapshots, tokens, health, figures)
+PARTS = (
+    runs,
+    control,
+    announcements,
+    alerts,
+    standings,
+    silences,
+    stops,
+    events,
+    rules,
+    backtests,
+    statistics,
+    snapshots,
+    tokens,
+    health,
+    figures,
+)
 
 
 def create_app(service: Service) -> FastAPI:

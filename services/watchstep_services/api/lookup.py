@@ -6,9 +6,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import run_prefix
+from watchstep.layout import check_name, run_prefix
 from watchstep.store import Store
-from watchstep_services.database.models import Project, Run
+from watchstep_services.database.models import Project, Run, Standing
 from watchstep_services.service import Service
 
 
@@ -37,3 +37,38 @@ def run_store(service: Service, project: str, run: str) -> Store:
         row = find_run(session, project, run)
         url = session.get_one(Project, row.project).store_url
     return service.stores.open(url).child(run_prefix(project, run))
+
+
+def find_project(session: Session, project: str) -> Project:
+    """The project's row.
+
+    Raises:
+        BadNameError: a name that cannot be one.
+        NotFoundError: there is no such project.
+    """
+    check_name("project", project)
+    row = session.get(Project, project)
+    if row is None:
+        raise NotFoundError(
+            f"project {project}: not known", "check the name; a project begins with its first run"
+        )
+    return row
+
+
+def find_standing(session: Session, project: str, run: str, fingerprint: str) -> Standing:
+    """An alert of a run, over all its attempts.
+
+    Raises:
+        BadNameError: a name that cannot be one.
+        NotFoundError: there is no such run, or no such alert of it.
+    """
+    held = find_run(session, project, run)
+    row = session.execute(
+        select(Standing).filter_by(run_id=held.id, fingerprint=fingerprint)
+    ).scalar_one_or_none()
+    if row is None:
+        raise NotFoundError(
+            f"alert {fingerprint!r} of run {project}/{run}: not known",
+            "the list of alerts has the fingerprints",
+        )
+    return row

@@ -36,6 +36,11 @@ class RunInput(_Input):
     rules: list[dict[str, Any]] = Field(
         default_factory=list, max_length=200, description="Rule configs, as in a rule file."
     )
+    allow_stop: str = Field(
+        "",
+        max_length=1000,
+        description="Why these rules may stop jobs of the project from now on, where they say 'stop'; only of an operator.",
+    )
     attempt: str = Field("", description="The attempt that begins; needed to bind a job. " + _NAME)
     job: JobInput | None = Field(None, description="Only an operator may bind one.")
 
@@ -115,7 +120,7 @@ class RuleState(BaseModel):
     name: str
     rule: str
     origin: str = Field(description="owner, operator or recorder.")
-    granted_stop: bool = Field(description="Whether its alert stops the job.")
+    granted_stop: bool = Field(description="Whether its alert stops the job, should it say 'stop'.")
     health: str = Field(description="ok, no_data or error; of the newest attempt.")
     problem: str
     warnings: list[str] = Field(description="What the service cannot do that the config asks for.")
@@ -191,6 +196,7 @@ class AlertDetails(BaseModel):
 class AlertOutput(BaseModel):
     """An alert: a rule config on one attempt."""
 
+    fingerprint: str = Field(description="The same on every attempt of the run.")
     name: str
     rule: str
     attempt: str

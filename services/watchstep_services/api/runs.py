@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
 from watchstep_rules import rule_file
+from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_rule import Python
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
 from watchstep_services.api.access import Caller, Served, permits
@@ -31,7 +32,8 @@ from watchstep_services.api.models import (
 )
 from watchstep_services.api.problems import RefusedError
 from watchstep_services.database.models import Alert, Attempt, Job, Memory, RuleConfigRow, Run
-from watchstep_services.dispatcher.request import request_stop
+from watchstep_services.dispatcher.grants import allow, word_for
+from watchstep_services.dispatcher.request import Asked, request_stop
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.evaluator.judging import load_config, memory_of
 from watchstep_services.events import run_url
@@ -46,12 +48,17 @@ router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 def register_run(project: str, body: RunInput, service: Served, caller: Caller) -> RunOutput:
     """Make a run known, before or after it is on the store. Safe to repeat.
 
-    The owner's rules judge it as well. Rules that a recorder asks for stop nothing.
+    The owner's rules judge it as well. The rules that are asked for stop nothing that an operator has not allowed them to:
+    what they would have stopped is recorded.
     """
     operator = caller.may("operate")
     if body.job is not None and not operator:
         raise RefusedError(
             403, "a recorder token may not bind a job", "bind the job at launch, or with an operator's token"
+        )
+    if body.allow_stop and not operator:
+        raise RefusedError(
+            403, "a recorder token may not allow a stop", "have an operator do it: watchstep rules allow-stop"
         )
     if body.job is not None and not body.attempt:
         raise ConfigError("attempt: none is named for the job", "name the attempt that the job is")
@@ -61,6 +68,8 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller) 
         rules = rule_file.check({"rules": body.rules}, "of the request")
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     run_id = register(service, project, body.run, rules, "operator" if operator else "recorder")
+    if body.allow_stop:
+        _allow(service, project, rules, caller.who, body.allow_stop)
     if job is not None:
         bind_job(service, run_id, body.attempt, job, caller.role)
     service.notifier.run_changed(run_id)
@@ -88,7 +97,7 @@ def get_run(project: str, run: str, service: Served) -> RunOutput:
 
 @router.post("/{run}/stop", summary="Stop a run", status_code=202)
 @permits("operate")
-def stop_run(project: str, run: str, body: StopInput, service: Served) -> StopOutput:
+def stop_run(project: str, run: str, body: StopInput, service: Served, caller: Caller) -> StopOutput:
     """Ask the workers to stop, then end the job. An attempt is stopped once, however often it is asked."""
     with service.database.write() as session:
         row = find_run(session, project, run)
@@ -98,7 +107,8 @@ def stop_run(project: str, run: str, body: StopInput, service: Served) -> StopOu
         known = session.execute(select(Attempt.id).filter_by(run_id=row.id, attempt=attempt)).first()
         if known is None:
             raise NotFoundError(f"attempt {attempt!r}: not known", f"the newest is {row.attempt!r}")
-        action = request_stop(session, service.base_url, row.id, attempt, ("", body.reason))
+        because, asked = ("", body.reason), Asked(caller.who)
+        action = request_stop(session, service.base_url, row.id, attempt, because, asked)
     if action is not None:
         service.notifier.action_due(action)
     return StopOutput(accepted=action is not None, attempt=attempt)
@@ -115,6 +125,13 @@ def put_job(project: str, run: str, body: JobBinding, service: Served, caller: C
         raise ConfigError(f"run {project}/{run}: has no attempt yet", "name the attempt that the job is")
     bind_job(service, row.id, attempt, _handle(body.job), caller.role)
     return _read(service, project, run)
+
+
+def _allow(service: Service, project: str, rules: tuple[RuleConfig, ...], who: str, reason: str) -> None:
+    with service.database.write() as session:
+        for config in rules:
+            if config.stops:
+                allow(session, project, config, who, reason)
 
 
 def _handle(job: JobInput) -> JobHandle:
@@ -177,7 +194,7 @@ def _rules(service: Service, session: Session, run: Run) -> list[RuleState]:
                 name=config.name,
                 rule=config.rule,
                 origin=config.origin,
-                granted_stop=config.granted_stop,
+                granted_stop=asked is not None and word_for(session, run.project, config, asked) is not None,
                 health=memory.health.value,
                 problem=memory.problem,
                 warnings=[] if asked is None else service.unknown_receivers(asked),

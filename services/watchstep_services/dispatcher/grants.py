@@ -10,11 +10,13 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep.errors import ConfigError
-from watchstep_rules.config import RuleConfig
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep_rules.config import RuleConfig, StopAction
 from watchstep_services.database.clock import read_clock
-from watchstep_services.database.models import RuleConfigRow, StopGrant
+from watchstep_services.database.models import ProjectRule, RuleConfigRow, Run, StopGrant
 from watchstep_services.dispatcher.audit import Subject, note
+
+_MOST_CONFIGS = 1000
 
 
 @dataclass(frozen=True)
@@ -125,3 +127,63 @@ def revoke(session: Session, row: StopGrant, who: str, reason: str) -> None:
 def _check_reason(reason: str) -> None:
     if not reason.strip():
         raise ConfigError("reason: none is given", "say why, for those who read the audit log")
+
+
+def configs_called(session: Session, project: str, name: str, run: str = "") -> dict[str, RuleConfig]:
+    """The rule configs of a name that say ``stop`` in a project, newest first, by their digests.
+
+    Args:
+        session: the transaction.
+        project: whose.
+        name: the rule config's.
+        run: only of this run; of all, and of the project's own rules, where it is empty.
+    """
+    rows = session.execute(
+        select(RuleConfigRow.data)
+        .join(Run, Run.id == RuleConfigRow.run_id)
+        .where(
+            Run.project == project, RuleConfigRow.name == name, ~RuleConfigRow.origin.startswith("retired")
+        )
+        .where(Run.run == run if run else Run.run != "")
+        .order_by(RuleConfigRow.id.desc())
+        .limit(_MOST_CONFIGS)
+    ).scalars()
+    held = list(rows)
+    if not run:
+        own = session.get(ProjectRule, (project, name))
+        held = [own.data, *held] if own is not None else held
+    found: dict[str, RuleConfig] = {}
+    for data in held:
+        try:
+            config = RuleConfig.model_validate(data)
+        except ValueError:
+            continue  # of another version of Watchstep: it judges nothing either
+        if any(isinstance(action, StopAction) for action in config.actions):
+            found.setdefault(digest_of(config), config)
+    return found
+
+
+def the_config_called(
+    session: Session, project: str, name: str, run: str = "", digest: str = ""
+) -> RuleConfig:
+    """The one rule config of a name that says ``stop``.
+
+    Raises:
+        NotFoundError: there is none.
+        ConfigError: there are several that judge differently.
+    """
+    found = configs_called(session, project, name, run)
+    chosen = {held: config for held, config in found.items() if held.startswith(digest)}
+    if not chosen:
+        where = f"run {project}/{run}" if run else f"project {project}"
+        raise NotFoundError(
+            f"rule {name!r} with 'stop' among its actions: none in {where}",
+            "check the name, or register a run with that rule first",
+        )
+    if len(chosen) > 1:
+        held = ", ".join(f"{digest[:12]}: {json.dumps(one.params)}" for digest, one in chosen.items())
+        raise ConfigError(
+            f"rule {name!r}: {len(chosen)} different ones ({held[:500]})",
+            "name the run, or the beginning of the digest, of the one that may stop",
+        )
+    return next(iter(chosen.values()))

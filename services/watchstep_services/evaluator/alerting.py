@@ -27,6 +27,7 @@ from watchstep_services.evaluator.judging import Judged
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.stopping import Cause, stop, wants_stop
 from watchstep_services.events import CloudEvent, EventType, make_event
+from watchstep_services.service import Service
 
 _EVENTS: dict[Phase, EventType] = {
     Phase.FIRING: "watchstep.alert.firing",
@@ -34,10 +35,13 @@ _EVENTS: dict[Phase, EventType] = {
 }
 
 
-def publish(session: Session, place: Place, judged: Sequence[Judged], sealed: int) -> list[int]:
+def publish(
+    service: Service, session: Session, place: Place, judged: Sequence[Judged], sealed: int
+) -> list[int]:
     """Follow the alerts of a run through their changes on one attempt.
 
     Args:
+        service: the service.
         session: the transaction that commits them.
         place: where and when.
         judged: every rule config of the run.
@@ -59,7 +63,7 @@ def publish(session: Session, place: Place, judged: Sequence[Judged], sealed: in
     for row, why in standing.left_behind(session, place, list(judged), sealed):
         actions += _end(session, place, row, sealed, why)
         changed.append(row)
-    regroup(session, Named(place.run_id, place.project, place.run), changed, place.now_ns)
+    regroup(service, session, Named(place.run_id, place.project, place.run), changed, place.now_ns)
     return actions
 
 

@@ -10,8 +10,8 @@ from sqlalchemy import case, select, update
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project, Run
-from watchstep_services.stores.place import StorePlace
 from watchstep_services.points import reach
+from watchstep_services.stores.place import StorePlace
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sqlalchemy import select
 
-from watchstep import layout, segment
+from watchstep import segment
 from watchstep.block import Block
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.layout import SegmentKey, WriterId

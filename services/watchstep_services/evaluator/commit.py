@@ -83,7 +83,7 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> list[int] | None:
         sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
         for judged in outcome.judged:
             tell_health(session, place, judged, _remember(session, place.attempt, judged), sealed)
-        actions = publish(session, place, outcome.judged, sealed)
+        actions = publish(service, session, place, outcome.judged, sealed)
         reach("evaluate.writing", held)
         return actions
 

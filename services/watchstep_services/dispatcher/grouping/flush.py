@@ -20,10 +20,9 @@ from watchstep_services.dispatcher.grouping import silences
 from watchstep_services.dispatcher.grouping.labels import labels_of
 from watchstep_services.dispatcher.grouping.muted import mute
 from watchstep_services.dispatcher.grouping.telling import alert_of, notification_of
+from watchstep_services.dispatcher.receivers.deliver import NOTIFY
 from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.service import Service
-
-NOTIFY = "notify"
 
 
 @dataclass(frozen=True)

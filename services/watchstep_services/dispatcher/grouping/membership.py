@@ -14,8 +14,9 @@ from watchstep_services.database.models import AlertGroup, GroupMember, Standing
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.dispatcher.grouping.labels import labels_of
 from watchstep_services.dispatcher.grouping.muted import mute
-from watchstep_services.dispatcher.grouping.routes import routes_of
+from watchstep_services.dispatcher.grouping.routes import find_routes
 from watchstep_services.dispatcher.receivers.routing import Route
+from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
 
@@ -42,7 +43,9 @@ class _Entry:
         return hashlib.sha256(json.dumps(named, separators=(",", ":")).encode()).hexdigest()
 
 
-def regroup(session: Session, named: Named, changed: Iterable[Standing], now_ns: int) -> None:
+def regroup(
+    service: Service, session: Session, named: Named, changed: Iterable[Standing], now_ns: int
+) -> None:
     """Have the groups of alerts looked at that began to fire, or ended, or are known on a further attempt.
 
     Groups are taken in the order of their keys, so that two evaluations never wait for each other.
@@ -51,7 +54,10 @@ def regroup(session: Session, named: Named, changed: Iterable[Standing], now_ns:
     if not rows:
         return
     entries = [
-        entry for row in rows.values() if _is_told(row) for entry in _entries(session, named, row, now_ns)
+        entry
+        for row in rows.values()
+        if _is_told(row)
+        for entry in _entries(service, session, named, row, now_ns)
     ]
     members: dict[str, list[_Entry]] = {}
     for entry in entries:
@@ -88,9 +94,9 @@ def _is_told(row: Standing) -> bool:
     return row.phase == "firing" and not row.dry_run and not row.inhibited_by
 
 
-def _entries(session: Session, named: Named, row: Standing, now_ns: int) -> list[_Entry]:
+def _entries(service: Service, session: Session, named: Named, row: Standing, now_ns: int) -> list[_Entry]:
     labels = labels_of(row, named.project, named.run)
-    found = routes_of(session, named.project, labels, row.receivers)
+    found = find_routes(service, session, named.project, labels, row.receivers)
     for receiver in found.unknown:
         mute(session, row, receiver, ("unknown", ""), now_ns)
     return [_Entry(route, row, route.group_labels(labels)) for route in found.routes]

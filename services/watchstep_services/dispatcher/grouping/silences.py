@@ -67,13 +67,12 @@ def read_matchers(texts: Iterable[str]) -> tuple[Matcher, ...]:
     return matchers
 
 
-def create(session: Session, project: str, asked: Asked) -> Silence:
+def create(session: Session, project: str, asked: Asked, now: int) -> Silence:
     """Add a silence.
 
     Raises:
         ConfigError: it ends before it begins, has ended, lasts too long, has no reason, or there are too many.
     """
-    now = read_clock(session)
     starts = max(asked.starts_ns, now)
     if not asked.reason.strip():
         raise ConfigError("reason: none is given", "say why, for those who wonder why nobody was told")

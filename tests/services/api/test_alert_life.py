@@ -1,0 +1,205 @@
+"""Silences, acknowledgements, grants and the audit log over the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.services.api.conftest import Api
+from tests.services.driving import Driven
+from tests.services.recording import Recording, nan_from
+from watchstep.store import Store
+from watchstep_services.evaluator.attempts import ensure
+
+PROJECT = "/v1/projects/vision"
+RUN = f"{PROJECT}/runs/run-1"
+MINE: dict[str, Any] = {
+    "rule": "nan_or_inf",
+    "name": "mine",
+    "labels": {"team": "vision"},
+    "params": {"only_nan": True},
+    "actions": ["stop"],
+}
+
+
+def fired(api: Api, store: Store, role: Any = "recorder", **asked: Any) -> int:
+    """A run whose loss is NaN, with a rule of its own; returns its id."""
+    answer = api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [MINE], **asked}, role=role)
+    assert answer.status_code == 200, answer.text
+    recording = Recording(store).begin()
+    api.driven.announce(1, recording.write(0, 0, 7, nan_from(5)))
+    api.driven.settle(1)
+    return 1
+
+
+def fingerprint(api: Api, name: str = "mine") -> str:
+    alerts = api.call("GET", f"{RUN}/alerts").json()["alerts"]
+    (found,) = [alert["fingerprint"] for alert in alerts if alert["name"] == name]
+    return str(found)
+
+
+def test_a_silence_is_previewed_begun_listed_and_ended(api: Api, folder_store: Store) -> None:
+    fired(api, folder_store)
+    body = {"matchers": ["team=vision", "run=~run-.*"]}
+    (held,) = api.call("POST", f"{PROJECT}/silences/preview", body).json()["alerts"]
+    assert (held["run"], held["labels"]["name"], held["labels"]["team"]) == ("run-1", "mine", "vision")
+    asked = {**body, "reason": "a sweep", "duration_seconds": 3600}
+    assert api.call("POST", f"{PROJECT}/silences", asked, role="viewer").status_code == 403
+    made = api.call("POST", f"{PROJECT}/silences", asked).json()
+    assert (made["state"], made["holds_stop"], "operator" in made["author"]) == ("active", False, True)
+    assert made["ends_ns"] - made["starts_ns"] == 3600 * 10**9
+    assert [one["id"] for one in api.call("GET", f"{PROJECT}/silences?state=active").json()["silences"]] == [
+        1
+    ]
+    assert api.call("GET", "/v1/projects/other/silences/1").status_code == 404
+    assert api.call("DELETE", "/v1/projects/other/silences/1").status_code == 404
+    ended = api.call("DELETE", f"{PROJECT}/silences/1").json()
+    assert (ended["state"], bool(ended["expired_by"])) == ("expired", True)
+    assert api.call("DELETE", f"{PROJECT}/silences/1").json() == ended
+    assert api.call("GET", f"{PROJECT}/silences?state=active").json()["silences"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"matchers": ["run=~("]}, "regular expression"),
+        ({"matchers": ["run!=nothing"]}, "every alert"),
+        ({"matchers": ["nothing"]}, "not a matcher"),
+        ({"matchers": []}, "matchers"),
+        ({"reason": " "}, "reason"),
+        ({"duration_seconds": None}, "duration_seconds"),
+        ({"duration_seconds": None, "ends": "2001-01-01T00:00:00Z"}, "silence"),
+        ({"ends": "2101-01-01T00:00:00Z"}, "duration_seconds"),
+        ({"starts": "yesterday"}, "yesterday"),
+    ],
+)
+def test_a_silence_that_cannot_be_is_refused(api: Api, change: dict[str, Any], said: str) -> None:
+    api.driven.register()
+    body = {"matchers": ["run=run-1"], "reason": "why", "duration_seconds": 60, **change}
+    answer = api.call("POST", f"{PROJECT}/silences", body)
+    assert (answer.status_code, said in answer.json()["detail"]) == (422, True), answer.text
+
+
+def test_an_alert_is_acknowledged_and_that_is_taken_back(api: Api, folder_store: Store) -> None:
+    run_id = fired(api, folder_store)
+    place = f"{RUN}/alerts/{fingerprint(api)}"
+    assert api.call("GET", place).json()["acknowledgement"] is None
+    assert api.call("PUT", f"{place}/acknowledgement", {}, role="viewer").status_code == 403
+    taken = api.call("PUT", f"{place}/acknowledgement", {"comment": "on it"}).json()["acknowledgement"]
+    assert (taken["comment"], "operator" in taken["who"]) == ("on it", True)
+    assert api.driven.event_types(run_id)[-1] == "alert.acknowledged"
+    assert api.call("DELETE", f"{place}/acknowledgement").json()["acknowledgement"] is None
+    assert api.call("GET", f"{RUN}/alerts/{'0' * 32}").status_code == 404
+    assert api.call("GET", f"{RUN}/alerts/none").status_code == 422
+
+
+def test_a_rule_stops_once_an_operator_allows_it_and_no_longer(api: Api, folder_store: Store) -> None:
+    run_id = fired(api, folder_store)
+    (would_have,) = [
+        event["data"] for event in api.driven.events(run_id) if event["type"] == "watchstep.stop.would_have"
+    ]
+    assert would_have["because"] == "not_allowed"
+    assert "watchstep rules allow-stop mine --project vision" in would_have["mend"]
+    assert would_have["evidence"]["segments"]
+    grants = f"{PROJECT}/stop-grants"
+    body = {"rule": "mine", "reason": "a month of backtests"}
+    assert api.call("POST", grants, body, role="recorder").status_code == 403
+    assert api.call("POST", grants, {**body, "rule": "none"}).status_code == 404
+    granted = api.call("POST", grants, body).json()
+    assert granted["digest"] == would_have["digest"]
+    assert api.call("POST", grants, body).json()["id"] == granted["id"]
+    assert {rule["name"]: rule["granted_stop"] for rule in api.call("GET", RUN).json()["rules"]}["mine"]
+
+    def stops_of(attempt: str) -> list[str]:
+        api.driven.announce(
+            run_id, Recording(folder_store, attempt=attempt).begin().write(0, 0, 7, nan_from(5))
+        )
+        api.driven.settle(run_id)
+        lines = api.call("GET", f"{PROJECT}/audit?run=run-1&attempt={attempt}").json()["entries"]
+        return [line["kind"] for line in reversed(lines) if line["who"] == "rule mine"]
+
+    owners = {"rule": "nan_or_inf", "name": "nan_or_inf", "params": {"max_elements": 10**6}}
+    api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [owners]})
+    assert stops_of("a2") == ["requested"]
+    other = {**MINE, "params": {"only_nan": False}}
+    api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [other]}, role="recorder")
+    assert stops_of("a3") == ["would_have"]
+    api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [MINE]}, role="recorder")
+    revoked = api.call("POST", f"{grants}/{granted['id']}/revoke", {"reason": "it cried wolf"}).json()
+    assert revoked["revoked_reason"] == "it cried wolf"
+    assert stops_of("a4") == ["would_have"]
+    assert (
+        api.call(
+            "POST", f"/v1/projects/other/stop-grants/{granted['id']}/revoke", {"reason": "x"}
+        ).status_code
+        == 404
+    )
+
+
+def test_rules_that_judge_differently_are_told_apart_by_run_or_digest(api: Api) -> None:
+    for run, share in (("run-1", 1), ("run-2", 2)):
+        rules = [{**MINE, "params": {"max_elements": share}}]
+        api.call("POST", f"{PROJECT}/runs", {"run": run, "rules": rules})
+    body = {"rule": "mine", "reason": "tried"}
+    several = api.call("POST", f"{PROJECT}/stop-grants", body)
+    assert (several.status_code, "2 different ones" in several.json()["detail"]) == (422, True)
+    one = api.call("POST", f"{PROJECT}/stop-grants", {**body, "run": "run-2"}).json()
+    assert one["judges"]["params"]["max_elements"] == 2
+    again = api.call("POST", f"{PROJECT}/stop-grants", {**body, "digest": one["digest"][:12]}).json()
+    assert again["id"] == one["id"]
+
+
+def test_an_operator_may_allow_with_the_registration_and_a_recorder_may_not(
+    api: Api, folder_store: Store
+) -> None:
+    refused = api.call(
+        "POST",
+        f"{PROJECT}/runs",
+        {"run": "run-1", "rules": [MINE], "allow_stop": "please"},
+        role="recorder",
+    )
+    assert refused.status_code == 403
+    run_id = fired(api, folder_store, "operator", allow_stop="my own launch")
+    told = {
+        line["who"]: line["data"]["allowed"]["reason"]
+        for line in api.call("GET", f"{PROJECT}/audit").json()["entries"]
+        if line["kind"] in ("requested", "repeated")
+    }
+    assert told == {"rule mine": "my own launch", "rule nan_or_inf": "it says 'stop'"}
+    assert len(api.driven.actions(run_id)) == 1
+
+
+def test_the_audit_log_tells_a_stop_from_the_word_to_the_end(api: Api, folder_store: Store) -> None:
+    run_id = fired(api, folder_store)
+    (action,) = api.driven.actions(run_id)
+    with api.driven.service.database.write() as session:
+        ensure(session, run_id, "a2")  # so that nothing is there to stop any more
+    api.driven.finish(action.id)
+    api.call("POST", f"{RUN}/stop", {"attempt": "a1", "reason": "again"})
+    lines = list(reversed(api.call("GET", f"{PROJECT}/audit?run=run-1").json()["entries"]))
+    assert [line["kind"] for line in lines] == ["requested", "would_have", "tried", "ended", "repeated"]
+    requested, ended, repeated = lines[0], lines[3], lines[4]
+    assert requested["who"] == "rule nan_or_inf"
+    assert requested["data"]["allowed"]["by"] == "owner"
+    assert requested["data"]["step"] == 5
+    assert requested["data"]["evidence"]["segments"]
+    assert (ended["data"]["state"], ended["data"]["tries"]) == ("skipped", 1)
+    assert "operator" in repeated["who"]
+    first = api.call("GET", f"{PROJECT}/audit?run=run-1&limit=3").json()
+    second = api.call("GET", f"{PROJECT}/audit?run=run-1&page_token={first['next_page_token']}").json()
+    assert list(reversed(first["entries"] + second["entries"])) == lines
+    assert api.call("GET", "/v1/projects/other/audit").json()["entries"] == []
+
+
+def test_lines_of_the_audit_log_can_neither_be_changed_nor_deleted(driven: Driven) -> None:
+    from sqlalchemy import text
+    from sqlalchemy.exc import DatabaseError
+
+    from watchstep_services.dispatcher.audit import Subject, note
+
+    with driven.service.database.write() as session:
+        note(session, "requested", Subject("vision", "run-1", "a1"), "somebody", 1, {})
+    for change in ("UPDATE stop_audit SET who = 'nobody'", "DELETE FROM stop_audit"):
+        with pytest.raises(DatabaseError, match="only grows"), driven.service.database.write() as session:
+            session.execute(text(change))
