@@ -97,7 +97,7 @@ def list_events(
     "/runs/{run}/events/stream",
     summary="Follow the events of a run",
     responses=_STREAM,
-    response_class=EventStream,
+    response_class=Response,
 )
 @permits("read")
 async def follow_run_events(
@@ -115,7 +115,7 @@ async def follow_run_events(
 
 
 @router.get(
-    "/events/stream", summary="Follow the events of a project", responses=_STREAM, response_class=EventStream
+    "/events/stream", summary="Follow the events of a project", responses=_STREAM, response_class=Response
 )
 @permits("read")
 async def follow_events(
