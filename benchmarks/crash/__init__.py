@@ -1,0 +1,1 @@
+"""Nothing lost: production's processes are killed at named points, again and again, and every stop still happens once."""

@@ -1,0 +1,250 @@
+"""What is done to the service, when, and how often it was: tokens at points, and blows from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, select
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from benchmarks.crash import audit, clock
+from benchmarks.crash.listener import KILL, PAUSE
+from benchmarks.crash.parts import Parts
+from benchmarks.crash.proxy import Proxy
+from benchmarks.crash.servers import PostgresServer, RedisServer
+from watchstep_services.database.models import Action, Run
+from watchstep_services.points import POINTS
+
+PAUSED_AT = ("evaluate.claimed", "evaluate.read", "evaluate.judged", "dispatch.sent")
+"""Where a process is stopped until its lease is another's; from there it must write nothing."""
+
+_NOT_KILLED_AT = ("evaluate.fenced",)  # nobody gets there but who was paused, and that one is killed there
+_PATIENCE = 60.0
+
+
+@dataclass
+class Done:
+    """What was done.
+
+    Attributes:
+        kills: by what was killed: a point, ``api``, ``worker``, ``postgres`` and the like.
+        others: connections cut, commits whose answer was lost, FLUSHALLs, clock jumps, pauses.
+        wrote: of each process that was paused past its lease and wrote afterwards: what.
+        fenced: how many found out that they had lost their lease.
+    """
+
+    kills: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)
+    wrote: list[str] = field(default_factory=list)
+    fenced: int = 0
+
+
+class Faults:
+    """Everything that can be done to the service. Blows come from one thread."""
+
+    def __init__(self, folder: Path, postgres: PostgresServer, redis: RedisServer, seed: int) -> None:
+        self.done = Done()
+        self._folder = folder
+        self._postgres, self._redis = postgres, redis
+        self.to_postgres, self.to_redis = Proxy(postgres.port), Proxy(redis.port)
+        self._chance = random.Random(seed)
+        self._numbers = iter(range(1 << 30))
+        self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        self.parts: Parts | None = None
+        (folder / "taken").mkdir()
+        for point in POINTS:
+            (folder / "points" / point).mkdir(parents=True)
+
+    @property
+    def at_points(self) -> dict[str, Callable[[], object]]:
+        """What a process that has reached a point may ask for."""
+        return {
+            "cut_postgres": self._cut_postgres,
+            "cut_redis": self._cut_redis,
+            "swallow": self.to_postgres.swallow_a_commit,
+            "postgres": self._kill_postgres,
+            "redis": self._kill_redis,
+            "flush": self._flush,
+        }
+
+    def lay(self, effect: str, point: str) -> None:
+        """Lay a token: whoever next reaches the point takes it."""
+        (self._folder / "points" / point / f"{effect}-{next(self._numbers)}").touch()
+
+    def lay_some(self, kills: int, others: int, pauses: int) -> None:
+        """Lay tokens: kills at every point in turn, other faults and pauses where chance has them."""
+        points = [point for point in POINTS if point not in _NOT_KILLED_AT]
+        self._chance.shuffle(points)
+        for number in range(kills):
+            self.lay(KILL, points[number % len(points)])
+        effects = list(self.at_points)
+        for _ in range(others):
+            self.lay(self._chance.choice(effects), self._chance.choice(points))
+        for _ in range(pauses):
+            self.lay(PAUSE, self._chance.choice(PAUSED_AT))
+
+    def clear(self) -> None:
+        """Take back what nobody took."""
+        for token in (self._folder / "points").glob("*/*"):
+            token.unlink(missing_ok=True)
+
+    def blow(self) -> None:
+        """One blow from outside, by chance."""
+        parts = self.parts
+        assert parts is not None
+        kind = self._chance.choices(
+            (
+                "child", "api", "worker", "worker alone", "scheduler", "redis", "postgres", "a backend of postgres",
+                "cut", "cut redis", "swallow", "flush", "clock",
+            ),
+            (30, 12, 6, 3, 6, 6, 2, 4, 8, 5, 8, 5, 5),
+        )[0]  # fmt: skip
+        worker = self._chance.choice(("worker", "jumping-worker"))
+        if kind == "child":
+            self._kill_a_child(worker)
+        elif kind in {"api", "scheduler"}:
+            self._count(kind, parts.kill(kind, whole=True))
+        elif kind.startswith("worker"):
+            self._count(kind, parts.kill(worker, whole=kind == "worker"))
+        elif kind == "redis":
+            self._kill_redis()
+        elif kind == "postgres":
+            self._kill_postgres()
+        elif kind == "a backend of postgres":
+            self._count(kind, self._postgres.kill_a_child(self._chance.choice))
+        elif kind == "cut":
+            self._cut_postgres()
+        elif kind == "cut redis":
+            self._cut_redis()
+        elif kind == "swallow":
+            self.to_postgres.swallow_a_commit()
+        elif kind == "flush":
+            self._flush()
+        else:
+            clock.jump(self._folder, self._chance.choice(clock.JUMPS))
+            self.done.others["clock jumps"] += 1
+
+    def look(self, engine: Engine) -> None:
+        """Count what was taken at points since the last look, and let those go on that were paused long enough."""
+        for path in sorted((self._folder / "taken").glob("*.json")):
+            if path.name in self._seen or path.name.endswith(".resumed.json"):
+                continue
+            taken = json.loads(path.read_text())
+            if taken["effect"] == KILL:
+                self.done.kills[taken["point"]] += 1
+            elif taken["effect"] == PAUSE and not self._resumed(engine, path, taken):
+                continue
+            self._seen.add(path.name)
+
+    def paused(self) -> bool:
+        """Whether somebody is still paused."""
+        taken = [path.name for path in (self._folder / "taken").glob(f"{PAUSE}-*.json")]
+        return any(name not in self._seen for name in taken if not name.endswith(".resumed.json"))
+
+    def _resumed(self, engine: Engine, path: Path, taken: dict[str, Any]) -> bool:
+        """Let a paused process go on once another has its work; True when it is over."""
+        resumed = path.with_name(f"{path.stem}.resumed.json")
+        marked = path.with_suffix(".since")
+        pid = int(taken["pid"])
+        if resumed.exists():
+            since = marked.read_text() if marked.exists() else None
+            wrote = audit.written_by(engine, pid, since) if since else ["resumed by somebody else"]
+            self.done.wrote += [f"{taken} wrote {what}" for what in wrote]
+            self.done.others["pauses past the lease"] += 1
+            self.done.fenced += json.loads(resumed.read_text())["point"] in {
+                "evaluate.fenced", "dispatch.recorded"
+            }  # fmt: skip
+            self.done.kills["after a pause"] += 1
+            return True
+        if not _exists(pid):
+            self.done.others["killed while paused"] += 1
+            return True
+        if not marked.exists() and _lost(engine, taken):
+            marked.write_text(str(audit.clock(engine)))
+            os.kill(pid, signal.SIGCONT)
+        return False
+
+    def _kill_a_child(self, worker: str) -> None:
+        assert self.parts is not None
+        found = self.parts.children(worker)
+        if not found:
+            return
+        try:
+            self._chance.choice(found).send_signal(signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        except Exception as error:  # psutil's own kind of the same
+            if type(error).__name__ != "NoSuchProcess":
+                raise
+            return
+        self._count("a process of a worker", True)
+
+    def _count(self, kind: str, happened: bool) -> None:
+        self.done.kills[kind] += happened
+
+    def _cut_postgres(self) -> None:
+        self.done.others["connections to PostgreSQL cut"] += self.to_postgres.cut()
+
+    def _cut_redis(self) -> None:
+        self.done.others["connections to Redis cut"] += self.to_redis.cut()
+
+    def _flush(self) -> None:
+        with self._lock:
+            self._redis.client().flushall()
+        self.done.others["FLUSHALL"] += 1
+
+    def _kill_redis(self) -> None:
+        with self._lock:
+            self._redis.kill()
+            self._count("redis", True)
+            self._redis.start()
+
+    def _kill_postgres(self) -> None:
+        with self._lock:
+            self._postgres.kill()
+            self._count("postgres", True)
+            self._postgres.start()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:4]
+    except OSError:
+        return False
+
+
+def _lost(engine: Engine, taken: dict[str, Any]) -> bool:
+    """Whether what a process held is another's by now."""
+    with Session(engine) as session:
+        if "epoch" in taken:
+            epoch = session.execute(select(Run.epoch).filter_by(id=taken["run_id"])).scalar_one()
+            return epoch > int(taken["epoch"])
+        claims, state = session.execute(
+            select(Action.claims, Action.state).filter_by(id=taken["action_id"])
+        ).one()
+        return claims > int(taken["claims"]) or state != "pending"
+
+
+def patiently(look: Callable[[], bool], seconds: float = _PATIENCE) -> bool:
+    """Look again until something holds, through a database that is away now and then; False if it never did."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if look():
+                return True
+        except OperationalError:
+            pass
+        time.sleep(0.1)
+    return False
