@@ -43,18 +43,25 @@ class Settings(BaseSettings):
         None, description="The owner's file of receivers and routes, for all projects."
     )
     secret_key: SecretStr | None = Field(
-        None, description="Seals secrets of receivers; of several with commas between, the first seals, each opens."
+        None,
+        description="Seals secrets of receivers; of several with commas between, the first seals, each opens.",
     )
     allowed_addresses: str = Field(
-        "", description="Where receivers may be sent to that is not public: `10.1.0.0/16`, names of hosts, `loopback`."
+        "",
+        description="Where receivers may be sent to that is not public: `10.1.0.0/16`, names of hosts, `loopback`.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one.")
     public_url: str = Field("", description="Where people reach the API; host and port where empty.")
     log: Literal["text", "json"] = Field("text", description="Form of the log: for people, or JSON lines.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="What is logged at least.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="What is logged at least."
+    )
     metrics_port: int = Field(
-        0, ge=0, le=65535, description="Port for Prometheus, without a token; 0 for none: `/metrics` of the API needs one."
+        0,
+        ge=0,
+        le=65535,
+        description="Port for Prometheus, without a token; 0 for none: `/metrics` of the API needs one.",
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the metrics port listens on.")
     requests_per_minute: int = Field(
@@ -98,6 +105,17 @@ class Settings(BaseSettings):
         DEFAULT,
         description="Rules that are programs: `refuse`, `full_only` where a machine shuts them in wholly, or "
         "`allow_partial`.",
+    )
+    upkeep_seconds: float = Field(
+        60.0, gt=0, description="How often ended runs are compacted and cleared away."
+    )
+    compact_after_seconds: float = Field(
+        3600.0, ge=0, description="So long after its end a run is compacted; 0: never."
+    )
+    originals_seconds: float = Field(
+        86400.0,
+        ge=0,
+        description="How long segments stay on the store after the compaction that replaced them.",
     )
     max_segments: int = Field(200, ge=1, description="Most segments that one evaluation reads.")
     max_bytes: int = Field(

@@ -43,8 +43,10 @@ def train_until_taken(hook: Hook) -> Snapshot:
         hook.log(loss=float("nan") if step == 3 else 1.0)
         optimizer.step()
         step += 1
-        run = open_run(hook.run_url) if step > 3 else None
-        for key in run.snapshots() if run is not None else ():
+        if step < 4:
+            continue
+        run = open_run(hook.run_url)
+        for key in run.snapshots():
             held = run.open_snapshot(key)
             if held.metadata["reason"] == "request":
                 return held

@@ -14,11 +14,21 @@ from celery import Celery
 
 from watchstep.errors import WatchstepError
 from watchstep_services.points import reach
+from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
-from watchstep_services.scheduler.production import BACKTEST, DISPATCH, EVALUATE, SWEEP, production_service
+from watchstep_services.scheduler.production import (
+    BACKTEST,
+    DISPATCH,
+    EVALUATE,
+    SWEEP,
+    UPKEEP,
+    production_service,
+)
 from watchstep_services.scheduler.sweep import sweep as look_for_work
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
+
+UPKEEP_AT_ONCE = 4
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +53,12 @@ def make_celery(settings: Settings) -> Celery:
                 "schedule": settings.sweep_seconds,
                 # Sweeps that no worker took in time would only repeat each other.
                 "options": {"expires": max(1.0, 2 * settings.sweep_seconds)},
-            }
+            },
+            "upkeep": {
+                "task": UPKEEP,
+                "schedule": settings.upkeep_seconds,
+                "options": {"expires": settings.upkeep_seconds},
+            },
         },
     )
     return celery
@@ -97,3 +112,9 @@ def sweep() -> None:
     for number in found.backtests:
         mine.notifier.backtest_due(number)
     reach("sweep.handed_out", found)
+
+
+@app.task(name=UPKEEP)  # type: ignore[untyped-decorator]
+def upkeep() -> None:
+    """Compact and clear away what is due of ended runs: a few at a time, so that evaluations get their turn."""
+    keep_ended(service(), UPKEEP_AT_ONCE)

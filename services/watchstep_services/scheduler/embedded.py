@@ -22,6 +22,7 @@ from watchstep_services.api.app import create_app
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import next_due_ns
+from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service import Service, owner_rules
@@ -132,6 +133,9 @@ class EmbeddedService:
         sweeper = threading.Thread(target=self._sweep_for_ever, name="watchstep-sweep", daemon=True)
         sweeper.start()
         self._undo.append(sweeper.join)
+        keeper = threading.Thread(target=self._keep_for_ever, name="watchstep-upkeep", daemon=True)
+        keeper.start()
+        self._undo.append(keeper.join)
         self._undo.append(self._queue.wake.set)
         self._undo.append(self._stopping.set)
         self._publish(home)
@@ -224,6 +228,13 @@ class EmbeddedService:
             self._queue.wake.wait(
                 min(pause, max(0.01, swept + self.settings.sweep_seconds - time.monotonic()))
             )
+
+    def _keep_for_ever(self) -> None:
+        while not self._stopping.wait(self.settings.upkeep_seconds):
+            try:
+                upkeep(self.service)
+            except Exception:  # noqa: BLE001 - it says so and goes on
+                _log.exception("the upkeep of ended runs failed; the next look follows")
 
     def _hand_out(self, work: Work) -> None:
         for run_id in work.runs:

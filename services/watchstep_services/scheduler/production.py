@@ -17,6 +17,7 @@ EVALUATE = "watchstep.evaluate"
 DISPATCH = "watchstep.dispatch"
 BACKTEST = "watchstep.backtest"
 SWEEP = "watchstep.sweep"
+UPKEEP = "watchstep.upkeep"
 
 _WAITING_HINTS = 1000
 

@@ -9,6 +9,7 @@ from watchstep.errors import NotFoundError
 from watchstep.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import dispatch, due_actions
+from watchstep_services.stores.confined_folder import ConfinedFolder
 
 RUN = "/v1/projects/vision/runs/run-1"
 
@@ -91,18 +92,18 @@ def test_the_store_ends_with_the_newest_document_whoever_writes_last(
 ) -> None:
     api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
     [older] = due_actions(api.driven.service)
-    put = Store.put
+    put = ConfinedFolder.put
 
-    def overtaken(store: Store, key: str, data: bytes) -> None:
+    def overtaken(store: ConfinedFolder, key: str, data: bytes) -> None:
         # While the older document is on its way, a newer one is written and arrives.
-        monkeypatch.setattr(Store, "put", put)
+        monkeypatch.setattr(ConfinedFolder, "put", put)
         api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 3}})
         for action in due_actions(api.driven.service):
             dispatch(api.driven.service, action)
         assert on_store(recording.store).version == 2
         put(store, key, data)
 
-    monkeypatch.setattr(Store, "put", overtaken)
+    monkeypatch.setattr(ConfinedFolder, "put", overtaken)
     done = dispatch(api.driven.service, older)
     assert done is not None
     assert done.detail == "version 2 is on the store"
@@ -112,11 +113,11 @@ def test_the_store_ends_with_the_newest_document_whoever_writes_last(
 def test_a_store_that_refuses_is_told_later(
     api: Api, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(store: Store, key: str, data: bytes) -> None:
+    def refuse(store: ConfinedFolder, key: str, data: bytes) -> None:
         raise NotFoundError(f"{key}: no such bucket", "make it")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "put", refuse)
+        patched.setattr(ConfinedFolder, "put", refuse)
         api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
         assert act(api) == ["error"]
     with api.driven.service.database.read() as session:

@@ -16,6 +16,7 @@ from watchstep_services.database.models.projects import (
     StoreRow,
 )
 from watchstep_services.database.models.receivers import ReceiverRow, ReceiverSecret, RoutingTree
+from watchstep_services.database.models.retention import RetentionPolicy, Upkeep
 from watchstep_services.database.models.rules import Alert, FindingRow, Memory, RuleConfigRow
 from watchstep_services.database.models.runs import Attempt, Job, Run
 from watchstep_services.database.models.stops import AuditEntry, StopGrant
@@ -46,6 +47,7 @@ __all__ = [
     "ProjectStore",
     "ReceiverRow",
     "ReceiverSecret",
+    "RetentionPolicy",
     "RoutingTree",
     "RuleConfigRow",
     "Run",
@@ -57,4 +59,5 @@ __all__ = [
     "StoreRow",
     "Tick",
     "Token",
+    "Upkeep",
 ]

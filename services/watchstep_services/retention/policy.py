@@ -1,0 +1,79 @@
+"""How long what is kept, and what of it is due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy.orm import Session
+
+from watchstep_services.database.models import RetentionPolicy
+from watchstep_services.settings import NANOSECONDS, Settings
+
+Step = Literal["delete_run", "compact", "delete_originals", "delete_tensors"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Nanoseconds after a run's end, or, of the originals, after its compaction; None: never."""
+
+    compact_after: int | None
+    originals: int | None
+    tensors: int | None
+    runs: int | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What has been done to a run that ended at ``ended_ns``; times by the database's clock."""
+
+    ended_ns: int
+    compacted_ns: int | None = None
+    originals_gone_ns: int | None = None
+    tensors_gone_ns: int | None = None
+    deleting: bool = False
+    held: bool = False
+
+
+def policy_of(session: Session, settings: Settings, project: str) -> Policy:
+    """A project's policy: its own, and the settings' where it says nothing. Runs and tensors go only where it says so."""
+    own = session.get(RetentionPolicy, project)
+    compact: float | None = None if own is None else own.compact_after_s
+    originals: float | None = None if own is None else own.originals_s
+    return Policy(
+        compact_after=_ns(settings.compact_after_seconds if compact is None else compact) or None,
+        originals=_ns(settings.originals_seconds if originals is None else originals),
+        tensors=_ns(None if own is None else own.keep_tensors_s),
+        runs=_ns(None if own is None else own.keep_runs_s),
+    )
+
+
+def _ns(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * NANOSECONDS)
+
+
+def next_step(policy: Policy, kept: Kept) -> tuple[Step, int] | None:
+    """What is to be done next, and when (nanoseconds); None where nothing ever is.
+
+    A deletion that has begun is ended whatever the policy says by then, unless the run is held.
+    """
+    steps: list[tuple[int, Step]] = []
+    if not kept.held:
+        if kept.deleting:
+            return "delete_run", kept.ended_ns
+        if policy.runs is not None:
+            steps.append((kept.ended_ns + policy.runs, "delete_run"))
+        if policy.tensors is not None and kept.tensors_gone_ns is None:
+            steps.append((kept.ended_ns + policy.tensors, "delete_tensors"))
+    if policy.compact_after is not None and kept.compacted_ns is None:
+        steps.append((kept.ended_ns + policy.compact_after, "compact"))
+    if policy.originals is not None and kept.compacted_ns is not None and kept.originals_gone_ns is None:
+        steps.append((kept.compacted_ns + policy.originals, "delete_originals"))
+    if not steps:
+        return None
+    # Of two that are due together what goes for good needs no work before it: _ORDER.
+    at, step = min(steps, key=lambda due: (due[0], _ORDER.index(due[1])))
+    return step, at
+
+
+_ORDER: tuple[Step, ...] = ("delete_run", "delete_tensors", "compact", "delete_originals")

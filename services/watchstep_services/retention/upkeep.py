@@ -1,0 +1,189 @@
+"""Keeping ended runs: one is claimed, one step is done to it with no transaction open, and what was done is recorded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from watchstep.errors import StoreError, WatchstepError
+from watchstep.reading.compaction import compact
+from watchstep.store import Store
+from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.models import Project, Run, Segment, Upkeep
+from watchstep_services.database.upsert import insert_missing
+from watchstep_services.evaluator.lifecycle import ENDED
+from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
+from watchstep_services.retention.policy import Kept, Step, next_step, policy_of
+from watchstep_services.service import Service
+from watchstep_services.settings import NANOSECONDS
+
+_LEASE_NS = 30 * 60 * NANOSECONDS
+_AGAIN_NS = 60 * NANOSECONDS
+_LONGEST_NS = 24 * 3600 * NANOSECONDS
+_NEVER = 2**62
+_AT_ONCE = 100
+_OVER = (*ENDED, "lost")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A run that this process keeps for now, and the step that is due."""
+
+    run_id: int
+    project: str
+    run: str
+    claims: int
+    step: Step
+    ended_ns: int
+
+
+def upkeep(service: Service, most: int = _AT_ONCE) -> int:
+    """Do what is due of ended runs, one after the other; returns how many steps were done.
+
+    What fails is recorded with the run, told in the log, and tried again later: it keeps no other from its turn.
+    """
+    _enter_ended(service)
+    done = 0
+    while done < most and (held := _claim(service)) is not None:
+        try:
+            _do(service, held)
+        except WatchstepError as error:
+            _log.warning("upkeep of %s/%s: %s: %s", held.project, held.run, held.step, error.what)
+            _failed(service, held, error.what)
+        except Exception as error:  # noqa: BLE001 - whatever lies on the store; it must not keep others from their turn
+            _log.exception("upkeep of %s/%s: %s failed", held.project, held.run, held.step)
+            _failed(service, held, f"{type(error).__name__}: {error}")
+        done += 1
+    return done
+
+
+def _enter_ended(service: Service) -> None:
+    """Give each run that ended, or ended once more, its place here."""
+    with service.database.read() as session:
+        fresh = session.execute(
+            select(Run.id, Run.ended_ns)
+            .outerjoin(Upkeep, Upkeep.run_id == Run.id)
+            .where(Run.state.in_(_OVER), Run.ended_ns.is_not(None))
+            .where(or_(Upkeep.run_id.is_(None), Upkeep.ended_ns != Run.ended_ns))
+            .limit(1000)
+        ).all()
+    for run_id, ended in fresh:
+        with service.database.write() as session:
+            reset = {
+                "ended_ns": ended, "next_ns": 0, "compacted_ns": None, "originals_gone_ns": None, "tensors_gone_ns": None,
+            }  # fmt: skip
+            values = {
+                "lease_until_ns": 0, "claims": 0, "deleting": False, "held": False, "held_by": "", "held_why": "",
+                "tries": 0, "problem": "",
+            }  # fmt: skip
+            if not insert_missing(session, Upkeep, {"run_id": run_id, **reset, **values}):
+                session.execute(update(Upkeep).where(Upkeep.run_id == run_id).values(**reset))
+
+
+def _claim(service: Service) -> Held | None:
+    """The next run with something due; those with nothing due now are put off until they have."""
+    while True:
+        with service.database.write() as session:
+            row = session.execute(
+                select(Upkeep)
+                .where(Upkeep.next_ns <= now_ns(), Upkeep.lease_until_ns <= now_ns())
+                .order_by(Upkeep.next_ns, Upkeep.run_id)
+                .limit(1)
+                .with_for_update(skip_locked=True)
+            ).scalar_one_or_none()
+            if row is None:
+                return None
+            run, now = session.get_one(Run, row.run_id), read_clock(session)
+            due = next_step(policy_of(session, service.settings, run.project), _kept(row))
+            if run.state not in _OVER and not row.deleting:
+                row.next_ns = _NEVER  # it goes on: its next end brings it back
+            elif due is None or due[1] > now:
+                row.next_ns = min(now + _LONGEST_NS, _NEVER if due is None else due[1])
+            else:
+                row.claims += 1
+                row.lease_until_ns = now + _LEASE_NS
+                row.deleting = row.deleting or due[0] == "delete_run"
+                return Held(run.id, run.project, run.run, row.claims, due[0], row.ended_ns)
+
+
+def _kept(row: Upkeep) -> Kept:
+    return Kept(
+        row.ended_ns, row.compacted_ns, row.originals_gone_ns, row.tensors_gone_ns, row.deleting, row.held
+    )
+
+
+def _do(service: Service, held: Held) -> None:
+    run_store = _store(service, held)
+    if held.step == "delete_run":
+        deleted = delete_objects(run_store)
+        with service.database.write() as session:
+            if _mine(session, held) is not None:
+                delete_rows(session, held.run_id)
+        _log.info(
+            "run %s/%s: deleted, as its project's policy says: %d objects", held.project, held.run, deleted
+        )
+        return
+    if held.step == "compact":
+        if _is_read(service, held):
+            compact(run_store)
+    elif held.step == "delete_originals":
+        compact(run_store, delete_after=0.0)
+    else:
+        delete_objects(run_store, TENSORS)
+    with service.database.write() as session:
+        row = _mine(session, held)
+        if row is not None:
+            setattr(row, _DONE[held.step], read_clock(session))
+            row.lease_until_ns, row.next_ns, row.tries, row.problem = 0, 0, 0, ""
+
+
+_DONE = {
+    "compact": "compacted_ns",
+    "delete_originals": "originals_gone_ns",
+    "delete_tensors": "tensors_gone_ns",
+}
+
+
+def _is_read(service: Service, held: Held) -> bool:
+    """Whether there is something to compact.
+
+    Raises:
+        StoreError: segments wait to be judged; they are judged before they are written anew.
+    """
+    with service.database.read() as session:
+        states = set(
+            session.execute(select(Segment.state).where(Segment.run_id == held.run_id).distinct()).scalars()
+        )
+    if "announced" in states:
+        raise StoreError(
+            f"run {held.project}/{held.run}: segments wait to be judged", "it is tried again later"
+        )
+    return "read" in states
+
+
+def _store(service: Service, held: Held) -> Store:
+    with service.database.read() as session:
+        place = session.get_one(Project, held.project).place
+    return service.stores.of_run(place, held.run)
+
+
+def _failed(service: Service, held: Held, problem: str) -> None:
+    with service.database.write() as session:
+        row = _mine(session, held)
+        if row is not None:
+            row.tries += 1
+            row.problem = problem[:2000]
+            row.lease_until_ns = 0
+            row.next_ns = read_clock(session) + min(_LONGEST_NS, _AGAIN_NS * 2 ** min(row.tries, 20))
+
+
+def _mine(session: Session, held: Held) -> Any:
+    """The run's row, unless another process has taken the run since."""
+    row = session.get(Upkeep, held.run_id, with_for_update=True)
+    return row if row is not None and row.claims == held.claims else None

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select
+
+from tests.services.driving import Driven
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep import open_run
+from watchstep.errors import StoreError
+from watchstep.store import Store
+from watchstep_services.database.models import Base, Event, Project, RetentionPolicy, Run, Upkeep
+from watchstep_services.evaluator.discover import discover
+from watchstep_services.evaluator.lifecycle import advance_run
+from watchstep_services.registration import discover_runs
+from watchstep_services.retention.upkeep import upkeep
+from watchstep_services.scheduler import work
+from watchstep_services.stores.confined_folder import ConfinedFolder
+
+
+def policy(driven: Driven, **seconds: int) -> None:
+    with driven.service.database.write() as session:
+        session.add(RetentionPolicy(project=PROJECT, changed_by="admin", changed_ns=1, **seconds))
+
+
+def ended(driven: Driven, store: Store, run: str = "run-1") -> tuple[int, Recording]:
+    """A run with an alert, its stop and full tensors, which has ended."""
+    recording = Recording(store, run).begin()
+    run_id = driven.register(run)
+    driven.announce(run_id, recording.write(0, 0, 9), recording.write(1, 10, 19, nan_from(15)))
+    recording.store.put("tensors/a1/0/00000015-train.safetensors", b"full tensors")
+    recording.end("completed", 19)
+    discover(driven.service, run_id)
+    work.evaluate_run(driven.service, run_id)
+    driven.settle(run_id)
+    for action in driven.actions(run_id):
+        driven.finish(action.id)
+    assert advance_run(driven.service, run_id) in {"completed", "stopped"}
+    return run_id, recording
+
+
+def rows(driven: Driven) -> dict[str, int]:
+    with driven.service.database.read() as session:
+        counts = {
+            table.name: session.execute(select(func.count()).select_from(table)).scalar_one()
+            for table in Base.metadata.sorted_tables
+        }
+    return {name: count for name, count in counts.items() if count}
+
+
+def kept(driven: Driven, run_id: int) -> Upkeep:
+    with driven.service.database.read() as session:
+        return session.get_one(Upkeep, run_id)
+
+
+def test_a_run_is_compacted_and_reads_the_same(driven: Driven, folder_store: Store) -> None:
+    run_id, recording = ended(driven, folder_store)
+    policy(driven, compact_after_s=0, originals_s=0)
+    before = open_run(recording.store.location).tensor("loss").statistics()
+    assert upkeep(driven.with_settings(compact_after_seconds=0.0).service) == 0
+    with driven.service.database.write() as session:
+        session.get_one(RetentionPolicy, PROJECT).compact_after_s = None
+        session.get_one(Upkeep, run_id).next_ns = 0
+    soon = driven.with_settings(compact_after_seconds=1e-9)
+    assert upkeep(soon.service) == 2
+    assert not list(recording.store.entries("stats/"))
+    assert open_run(recording.store.location).tensor("loss").statistics() == before
+    done = kept(driven, run_id)
+    assert done.compacted_ns is not None
+    assert done.originals_gone_ns is not None
+    assert upkeep(soon.service) == 0
+
+
+def test_by_default_nothing_is_deleted(driven: Driven, folder_store: Store) -> None:
+    _, recording = ended(driven, folder_store)
+    before = {entry.key for entry in recording.store.entries()}
+    assert upkeep(driven.with_settings(compact_after_seconds=1e-9).service) == 1
+    assert {entry.key for entry in recording.store.entries()} >= before
+
+
+def test_full_tensors_go_and_the_rest_stays(driven: Driven, folder_store: Store) -> None:
+    run_id, recording = ended(driven, folder_store)
+    policy(driven, keep_tensors_s=0)
+    assert upkeep(driven.service) == 1
+    assert not list(recording.store.entries("tensors/"))
+    assert list(recording.store.entries("stats/"))
+    assert kept(driven, run_id).tensors_gone_ns is not None
+
+
+def test_a_run_goes_whole_and_is_not_found_again(driven: Driven, folder_store: Store) -> None:
+    other = Recording(folder_store, "other").begin()
+    driven.register("other")
+    before = rows(driven)
+    policy(driven, keep_runs_s=0)
+    ended(driven, folder_store)
+    assert rows(driven) != before
+    assert upkeep(driven.service) == 1
+    left = rows(driven)
+    del left["retention_policies"]
+    assert left.pop("stop_audit") > 0  # who allowed the stop is known for longer than the run
+    assert left == before
+    assert discover_runs(driven.service) == []
+    assert not list(folder_store.entries(f"{PROJECT}/run-1/"))
+    assert not Path(folder_store.location, PROJECT, "run-1").exists()
+    assert list(other.store.entries())
+
+
+def test_what_a_held_run_has_stays(driven: Driven, folder_store: Store) -> None:
+    run_id, recording = ended(driven, folder_store)
+    policy(driven, keep_runs_s=0, keep_tensors_s=0)
+    with driven.service.database.write() as session:
+        session.add(
+            Upkeep(
+                run_id=run_id, ended_ns=0, next_ns=0, lease_until_ns=0, claims=0, held=True, held_by="operator",
+                held_why="paper", tries=0, problem="",
+            )
+        )  # fmt: skip
+    assert upkeep(driven.service) == 0
+    assert list(recording.store.entries("tensors/"))
+    with driven.service.database.write() as session:
+        row = session.get_one(Upkeep, run_id)
+        row.held, row.next_ns = False, 0
+    upkeep(driven.service)
+    assert not list(recording.store.entries())
+
+
+def test_a_deletion_that_the_store_refused_is_ended_later(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, recording = ended(driven, folder_store)
+    policy(driven, keep_runs_s=0)
+    delete, calls = ConfinedFolder.delete, 0
+
+    def refuse_the_third(store: ConfinedFolder, key: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise StoreError(f"{key}: refused", "try again")
+        delete(store, key)
+
+    monkeypatch.setattr(ConfinedFolder, "delete", refuse_the_third)
+    assert upkeep(driven.service) == 1
+    row = kept(driven, run_id)
+    assert (row.tries, row.deleting) == (1, True)
+    assert row.problem.endswith("refused")
+    assert recording.store.get("run.json")  # still a run
+    with driven.service.database.write() as session:
+        session.get_one(Upkeep, run_id).next_ns = 0
+        session.get_one(RetentionPolicy, PROJECT).keep_runs_s = None  # changed meanwhile
+    assert upkeep(driven.service) == 1
+    assert not list(recording.store.entries())
+    with driven.service.database.read() as session:
+        assert session.get(Run, run_id) is None
+        assert session.execute(select(Event)).first() is None
+        assert session.execute(select(Project)).first() is not None
+
+
+def test_an_attempt_that_comes_after_the_end_has_all_done_anew(driven: Driven, folder_store: Store) -> None:
+    soon = driven.with_settings(compact_after_seconds=1e-9, originals_seconds=1e6)
+    run_id, _ = ended(driven, folder_store)
+    assert upkeep(soon.service) == 1
+    with driven.service.database.write() as session:
+        run = session.get_one(Run, run_id)
+        run.state, run.ended_ns = "running", None
+        session.get_one(Upkeep, run_id).next_ns = 0
+    assert upkeep(soon.service) == 0
+    with driven.service.database.write() as session:
+        run = session.get_one(Run, run_id)
+        run.state, run.ended_ns = "completed", 12345
+    assert upkeep(soon.service) == 1
+
+
+def test_a_compaction_waits_for_what_is_not_judged(driven: Driven, folder_store: Store) -> None:
+    soon = driven.with_settings(compact_after_seconds=1e-9)
+    run_id, recording = ended(driven, folder_store)
+    driven.announce(run_id, recording.write(2, 20, 29))
+    assert upkeep(soon.service) == 1
+    assert "wait to be judged" in kept(driven, run_id).problem
