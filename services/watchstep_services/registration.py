@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from watchstep import documents, layout
@@ -16,19 +15,19 @@ from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
+from watchstep_services import rule_configs
 from watchstep_services.database.clock import now_ns, read_clock
-from watchstep_services.database.models import Job, Memory, Project, RuleConfigRow, Run
+from watchstep_services.database.models import Job, Project, Run
 from watchstep_services.database.records import hint
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.evaluator import attempts
+from watchstep_services.rule_configs import Origin
 from watchstep_services.service import Service
 from watchstep_services.tenancy import jobs
 from watchstep_services.tenancy.backends import allow_local, allowed_backend
 from watchstep_services.tenancy.projects import make_project, open_project
 from watchstep_services.tenancy.stores import own_store
-
-Origin = Literal["owner", "operator", "recorder"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +60,10 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
             "health": {}, "created_ns": now, "heard_ns": now, "listed_ns": 0, "hints": 0,
         }  # fmt: skip
         insert_missing(session, Run, values)
-        run_id = session.execute(select(Run.id).filter_by(project=project, run=run)).scalar_one()
-        _put_rules(session, run_id, service.owner_rules, asked, origin)
-        session.execute(update(Run).where(Run.id == run_id).values(listed_ns=0))
-        return run_id
+        row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one()
+        rule_configs.put_all(session, row, service.owner_rules, asked, origin)
+        session.execute(update(Run).where(Run.id == row.id).values(listed_ns=0))
+        return row.id
 
 
 def ensure_project(session: Session, service: Service, project: str) -> None:
@@ -81,70 +80,6 @@ def ensure_project(session: Session, service: Service, project: str) -> None:
         return
     if make_project(session, project, own_store(session, service.settings.store)) and service.local_jobs:
         allow_local(session, project)
-
-
-def _put_rules(
-    session: Session,
-    run_id: int,
-    owners: tuple[RuleConfig, ...],
-    asked: tuple[RuleConfig, ...],
-    origin: Origin,
-) -> None:
-    held = {
-        (row.origin, row.name): row
-        for row in session.execute(select(RuleConfigRow).filter_by(run_id=run_id)).scalars()
-    }
-    replaced = {name for kind, name in held if kind == "operator"}
-    if origin == "operator":
-        replaced |= {config.name for config in asked}
-    for config in owners:
-        if config.name not in replaced:
-            _put_rule(session, run_id, "owner", config, held)
-    plain = {_without_actions(config) for config in owners}
-    for config in asked:
-        if origin == "recorder":
-            if _without_actions(config) in plain:
-                continue  # the owner's does it already
-            _put_rule(session, run_id, origin, config.without_inhibits(), held)
-        else:
-            _put_rule(session, run_id, origin, config, held)
-            owned = held.pop(("owner", config.name), None)
-            if owned is not None:
-                _retire(owned)
-
-
-def _without_actions(config: RuleConfig) -> str:
-    return config.model_copy(update={"actions": ()}).model_dump_json(by_alias=True)
-
-
-def _put_rule(
-    session: Session,
-    run_id: int,
-    origin: str,
-    config: RuleConfig,
-    held: dict[tuple[str, str], RuleConfigRow],
-) -> None:
-    data = config.as_data()
-    known = held.get((origin, config.name))
-    if known is None:
-        row = RuleConfigRow(
-            run_id=run_id, origin=origin, name=config.name, rule=config.rule, data=data,
-            granted_stop=config.stops and origin == "owner",
-        )  # fmt: skip
-        session.add(row)
-        held[origin, config.name] = row
-    elif known.data != data:
-        known.data, known.rule = data, config.rule
-        known.granted_stop = config.stops and origin == "owner"
-        # What it remembers was gathered under other parameters.
-        session.execute(delete(Memory).where(Memory.config_id == known.id))
-
-
-def _retire(row: RuleConfigRow) -> None:
-    """Take an owner's config out of use; alerts that it had keep it, without its actions."""
-    row.granted_stop = False
-    row.origin = f"retired-{row.id}"[:16]
-    row.data = {**row.data, "actions": []}
 
 
 def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_by: str) -> None:

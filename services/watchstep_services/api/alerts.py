@@ -1,67 +1,94 @@
-"""Alerts and actions of a run."""
+"""Alerts of a run, and of all runs of a project."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
 
 from fastapi import APIRouter
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.orm import Session
 
+from watchstep.layout import check_name
 from watchstep_services.api.access import Served, permits
+from watchstep_services.api.filters import (
+    Labels,
+    Phases,
+    Rules,
+    Severities,
+    Since,
+    Until,
+    between,
+    labelled,
+    one_of,
+)
 from watchstep_services.api.lookup import find_run
-from watchstep_services.api.models import ActionList, ActionOutput, AlertList, AlertOutput, TryOutput
-from watchstep_services.database.models import Action, ActionTry, Alert
+from watchstep_services.api.models import AlertList, AlertOutput
+from watchstep_services.api.paging import Order, Paged, Paging
+from watchstep_services.database.models import Alert, Run
 
-router = APIRouter(prefix="/v1/projects/{project}/runs/{run}", tags=["alerts"])
+router = APIRouter(prefix="/v1/projects/{project}", tags=["alerts"])
 
 
-@router.get("/alerts", summary="List alerts")
+@router.get("/runs/{run}/alerts", summary="List alerts of a run")
 @permits("read")
-def list_alerts(project: str, run: str, service: Served) -> AlertList:
-    """Alerts of a run, the last changed first."""
+def list_run_alerts(
+    project: str,
+    run: str,
+    service: Served,
+    paging: Paged,
+    phases: Phases = None,
+    severities: Severities = None,
+    rules: Rules = None,
+    labels: Labels = None,
+    since: Since = None,
+    until: Until = None,
+) -> AlertList:
+    """Alerts of a run, those that began last first; the times are those of the last change."""
+    chosen = [
+        *one_of(Alert.phase, phases),
+        *one_of(Alert.severity, severities),
+        *one_of(Alert.rule, rules),
+        *labelled(Alert.details, labels),
+        *between(Alert.since_ns, since, until),
+    ]
     with service.database.read() as session:
-        row = find_run(session, project, run)
-        alerts = session.execute(
-            select(Alert).filter_by(run_id=row.id).order_by(Alert.since_ns.desc(), Alert.id)
-        ).scalars()
-        return AlertList(
-            alerts=[
-                AlertOutput.model_validate({name: getattr(alert, name) for name in AlertOutput.model_fields})
-                for alert in alerts
-            ]
-        )
+        return _list(session, paging, [Alert.run_id == find_run(session, project, run).id, *chosen])
 
 
-@router.get("/actions", summary="List actions")
+@router.get("/alerts", summary="List alerts of a project")
 @permits("read")
-def list_actions(project: str, run: str, service: Served) -> ActionList:
-    """What the run's events caused, and every try of it."""
+def list_alerts(
+    project: str,
+    service: Served,
+    paging: Paged,
+    phases: Phases = None,
+    severities: Severities = None,
+    rules: Rules = None,
+    labels: Labels = None,
+    since: Since = None,
+    until: Until = None,
+) -> AlertList:
+    """Alerts of all runs of a project, those that began last first; the times are those of the last change."""
+    check_name("project", project)
+    chosen = [
+        *one_of(Alert.phase, phases),
+        *one_of(Alert.severity, severities),
+        *one_of(Alert.rule, rules),
+        *labelled(Alert.details, labels),
+        *between(Alert.since_ns, since, until),
+    ]
+    of_project = Alert.run_id.in_(select(Run.id).where(Run.project == project))
     with service.database.read() as session:
-        row = find_run(session, project, run)
-        tries: dict[int, list[TryOutput]] = defaultdict(list)
-        for made in session.execute(
-            select(ActionTry)
-            .join(Action, Action.id == ActionTry.action_id)
-            .where(Action.run_id == row.id)
-            .order_by(ActionTry.number)
-        ).scalars():
-            tries[made.action_id].append(
-                TryOutput(number=made.number, at_ns=made.at_ns, outcome=made.outcome, detail=made.detail)
-            )
-        actions = session.execute(select(Action).filter_by(run_id=row.id).order_by(Action.id)).scalars()
-        return ActionList(
-            actions=[
-                ActionOutput(
-                    key=action.key,
-                    kind=action.kind,
-                    event_id=action.event_id,
-                    state=action.state,
-                    stage=action.stage,
-                    outcome=action.outcome,
-                    created_ns=action.created_ns,
-                    finished_ns=action.finished_ns,
-                    tries=tries[action.id],
-                )
-                for action in actions
-            ]
-        )
+        return _list(session, paging, [of_project, *chosen])
+
+
+def _list(session: Session, paging: Paging, conditions: Iterable[ColumnElement[bool]]) -> AlertList:
+    rows, token = paging.fetch(session, Alert, conditions, Order(Alert.id, descending=True))
+    named = select(Run.id, Run.run).where(Run.id.in_({row.run_id for row in rows}))
+    names = {held.id: held.run for held in session.execute(named)}
+    return AlertList(alerts=[_alert(row, names[row.run_id]) for row in rows], next_page_token=token)
+
+
+def _alert(row: Alert, run: str) -> AlertOutput:
+    held = {name: getattr(row, name) for name in AlertOutput.model_fields if name != "run"}
+    return AlertOutput.model_validate({**held, "run": run})

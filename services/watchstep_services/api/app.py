@@ -5,8 +5,10 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from watchstep_services.api import (
+    actions,
     alerts,
     announcements,
+    attempts,
     backends,
     backtests,
     control,
@@ -17,9 +19,11 @@ from watchstep_services.api import (
     health,
     policies,
     problems,
+    project_rules,
     projects,
     retention,
     rules,
+    run_rules,
     runs,
     silences,
     snapshots,
@@ -50,6 +54,10 @@ PARTS = (
     standings,
     silences,
     stops,
+    actions,
+    attempts,
+    run_rules,
+    project_rules,
     events,
     rules,
     backtests,

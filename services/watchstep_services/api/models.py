@@ -119,7 +119,7 @@ class RuleState(BaseModel):
 
     name: str
     rule: str
-    origin: str = Field(description="owner, operator or recorder.")
+    origin: str = Field(description="owner, project, operator or recorder.")
     granted_stop: bool = Field(description="Whether its alert stops the job, should it say 'stop'.")
     health: str = Field(description="ok, no_data or error; of the newest attempt.")
     problem: str
@@ -196,6 +196,8 @@ class AlertDetails(BaseModel):
 class AlertOutput(BaseModel):
     """An alert: a rule config on one attempt."""
 
+    id: int
+    run: str
     fingerprint: str = Field(description="The same on every attempt of the run.")
     name: str
     rule: str
@@ -211,7 +213,7 @@ class AlertOutput(BaseModel):
 
 
 class AlertList(PageOutput):
-    """Alerts, the last changed first."""
+    """Alerts, those that began last first."""
 
     alerts: list[AlertOutput]
 
@@ -235,6 +237,7 @@ class TryOutput(BaseModel):
 class ActionOutput(BaseModel):
     """An action and its tries."""
 
+    id: int
     key: str
     kind: str
     event_id: str

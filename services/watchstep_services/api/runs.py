@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from sqlalchemy import func, select
@@ -12,17 +13,16 @@ from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
-from watchstep_rules.python_rule import Python
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
 from watchstep_services.api.access import Caller, Served, permits
+from watchstep_services.api.attempts import job_output
+from watchstep_services.api.filters import Phase, Since, States, Until, between, one_of
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import (
     AlertCounts,
     ControlData,
     JobBinding,
     JobInput,
-    JobOutput,
-    RuleState,
     RunInput,
     RunList,
     RunOutput,
@@ -30,12 +30,13 @@ from watchstep_services.api.models import (
     StopInput,
     StopOutput,
 )
+from watchstep_services.api.paging import Order, Paged
 from watchstep_services.api.problems import RefusedError
-from watchstep_services.database.models import Alert, Attempt, Job, Memory, RuleConfigRow, Run
-from watchstep_services.dispatcher.grants import allow, word_for
+from watchstep_services.api.rule_states import rules_of
+from watchstep_services.database.models import Alert, Attempt, Job, Run
+from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.request import Asked, request_stop
 from watchstep_services.estimator.backend import JobHandle
-from watchstep_services.evaluator.judging import load_config, memory_of
 from watchstep_services.events import run_url
 from watchstep_services.registration import bind_job, register
 from watchstep_services.service import Service
@@ -78,14 +79,28 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller) 
 
 @router.get("", summary="List runs")
 @permits("read")
-def list_runs(project: str, service: Served, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> RunList:
+def list_runs(
+    project: str,
+    service: Served,
+    paging: Paged,
+    states: States = None,
+    alerts: Annotated[
+        list[Phase] | None,
+        Query(alias="alert", max_length=4, description="Only runs with an alert in one of these phases."),
+    ] = None,
+    since: Since = None,
+    until: Until = None,
+) -> RunList:
     """Runs of a project, the newest first."""
     check_name("project", project)
+    conditions = [Run.project == project, *one_of(Run.state, states), *between(Run.created_ns, since, until)]
+    if alerts:
+        conditions.append(Run.id.in_(select(Alert.run_id).where(Alert.phase.in_(alerts))))
     with service.database.read() as session:
-        rows = session.execute(
-            select(Run).filter_by(project=project).order_by(Run.id.desc()).limit(limit)
-        ).scalars()
-        return RunList(runs=[RunSummary(**_summary(service, session, row)) for row in rows])
+        rows, token = paging.fetch(session, Run, conditions, Order(Run.id, descending=True))
+        counted = _counts(session, [row.id for row in rows])
+    runs = [RunSummary(**_summary(service, row, counted[row.id])) for row in rows]
+    return RunList(runs=runs, next_page_token=token)
 
 
 @router.get("/{run}", summary="Look at a run")
@@ -143,17 +158,31 @@ def _read(service: Service, project: str, run: str) -> RunOutput:
         row = find_run(session, project, run)
         job = session.execute(select(Job).filter_by(run_id=row.id, attempt=row.attempt)).scalar_one_or_none()
         return RunOutput(
-            **_summary(service, session, row),
+            **_summary(service, row, _counts(session, [row.id])[row.id]),
             control=ControlData.model_validate(row.control),
-            job=None if job is None else _job(job),
-            rules=_rules(service, session, row),
+            job=None if job is None else job_output(job),
+            rules=rules_of(service, session, row),
             health=row.health,
         )
 
 
-def _summary(service: Service, session: Session, row: Run) -> dict[str, object]:
-    found = select(Alert.phase, func.count()).where(Alert.run_id == row.id).group_by(Alert.phase)
-    counts = {str(phase): int(number) for phase, number in session.execute(found).all()}
+def _counts(session: Session, run_ids: Sequence[int]) -> dict[int, AlertCounts]:
+    found = (
+        select(Alert.run_id, Alert.phase, func.count())
+        .where(Alert.run_id.in_(run_ids))
+        .group_by(Alert.run_id, Alert.phase)
+    )
+    counts: dict[int, dict[str, int]] = {run_id: {} for run_id in run_ids}
+    for run_id, phase, number in session.execute(found):
+        counts[run_id][phase] = int(number)
+    known = AlertCounts.model_fields
+    return {
+        run_id: AlertCounts(**{phase: number for phase, number in held.items() if phase in known})
+        for run_id, held in counts.items()
+    }
+
+
+def _summary(service: Service, row: Run, alerts: AlertCounts) -> dict[str, Any]:
     return {
         "project": row.project,
         "run": row.run,
@@ -163,46 +192,5 @@ def _summary(service: Service, session: Session, row: Run) -> dict[str, object]:
         "last_step": row.last_step,
         "created_ns": row.created_ns,
         "ended_ns": row.ended_ns,
-        "alerts": AlertCounts(**{phase: counts.get(phase, 0) for phase in AlertCounts.model_fields}),
+        "alerts": alerts,
     }
-
-
-def _job(job: Job) -> JobOutput:
-    return JobOutput(
-        backend=job.backend,
-        id=job.job_id,
-        identity=job.identity,
-        bound_by=job.bound_by,
-        state=job.state,
-        exit_code=job.exit_code,
-    )
-
-
-def _rules(service: Service, session: Session, run: Run) -> list[RuleState]:
-    rows = session.execute(
-        select(RuleConfigRow, Memory)
-        .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == run.attempt))
-        .where(RuleConfigRow.run_id == run.id, ~RuleConfigRow.origin.startswith("retired"))
-        .order_by(RuleConfigRow.id)
-    ).all()
-    states = []
-    for config, held in rows:
-        asked = load_config(config, None).config
-        memory = memory_of(None if held is None else held.memory)
-        states.append(
-            RuleState(
-                name=config.name,
-                rule=config.rule,
-                origin=config.origin,
-                granted_stop=asked is not None and word_for(session, run.project, config, asked) is not None,
-                health=memory.health.value,
-                problem=memory.problem,
-                warnings=[] if asked is None else service.unknown_receivers(asked),
-                judged=memory.judged,
-                findings=0 if held is None else held.findings,
-                phase=memory.alert.phase.value,
-                isolation=(memory.state or {}).get("isolation") if config.rule == Python.name else None,
-                config=config.data,
-            )
-        )
-    return states

@@ -1,0 +1,44 @@
+"""Rule configs as the API takes and gives them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Body
+from pydantic import BaseModel, Field
+
+from watchstep.errors import RuleError
+from watchstep_rules import rule_file
+from watchstep_rules.config import RuleConfig
+
+RuleConfigBody = Annotated[
+    dict[str, Any],
+    Body(
+        description="A rule config, as an entry of 'rules' in a rule file; its name is that of the address.",
+        examples=[{"rule": "vanishing_gradient", "params": {"threshold": 1e-7}, "severity": "critical"}],
+    ),
+]
+
+
+class ConfigOutput(BaseModel):
+    """A rule config. Its ETag is for ``If-Match``."""
+
+    name: str
+    rule: str
+    origin: str = Field(description="owner, project, operator or recorder.")
+    config: dict[str, Any] = Field(description="As in a rule file.")
+
+
+def checked(name: str, body: dict[str, Any]) -> RuleConfig:
+    """A rule config of a name, looked over as 'watchstep rules check' does.
+
+    Raises:
+        RuleError: it cannot be used; all that is wrong with it is named.
+    """
+    given = body.get("name", name)
+    if given != name:
+        raise RuleError(
+            f"name {str(given)[:80]!r}: the address says {name!r}", "leave it out, or make them the same"
+        )
+    (config,) = rule_file.check({"rules": [{**body, "name": name}]}, "of the request")
+    return config

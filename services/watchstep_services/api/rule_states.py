@@ -1,0 +1,46 @@
+"""How the rule configs of a run stand."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from watchstep_rules.python_rule import Python
+from watchstep_services.api.models import RuleState
+from watchstep_services.database.models import Memory, RuleConfigRow, Run
+from watchstep_services.dispatcher.grants import word_for
+from watchstep_services.dispatcher.receivers.directory import known_receivers
+from watchstep_services.evaluator.judging import load_config, memory_of
+from watchstep_services.service import Service
+
+
+def rules_of(service: Service, session: Session, run: Run) -> list[RuleState]:
+    """The rule configs that judge a run, in the order in which they came, as they stand on its newest attempt."""
+    rows = session.execute(
+        select(RuleConfigRow, Memory)
+        .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == run.attempt))
+        .where(RuleConfigRow.run_id == run.id, ~RuleConfigRow.origin.startswith("retired"))
+        .order_by(RuleConfigRow.id)
+    ).all()
+    known = known_receivers(service, session, run.project)
+    states = []
+    for config, held in rows:
+        asked = load_config(config, None).config
+        memory = memory_of(None if held is None else held.memory)
+        states.append(
+            RuleState(
+                name=config.name,
+                rule=config.rule,
+                origin=config.origin,
+                granted_stop=asked is not None and word_for(session, run.project, config, asked) is not None,
+                health=memory.health.value,
+                problem=memory.problem,
+                warnings=[] if asked is None else service.unknown_receivers(asked, known),
+                judged=memory.judged,
+                findings=0 if held is None else held.findings,
+                phase=memory.alert.phase.value,
+                isolation=(memory.state or {}).get("isolation") if config.rule == Python.name else None,
+                config=config.data,
+            )
+        )
+    return states

@@ -1,0 +1,126 @@
+"""The rule configs of a run: the owner's, those of its project, an operator's and a recorder's, and which stands for which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from watchstep_rules.config import RuleConfig
+from watchstep_services.database.models import Memory, ProjectRule, RuleConfigRow, Run
+from watchstep_services.database.records import hint
+
+Origin = Literal["owner", "project", "operator", "recorder"]
+
+_Held = dict[tuple[str, str], RuleConfigRow]
+_REPLACED_BY: Mapping[Origin, tuple[Origin, ...]] = {
+    "owner": ("project", "operator"),
+    "project": ("operator",),
+    "operator": (),
+    "recorder": (),
+}
+
+
+def put_all(
+    session: Session, run: Run, owners: Sequence[RuleConfig], asked: Sequence[RuleConfig], origin: Origin
+) -> None:
+    """Give a run the owner's rule configs, its project's, and those that are asked for.
+
+    Of one name, an operator's stands for the project's and the owner's, and the project's for the owner's. A recorder's keep
+    no other quiet, and are left out where the same judges already.
+    """
+    held = _held(session, run)
+    if origin == "operator":
+        for config in asked:
+            _put(session, run, "operator", config, held)
+    ours = of_project(session, run.project)
+    for config in ours:
+        _put(session, run, "project", config, held)
+    for config in owners:
+        _put(session, run, "owner", config, held)
+    if origin == "recorder":
+        plain = {_without_actions(config) for config in (*owners, *ours)}
+        for config in asked:
+            if _without_actions(config) not in plain:
+                _put(session, run, "recorder", config.without_inhibits(), held)
+
+
+def put_one(session: Session, run: Run, config: RuleConfig) -> None:
+    """An operator's rule config for one run, which judges from the next rows on; an evaluation under way begins anew."""
+    _put(session, run, "operator", config, _held(session, run))
+    _fence(session, run)
+
+
+def remove(session: Session, run: Run, row: RuleConfigRow) -> None:
+    """Take a rule config out of use for one run; what it found stays."""
+    _retire(row)
+    _fence(session, run)
+
+
+def in_force(session: Session, run: Run, name: str) -> RuleConfigRow | None:
+    """The rule config of a name that judges a run: the operator's before the project's, the owner's and a recorder's."""
+    rows = {kind: row for (kind, held), row in _held(session, run).items() if held == name}
+    return next(
+        (rows[origin] for origin in ("operator", "project", "owner", "recorder") if origin in rows), None
+    )
+
+
+def of_project(session: Session, project: str) -> list[RuleConfig]:
+    """The rule configs of a project, by name; one that this version cannot read is left out."""
+    rows = session.execute(
+        select(ProjectRule).filter_by(project=project).order_by(ProjectRule.name)
+    ).scalars()
+    found = []
+    for row in rows:
+        try:
+            found.append(RuleConfig.model_validate(row.data))
+        except ValueError:
+            continue
+    return found
+
+
+def _held(session: Session, run: Run) -> _Held:
+    rows = session.execute(select(RuleConfigRow).filter_by(run_id=run.id)).scalars()
+    return {(row.origin, row.name): row for row in rows}
+
+
+def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _Held) -> None:
+    if any((stronger, config.name) in held for stronger in _REPLACED_BY[origin]):
+        return
+    data = config.as_data()
+    known = held.get((origin, config.name))
+    stops = config.stops and origin == "owner"
+    if known is None:
+        row = RuleConfigRow(
+            run_id=run.id, origin=origin, name=config.name, rule=config.rule, data=data, granted_stop=stops
+        )
+        session.add(row)
+        held[origin, config.name] = row
+    elif known.data != data:
+        known.data, known.rule, known.granted_stop = data, config.rule, stops
+        # What it remembers was gathered under other parameters.
+        session.execute(delete(Memory).where(Memory.config_id == known.id))
+    for weaker, stronger in _REPLACED_BY.items():
+        if origin in stronger and (weaker, config.name) in held:
+            _retire(held.pop((weaker, config.name)))
+
+
+def _without_actions(config: RuleConfig) -> str:
+    return config.model_copy(update={"actions": ()}).model_dump_json(by_alias=True)
+
+
+def _retire(row: RuleConfigRow) -> None:
+    """Take a config out of use; alerts that it had keep it, without its actions."""
+    row.granted_stop = False
+    row.origin = f"retired-{row.id}"[:16]
+    row.data = {**row.data, "actions": []}
+
+
+def _fence(session: Session, run: Run) -> None:
+    """Have an evaluation that began under other rules write nothing; the next one comes at once."""
+    run.epoch += 1
+    run.lease_until_ns = 0
+    session.flush()
+    hint(session, run.id)
