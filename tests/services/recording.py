@@ -42,12 +42,13 @@ class Recording:
     root: Store
     run: str = "run-1"
     attempt: str = "a1"
+    project: str = PROJECT
     written: dict[str, list[SegmentKey]] = field(default_factory=dict)
 
     @property
     def store(self) -> Store:
         """The store seen from the run."""
-        return self.root.child(layout.run_prefix(PROJECT, self.run))
+        return self.root.child(layout.run_prefix(self.project, self.run))
 
     def begin(
         self,
@@ -58,7 +59,7 @@ class Recording:
         started_ns: int = 1,
     ) -> Recording:
         """Write the run's and the attempt's documents."""
-        run = RunDocument(PROJECT, self.run, 1, tuple(rules))
+        run = RunDocument(self.project, self.run, 1, tuple(rules))
         self.store.create(layout.RUN_DOCUMENT, documents.encode(run))
         claim = AttemptDocument(self.attempt, started_ns, world_size, on_stop)
         self.store.create(layout.attempt_document(self.attempt), documents.encode(claim))

@@ -1,0 +1,310 @@
+"""What a token can cause, and what it cannot: stores, projects, backends, jobs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.services.api.conftest import Api, Client
+from tests.services.driving import Driven
+from tests.services.recording import Recording, nan_from
+from watchstep.process_identity import ProcessIdentity
+from watchstep.store import Store
+from watchstep_services.api.app import create_app
+from watchstep_services.scheduler.sweep import sweep
+
+
+@pytest.fixture
+def shared(api: Api, tmp_path: Path) -> Api:
+    """A service whose admins make the projects: two tenants, each in a folder of its own."""
+    for name in ("a", "b"):
+        (tmp_path / "tenants" / name).mkdir(parents=True)
+    driven = api.driven.with_settings(local_stores=tmp_path / "tenants", new_projects="by_admins")
+    made = Api(Client(create_app(driven.service)), driven)
+    for name in ("a", "b"):
+        store = {"name": f"store-{name}", "url": str(tmp_path / "tenants" / name)}
+        assert made.call("POST", "/v1/stores", store, role="admin").status_code == 201
+        project = {"name": name, "store": f"store-{name}"}
+        assert made.call("POST", "/v1/projects", project, role="admin").status_code == 201
+    return made
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    identity = {**asdict(ProcessIdentity.of(os.getpid())), **changes}
+    return {"backend": "local", "id": str(identity["pid"]), "identity": identity}
+
+
+def bind(api: Api, project: str, run: str = "r", attempt: str = "a1", **changes: Any) -> Any:
+    body = {"run": run, "attempt": attempt, "job": job(**changes)}
+    return api.call("POST", f"/v1/projects/{project}/runs", body, project=project)
+
+
+def test_stores_are_registered_tried_changed_and_forgotten(shared: Api, tmp_path: Path) -> None:
+    listed = shared.call("GET", "/v1/stores", role="admin").json()["stores"]
+    assert [store["name"] for store in listed] == ["store-a", "store-b"]
+    tried = shared.call("POST", "/v1/stores/store-a/check", role="admin").json()
+    assert (tried["ok"], [step["name"] for step in tried["steps"]]) == (
+        True, ["list", "write", "read", "create_once", "delete"],
+    )  # fmt: skip
+    assert not any(path.is_file() for path in (tmp_path / "tenants" / "a").rglob("*"))
+    missing = {"name": "c", "url": str(tmp_path / "tenants" / "c")}
+    refused = shared.call("POST", "/v1/stores", missing, role="admin")
+    assert (refused.status_code, "no such folder" in refused.json()["detail"]) == (422, True)
+    assert shared.call("POST", "/v1/stores", {**missing, "check": False}, role="admin").status_code == 201
+    taken = shared.call("POST", "/v1/stores", {**missing, "check": False}, role="admin")
+    assert taken.status_code == 409
+    (tmp_path / "tenants" / "d").mkdir()
+    changed = shared.call(
+        "PUT", "/v1/stores/c", {"url": str(tmp_path / "tenants" / "d")}, role="admin"
+    ).json()
+    assert (changed["version"], Path(changed["url"]).name) == (2, "d")
+    assert shared.call("DELETE", "/v1/stores/c", role="admin").status_code == 204
+    assert shared.call("DELETE", "/v1/stores/c", role="admin").status_code == 404
+    assert shared.call("DELETE", "/v1/stores/store-a", role="admin").status_code == 409
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "/etc", "relative", "file:///etc", "file://host/x", "../x", "{below}/../../x", "{below}/%2e%2e/x", "ftp://x/y",
+        "s3://", "s3://b/../c", "s3://b/%2e%2e/c", "s3://b/a//c", "s3://b/*", "s3://b/${{aws:username}}", "s3://b?x=1",
+        "s3://key:secret@b/c", "s3://b/a#b", "http://169.254.169.254/", "s3://b\\c",
+    ],
+)  # fmt: skip
+def test_what_is_no_plain_place_is_not_registered(shared: Api, tmp_path: Path, url: str) -> None:
+    body = {"name": "x", "url": url.format(below=tmp_path / "tenants"), "check": False}
+    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"role_arn": "arn:aws:iam::123:role/x"}, {"role_arn": "arn:aws:iam::123456789012:user/x"}, {"external_id": "abc"},
+        {"endpoint": "http://169.254.169.254/latest?x"}, {"endpoint": "file:///etc"}, {"region": "a b"},
+    ],
+)  # fmt: skip
+def test_roles_and_endpoints_are_what_they_say(shared: Api, more: dict[str, str]) -> None:
+    body = {"name": "x", "url": "s3://bucket/runs", "check": False, **more}
+    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
+
+
+def test_a_link_in_a_store_that_is_registered_leads_nowhere(shared: Api, tmp_path: Path) -> None:
+    (tmp_path / "tenants" / "out").symlink_to(tmp_path)
+    body = {"name": "x", "url": str(tmp_path / "tenants" / "out"), "check": False}
+    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
+
+
+@pytest.mark.parametrize("role", ["viewer", "recorder", "operator"])
+def test_stores_and_backends_are_the_admins(shared: Api, role: Any) -> None:
+    for path in ("/v1/stores", "/v1/stores/store-a", "/v1/backends"):
+        assert shared.call("GET", path, role=role).status_code == 403
+    assert (
+        shared.call("POST", "/v1/projects", {"name": "x", "store": "store-a"}, role=role).status_code == 403
+    )
+
+
+def test_an_admin_of_one_project_reaches_no_store(shared: Api) -> None:
+    own: dict[str, Any] = {"role": "admin", "project": "a"}
+    assert shared.call("GET", "/v1/stores", **own).status_code == 403
+    assert shared.call("POST", "/v1/projects", {"name": "x", "store": "store-b"}, **own).status_code == 403
+    for change in ({"store": "store-b"}, {"prefix": "x"}, {"backends": []}, {"archived": True}):
+        assert shared.call("PATCH", "/v1/projects/a", change, **own).status_code == 403
+    said = shared.call("PATCH", "/v1/projects/a", {"description": "ours"}, **own)
+    assert (said.status_code, said.json()["description"]) == (200, "ours")
+    assert shared.call("PATCH", "/v1/projects/b", {"description": "ours"}, **own).status_code == 403
+    seen = shared.call("GET", "/v1/projects", **own).json()["projects"]
+    assert [project["name"] for project in seen] == ["a"]
+    assert shared.call("GET", "/v1/projects/b", **own).status_code == 403
+
+
+def test_projects_lie_apart(shared: Api, tmp_path: Path) -> None:
+    wide = {"name": "wide", "url": str(tmp_path / "tenants"), "check": False}
+    assert shared.call("POST", "/v1/stores", wide, role="admin").status_code == 201
+    within = shared.call(
+        "POST", "/v1/projects", {"name": "x", "store": "store-a", "prefix": "a"}, role="admin"
+    )
+    assert (within.status_code, "project 'a'" in within.json()["detail"]) == (409, True)
+    around = shared.call("PATCH", "/v1/projects/b", {"store": "wide", "prefix": "a/a"}, role="admin")
+    assert around.status_code == 409
+    assert shared.call("GET", "/v1/projects/b", role="admin").json()["store"] == "store-b"
+    for number, prefix in enumerate(("../x", "a/../b", "/", "a//b", "%2e%2e", "file://x")):
+        body = {"name": f"y{number}", "store": "store-a", "prefix": prefix}
+        assert shared.call("POST", "/v1/projects", body, role="admin").status_code == (
+            201 if prefix == "/" else 422
+        )
+
+
+def test_only_admins_make_projects_where_it_is_said_so(shared: Api) -> None:
+    refused = shared.call("POST", "/v1/projects/new/runs", {"run": "r"})
+    assert refused.status_code == 404
+    assert shared.call("POST", "/v1/projects/a/runs", {"run": "r"}, role="recorder").status_code == 200
+
+
+def test_an_archived_project_takes_no_runs_and_is_read(shared: Api) -> None:
+    shared.call("POST", "/v1/projects/a/runs", {"run": "r"})
+    assert shared.call("PATCH", "/v1/projects/a", {"archived": True}, role="admin").json()["archived_ns"]
+    assert shared.call("POST", "/v1/projects/a/runs", {"run": "s"}).status_code == 409
+    assert shared.call("GET", "/v1/projects/a/runs/r").status_code == 200
+    shared.call("PATCH", "/v1/projects/a", {"archived": False}, role="admin")
+    assert shared.call("POST", "/v1/projects/a/runs", {"run": "s"}).status_code == 200
+
+
+def test_a_job_is_bound_on_a_registered_backend_only(shared: Api) -> None:
+    refused = bind(shared, "a")
+    assert (refused.status_code, "not registered for project 'a'" in refused.json()["detail"]) == (422, True)
+    assert (
+        shared.call("POST", "/v1/backends", {"name": "local", "kind": "local"}, role="admin").status_code
+        == 201
+    )
+    assert bind(shared, "a").status_code == 422
+    shared.call("PATCH", "/v1/projects/a", {"backends": ["local"]}, role="admin")
+    assert bind(shared, "a").json()["job"]["backend"] == "local"
+    assert bind(shared, "b").status_code == 422
+    assert shared.call("DELETE", "/v1/backends/local", role="admin").status_code == 409
+    for wrong in ({"name": "x", "kind": "slurm"}, {"name": "X", "kind": "local"}, {"name": "x", "kind": "local", "settings": {"a": 1}}):  # fmt: skip
+        assert shared.call("POST", "/v1/backends", wrong, role="admin").status_code == 422
+
+
+@pytest.mark.parametrize("changes", [{}, {"host": "elsewhere"}])
+def test_a_job_of_one_project_is_never_anothers(shared: Api, changes: dict[str, str]) -> None:
+    shared.call("POST", "/v1/backends", {"name": "local", "kind": "local"}, role="admin")
+    shared.call("POST", "/v1/backends", {"name": "box", "kind": "local"}, role="admin")
+    for project in ("a", "b"):
+        shared.call("PATCH", f"/v1/projects/{project}", {"backends": ["box", "local"]}, role="admin")
+    assert bind(shared, "a").status_code == 200
+    assert bind(shared, "a", attempt="a2").status_code == 200  # a restart under the same launcher
+    taken = bind(shared, "b", **changes)
+    assert (taken.status_code, "in another project" in taken.json()["detail"]) == (409, True)
+    renamed = {"run": "r", "attempt": "a1", "job": {**job(**changes), "backend": "box"}}
+    assert shared.call("POST", "/v1/projects/b/runs", renamed, project="b").status_code == 409
+    other_id = {"run": "r", "attempt": "a1", "job": {**job(**changes), "id": "1"}}
+    assert shared.call("POST", "/v1/projects/b/runs", other_id, project="b").status_code == 422
+
+
+def test_a_recorder_binds_nothing(shared: Api) -> None:
+    body = {"run": "r", "attempt": "a1", "job": job()}
+    assert shared.call("POST", "/v1/projects/a/runs", body, role="recorder").status_code == 403
+    shared.call("POST", "/v1/projects/a/runs", {"run": "r", "attempt": "a1"}, role="recorder")
+    assert shared.call("PUT", "/v1/projects/a/runs/r/job", {"job": job()}, role="recorder").status_code == 403
+
+
+NASTY = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["..", ".", "../b", "%2e%2e", "..%2fb", "%2e%2e%2fb%2f", "/etc", "file:///etc", "a/../b", "a\\b", "a\0b", "\u2024\u2024", "s3://b"]),
+)  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(run=NASTY, attempt=NASTY, node=NASTY, writer=NASTY)
+def test_names_in_requests_reach_nothing_outside(
+    shared: Api, tmp_path: Path, run: str, attempt: str, node: str, writer: str
+) -> None:
+    before = {path for path in tmp_path.rglob("*") if "sqlite" not in path.name}
+    token = shared.__dict__.setdefault("_token", shared.token("recorder", "a"))
+    headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+    body = {"attempt": attempt, "node": node, "writer": writer, "seq": 0, "first": 0, "last": 0}
+    from json import dumps
+    from urllib.parse import quote
+
+    for place, sent in (
+        ("/v1/projects/a/runs", {"run": run, "attempt": attempt}),
+        (f"/v1/projects/a/runs/{quote(run, safe='')}/announcements", body),
+        (f"/v1/projects/a/runs/{quote(run, safe='')}/attempts/{quote(attempt, safe='')}/credentials", {}),
+    ):
+        answer = shared.client.request("POST", place, content=dumps(sent), headers=headers)
+        assert answer.status_code in {200, 401, 403, 404, 405, 409, 422, 429}, answer.text
+    assert {path for path in tmp_path.rglob("*") if "sqlite" not in path.name} == before
+
+
+def test_links_in_a_store_show_nothing_of_another_project(shared: Api, tmp_path: Path) -> None:
+    """A tenant that may write to its folder cannot lead the service into another's."""
+    theirs = Recording(Store.open(tmp_path / "tenants" / "b"), project="b").begin()
+    theirs.write(0, 0, 7, nan_from(5))
+    mine = tmp_path / "tenants" / "a" / "a"
+    mine.mkdir()
+    (mine / "run-1").symlink_to(tmp_path / "tenants" / "b" / "b" / "run-1")
+    own = Recording(Store.open(tmp_path / "tenants" / "a"), project="a", run="run-2").begin()
+    own.write(0, 0, 3)
+    (mine / "run-2" / "stats" / "a1").rename(mine / "kept")
+    (mine / "run-2" / "stats" / "a1").symlink_to(tmp_path / "tenants" / "b" / "b" / "run-1" / "stats" / "a1")
+    (mine / "run-2" / "control.json").symlink_to(tmp_path / "tenants" / "b" / "b" / "run-1" / "run.json")
+    before = (tmp_path / "tenants" / "b" / "b" / "run-1" / "run.json").read_bytes()
+    for _ in range(2):
+        for run_id in sweep(shared.driven.service).runs:
+            shared.driven.settle(run_id)
+    runs = shared.call("GET", "/v1/projects/a/runs", project="a").json()["runs"]
+    assert {run["run"]: (run["last_step"], run["alerts"]["firing"]) for run in runs} == {"run-2": (-1, 0)}
+    shared.call("POST", "/v1/projects/a/runs/run-2/stop", {"attempt": "a1"}, project="a")
+    for number in (1, 2, 3):
+        for action in shared.driven.actions(number) if number <= len(runs) + 1 else ():
+            from watchstep_services.dispatcher.dispatch import dispatch
+
+            dispatch(shared.driven.service, action.id)
+    assert (tmp_path / "tenants" / "b" / "b" / "run-1" / "run.json").read_bytes() == before
+
+
+def test_a_document_that_names_another_project_is_its_folders_own(shared: Api, tmp_path: Path) -> None:
+    root = Store.open(tmp_path / "tenants" / "a")
+    document = b'{"project": "b", "run": "../../b/secret", "created_ns": 1, "rules": [{"rule": "nan_or_inf", "actions": ["stop"]}]}'
+    root.put("a/mine/run.json", document)
+    sweep(shared.driven.service)
+    told = shared.call("GET", "/v1/projects/a/runs/mine", project="a").json()
+    assert [rule["granted_stop"] for rule in told["rules"] if rule["origin"] == "recorder"] in ([], [False])
+    assert shared.call("GET", "/v1/projects/b/runs", project="b").json()["runs"] == []
+
+
+@pytest.mark.parametrize(
+    "params", [{"file": "/etc/passwd", "class": "X"}, {"file": "../b/rule.py", "class": "X"}]
+)
+def test_a_rule_of_a_request_reads_no_file(shared: Api, params: dict[str, str]) -> None:
+    shared.call("POST", "/v1/projects/a/runs", {"run": "r"})
+    rules = [{"rule": "python", "params": params}]
+    for body, path in (
+        ({"run": "r", "rules": rules}, "runs"),
+        ({"runs": ["r"], "rules": rules}, "backtests"),
+    ):
+        refused = shared.call("POST", f"/v1/projects/a/{path}", body, project="a")
+        assert (refused.status_code, "root:" in refused.text) == (422, False)
+
+
+def test_a_backtest_judges_runs_of_its_project_only(shared: Api) -> None:
+    shared.call("POST", "/v1/projects/b/runs", {"run": "secret"})
+    for name in ("secret", "../b/secret", "*", "/etc", "s3://b/r"):
+        refused = shared.call("POST", "/v1/projects/a/backtests", {"runs": [name]}, project="a")
+        assert refused.status_code == 404, name
+
+
+def test_a_registration_that_changes_takes_effect_without_a_restart(shared: Api, tmp_path: Path) -> None:
+    (tmp_path / "tenants" / "new").mkdir()
+    Recording(Store.open(tmp_path / "tenants" / "new"), project="a", run="moved").begin().write(0, 0, 3)
+    sweep(shared.driven.service)
+    assert shared.call("GET", "/v1/projects/a/runs").json()["runs"] == []
+    changed = shared.call(
+        "PUT", "/v1/stores/store-a", {"url": str(tmp_path / "tenants" / "new")}, role="admin"
+    )
+    assert changed.status_code == 200
+    sweep(shared.driven.service)
+    assert [run["run"] for run in shared.call("GET", "/v1/projects/a/runs").json()["runs"]] == ["moved"]
+
+
+def test_first_runs_make_projects_on_the_services_own_store(api: Api) -> None:
+    assert api.call("POST", "/v1/projects/new/runs", {"run": "r"}, role="recorder").status_code == 200
+    made = api.call("GET", "/v1/projects/new").json()
+    assert (made["store"], made["backends"]) == ("default", ["local"])
+    elsewhere = replace(api.driven.service, local_jobs=False)
+    other = Api(Client(create_app(elsewhere)), Driven(elsewhere))
+    other.call("POST", "/v1/projects/newer/runs", {"run": "r"}, role="recorder")
+    assert other.call("GET", "/v1/projects/newer").json()["backends"] == []
+
+
+def test_credentials_are_of_a_role_or_refused(shared: Api) -> None:
+    path = "/v1/projects/a/runs/r/attempts/a1/credentials"
+    refused = shared.call("POST", path, role="recorder")
+    assert (refused.status_code, "no role" in refused.json()["detail"]) == (422, True)
+    assert shared.call("POST", path, role="viewer").status_code == 403
