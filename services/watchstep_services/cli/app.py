@@ -9,7 +9,7 @@ import typer
 import watchstep
 from watchstep.launch.run_command import parser as run_options
 from watchstep.launch.sync_command import parser as sync_options
-from watchstep_services.cli import database, demo, export, processes, rules, runs, serve, tokens
+from watchstep_services.cli import database, demo, export, processes, receivers, rules, runs, serve, tokens
 
 app = typer.Typer(
     name="watchstep",
@@ -27,6 +27,7 @@ app.add_typer(database.app, name="database")
 app.command("export")(export.export)
 app.add_typer(runs.app, name="runs")
 app.add_typer(rules.app, name="rules")
+app.add_typer(receivers.app, name="receivers")
 app.add_typer(tokens.app, name="tokens")
 
 

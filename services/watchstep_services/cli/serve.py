@@ -11,10 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from watchstep.errors import ConfigError
 from watchstep.store import checked_scheme
 from watchstep_services import exposition, logs, tracing
 from watchstep_services.cli import rule_words
 from watchstep_services.cli.telling import Teller
+from watchstep_services.dispatcher.receivers.secret_fields import read_secret
 from watchstep_services.database_figures import DatabaseFigures
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.service import Service
@@ -36,9 +38,13 @@ def serve(
         Path | None,
         typer.Option(help="Folder of the service itself; .watchstep in a local store, or in your home."),
     ] = None,
+    receivers: Annotated[
+        Path | None, typer.Option(help="Your file of receivers and routes: who is told of alerts.")
+    ] = None,
 ) -> None:
     """Watch a store: judge its runs while they go on, keep alerts, stop jobs."""
-    settings = settings_for(store, home, rules_file=rules, host=host, port=port)
+    named = {} if receivers is None else {"receivers_file": receivers}
+    settings = settings_for(store, home, rules_file=rules, host=host, port=port, **named)
     logs.configure(settings.log, settings.log_level)
     warn_of_unknown(os.environ)
     tracing.start("serve")
@@ -47,7 +53,7 @@ def serve(
             signal.signal(number, lambda *_: service.stop_waiting())
         teller = Teller(service.database)
         typer.echo(f"watchstep: watching {service.service.settings.store}")
-        for line in _rules_of(service.service):
+        for line in (*_rules_of(service.service), *_receivers_of(service.service)):
             typer.echo(f"watchstep: {line}")
         typer.echo(f"watchstep: {service.url} (API at {service.url}/docs; Ctrl-C ends it)")
         while not service.wait(_TELL_SECONDS):
@@ -77,6 +83,17 @@ def _rules_of(service: Service) -> Iterator[str]:
         yield "the rule file has no rules: nothing judges but what recorders ask for"
     elif not any(config.stops for config in configs):
         yield "none of your rules stops a job"
+
+
+def _receivers_of(service: Service) -> Iterator[str]:
+    """Who is told, and which secrets are missing."""
+    for receiver in service.receiver_file.receivers:
+        yield f"receiver {receiver.name} ({receiver.kind})"
+        for field, secret in receiver.secrets().items():
+            try:
+                receiver.check_secret(field, read_secret(field, secret))
+            except ConfigError as error:
+                yield f"receiver {receiver.name}: {error.what}"
 
 
 def _tell(teller: Teller) -> None:

@@ -25,7 +25,7 @@ from watchstep_services.dispatcher.dispatch import next_due_ns
 from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
-from watchstep_services.service import Service, owner_rules
+from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import NANOSECONDS, Settings
 from watchstep_services.token_register import forget_named
 from watchstep_services.tokens import create_token
@@ -117,7 +117,7 @@ class EmbeddedService:
                 "name a folder that you may write to, in WATCHSTEP_HOME or as the store",
             ) from error
         self._lock(home)
-        rules = owner_rules(self.settings)
+        rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
         store = Store.open(self.settings.store, create=True)
         listener = self._listen()
         database = open_database(self.settings.resolved_database_url)
@@ -125,7 +125,7 @@ class EmbeddedService:
         upgrade(database)
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
-        self.service = Service(settings, database, self.url, rules, self._queue)
+        self.service = Service(settings, database, self.url, rules, self._queue, receiver_file=receivers)
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._queue.start(self.service)
         self._undo.append(self._queue.close)

@@ -10,7 +10,7 @@ from typing import Any
 from watchstep.errors import ConfigError
 from watchstep_services import metrics
 from watchstep_services.database.engine import open_database
-from watchstep_services.service import Service, owner_rules
+from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import Settings
 
 EVALUATE = "watchstep.evaluate"
@@ -89,5 +89,6 @@ def production_service(settings: Settings, celery: Any) -> Service:
     database.check()
     base = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
     return Service(
-        settings, database, base, owner_rules(settings), CeleryNotifier(celery), local_jobs=settings.local_jobs
-    )
+        settings, database, base, owner_rules(settings), CeleryNotifier(celery), local_jobs=settings.local_jobs,
+        receiver_file=owner_receivers(settings),
+    )  # fmt: skip

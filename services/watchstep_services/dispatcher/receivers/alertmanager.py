@@ -50,6 +50,15 @@ class AlertmanagerReceiver(Receiver):
         """The address."""
         return (self.url,)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """That of the address."""
+        return (parse_address(self.url).host,)
+
+    def check_secret(self, field: str, secret: str) -> None:
+        """A header has visible characters."""
+        header_value(field, secret)
+
 
 def send(receiver: AlertmanagerReceiver, letter: Letter, outside: Outside) -> Tried:
     """Post the alerts once."""

@@ -29,6 +29,7 @@ def connect(reach: Reach, host: str, port: int, cutoff: Cutoff) -> socket.socket
         except OSError as error:
             problem = error
             continue
+        made.settimeout(cutoff.left + 1)  # the cutoff comes first, and says so
         cutoff.watch(made)
         return made
     assert problem is not None  # a host has at least one address

@@ -17,7 +17,7 @@ from watchstep_services.dispatcher.receivers.reach import Reach, parse_allowed
 from watchstep_services.dispatcher.receivers.receiver import Receiver
 from watchstep_services.dispatcher.receivers.routing import RootNode, Route, routes_for
 from watchstep_services.dispatcher.receivers.sealing import Seal
-from watchstep_services.dispatcher.receivers.secret_fields import Given, Kept, read_secret
+from watchstep_services.dispatcher.receivers.secret_fields import Kept, read_secret
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings
 
@@ -25,7 +25,12 @@ _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def routes_of(
-    service: Service, session: Session, project: str, labels: Mapping[str, str], notify: Iterable[str] = ()
+    service: Service,
+    session: Session,
+    project: str,
+    labels: Mapping[str, str],
+    notify: Iterable[str] = (),
+    tree: RootNode | None = None,
 ) -> tuple[Route, ...]:
     """Whom an alert of a project reaches; receivers that are not known are left out.
 
@@ -38,9 +43,10 @@ def routes_of(
         project: the alert's.
         labels: the alert's.
         notify: receivers that its rule config names itself.
+        tree: to try; the one that counts where it is None.
     """
     known = {receiver.name: receiver for receiver in list_receivers(service, session, project)}
-    found = routes_for(tree_of(service, session, project), labels, notify)
+    found = routes_for(tree or tree_of(service, session, project), labels, notify)
     return tuple(_as_it_takes(route, known[route.receiver]) for route in found if route.receiver in known)
 
 
@@ -89,14 +95,11 @@ def open_secrets(service: Service, session: Session, project: str, receiver: Rec
     """
     opened: dict[str, str] = {}
     for field, secret in receiver.secrets().items():
-        if isinstance(secret, Given):
-            opened[field] = secret.value.get_secret_value()
-        elif isinstance(secret, Kept):
+        if isinstance(secret, Kept):
             row = session.get(ReceiverSecret, (project, receiver.name, field))
             if row is not None:
-                opened[field] = Seal(service.settings).open(
-                    seal_place(project, receiver.name, field), row.sealed
-                )
+                place = seal_place(project, receiver.name, field)
+                opened[field] = Seal(service.settings).open(place, row.sealed)
         else:
             opened[field] = read_secret(field, secret)
     return opened

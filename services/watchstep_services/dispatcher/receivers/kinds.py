@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.dispatcher.receivers import (
@@ -38,7 +38,7 @@ AnyReceiver = Annotated[
     Field(discriminator="kind"),
 ]
 
-RECEIVER: TypeAdapter[AnyReceiver] = TypeAdapter(AnyReceiver)
+RECEIVER: TypeAdapter[AnyReceiver] = TypeAdapter(AnyReceiver, config=ConfigDict(hide_input_in_errors=True))
 
 _SENDERS: dict[type[Receiver], Sender] = {
     webhook.WebhookReceiver: webhook.send,

@@ -70,6 +70,11 @@ class EmailReceiver(Receiver):
         """The server, and how it is spoken to."""
         return (self.host, self.port, self.security, self.username)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The server."""
+        return (self.host,)
+
 
 def send(receiver: EmailReceiver, letter: Letter, outside: Outside) -> Tried:
     """Send the message once; to servers and people one that comes twice is the same, by its Message-ID."""

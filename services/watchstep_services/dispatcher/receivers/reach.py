@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from watchstep.errors import ConfigError, WatchstepError
+from watchstep.errors import ConfigError
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -69,7 +69,7 @@ _NEVER_PUBLIC: tuple[Network, ...] = tuple(
 """Written out, since what ``ipaddress`` holds for global differs between versions of Python."""
 
 
-class AddressRefusedError(WatchstepError):
+class AddressRefusedError(ConfigError):
     """An address that the service is not sent to."""
 
 
@@ -127,11 +127,13 @@ def check_host(host: str) -> str:
         ValueError: it is neither a name in ASCII nor an IP address in its plain form.
     """
     host = host.removesuffix(".").lower()
+    if "%" in host:
+        raise ValueError("not a host name: '%' stands in none, and zones cannot be named")
     if ":" in host:
         try:
             return str(ipaddress.IPv6Address(host))
         except ValueError:
-            raise ValueError("not an IPv6 address; zones cannot be named") from None
+            raise ValueError("not an IPv6 address") from None
     if not _HOST.fullmatch(host):
         raise ValueError("not a host name; write one with other letters in its xn-- form")
     if _NUMBER.fullmatch(host.rsplit(".", maxsplit=1)[-1]):

@@ -6,19 +6,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from watchstep.errors import ConfigError
 from watchstep_rules import message_template
 from watchstep_rules.config import ReceiverName
 from watchstep_rules.plain_text import lines
 from watchstep_services.dispatcher.receivers import wording
 from watchstep_services.dispatcher.receivers.reach import MOST_CHARACTERS, parse_address
-from watchstep_services.dispatcher.receivers.secret_fields import (
-    FromEnvironment,
-    FromFile,
-    Given,
-    Kept,
-)
-
-AnySecret = FromEnvironment | FromFile | Given | Kept
+from watchstep_services.dispatcher.receivers.secret_fields import AnySecret, Given
 
 _Template = Annotated[
     str, StringConstraints(min_length=1, max_length=message_template.MOST_CHARACTERS), AfterValidator(lines)
@@ -75,6 +69,20 @@ class Receiver(BaseModel):
         """The secrets that are named or given, by field."""
         held = ((name, getattr(self, name)) for name in self.secret_fields)
         return {name: secret for name, secret in held if secret is not None}
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts that it names, as far as they are no secrets."""
+        return ()
+
+    def check_secret(self, field: str, secret: str) -> None:
+        """See that a secret can be used.
+
+        Raises:
+            ConfigError: it cannot; the message does not repeat it.
+        """
+        if not secret.isprintable():
+            raise ConfigError(f"secret {field!r}: has control characters", "leave them out")
 
     def as_data(self) -> dict[str, Any]:
         """JSON-ready; given secrets show as ``{"set": true}``, and so do kept ones."""

@@ -54,6 +54,8 @@ def _written(value: Any) -> Any:
     return {"value": value} if isinstance(value, str | SecretStr) else value
 
 
+AnySecret = FromEnvironment | FromFile | Given | Kept
+
 _FORMS: dict[str, type[BaseModel]] = {"env": FromEnvironment, "file": FromFile, "value": Given, "set": Kept}
 
 
@@ -78,12 +80,16 @@ Secret = Annotated[
 """``{env: NAME}``, ``{file: PATH}``, the secret itself, or ``{set: true}`` for the one that is kept."""
 
 
-def read_secret(name: str, secret: FromEnvironment | FromFile) -> str:
+def read_secret(name: str, secret: AnySecret) -> str:
     """A secret from where it lies.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not there, or it is kept elsewhere.
     """
+    if isinstance(secret, Kept):
+        raise ConfigError(f"secret {name!r}: is kept in the service's database", "ask the service")
+    if isinstance(secret, Given):
+        return secret.value.get_secret_value()
     if isinstance(secret, FromEnvironment):
         held = os.environ.get(secret.env, "")
         place = f"environment variable {secret.env}"

@@ -31,6 +31,10 @@ class SlackReceiver(Receiver):
     kind: Literal["slack"]
     url: Secret = Field(description="The incoming webhook's address: who has it may post, so it is a secret.")
 
+    def check_secret(self, field: str, secret: str) -> None:  # noqa: ARG002 - there is one
+        """It is an address."""
+        _address(secret)
+
 
 def send(_receiver: SlackReceiver, letter: Letter, outside: Outside) -> Tried:
     """Post the message once."""

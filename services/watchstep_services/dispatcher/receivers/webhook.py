@@ -49,6 +49,18 @@ class WebhookReceiver(Receiver):
         """The address."""
         return (self.url,)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """That of the address."""
+        return (parse_address(self.url).host,)
+
+    def check_secret(self, field: str, secret: str) -> None:
+        """A signing secret has a form; a header has visible characters."""
+        if field == "authorization":
+            header_value(field, secret)
+        else:
+            signing_key(secret)
+
 
 def send(receiver: WebhookReceiver, letter: Letter, outside: Outside) -> Tried:
     """Post the event once."""

@@ -12,7 +12,7 @@ from watchstep_services.dispatcher.receivers.notification import (
     alert_labels,
 )
 
-_NOW = 1_800_000_000_000_000_000
+NOW = 1_800_000_000_000_000_000
 _OWN = {
     "project": "vision", "run": "run-1", "name": "no-nans", "rule": "nan_or_inf", "severity": "critical",
 }  # fmt: skip
@@ -41,9 +41,9 @@ def sample(
             what_to_try=("Lower the learning rate.",),
         ),
         fingerprint="f0",
-        since_ns=_NOW - 2_000_000_000,
-        fired_ns=_NOW - 1_000_000_000,
-        resolved_ns=_NOW if status == "resolved" else None,
+        since_ns=NOW - 2_000_000_000,
+        fired_ns=NOW - 1_000_000_000,
+        resolved_ns=NOW if status == "resolved" else None,
         event_id="e-1",
     )
     return Notification(
@@ -55,5 +55,5 @@ def sample(
         group_key="g-1",
         group_labels={"project": "vision", "run": "run-1"},
         alerts=tuple(replace(one, fingerprint=f"f{n}", step=5 + n, event_id=f"e-{n}") for n in range(alerts)),
-        at_ns=_NOW,
+        at_ns=NOW,
     )
