@@ -21,7 +21,7 @@ class S3Access:
     """How a bucket is reached where the environment shall not say so. What is empty, the environment says.
 
     Attributes:
-        credentials: gives ``access_key_id``, ``secret_access_key``, ``token`` and ``expires_at`` (a `datetime` with a zone)
+        credentials: gives ``access_key_id``, ``secret_access_key``, ``token`` and ``expires_at`` (a `datetime` in UTC)
             whenever those that are held are about to expire; may be called from any thread.
         region: of the bucket.
         endpoint: of a service that speaks S3.

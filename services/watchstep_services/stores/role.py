@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from watchstep.errors import ConfigError, StoreError
@@ -52,7 +52,7 @@ class RoleCredentials:
             "access_key_id": str(given["AccessKeyId"]),
             "secret_access_key": str(given["SecretAccessKey"]),
             "token": str(given["SessionToken"]),
-            "expires_at": expires,
+            "expires_at": expires.astimezone(timezone.utc),  # obstore takes this zone only
         }
 
 

@@ -1,0 +1,199 @@
+"""A folder as a store: the same answers as obstore's, and no way out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from watchstep.errors import NotFoundError, StoreError, WatchstepError
+from watchstep.store import Store
+from watchstep_services.stores.confined_folder import ConfinedFolder
+
+SECRET = b"another tenant's"
+KEYS = st.lists(st.sampled_from(["a", "b", "c.json", "x-1"]), min_size=1, max_size=3).map("/".join)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_bytes(SECRET)
+    return tmp_path / "outside"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def told(what: object) -> object:
+    try:
+        return what() if callable(what) else what
+    except StoreError:
+        return "refused"  # a key below a file is not found by one and not a folder's by the other
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["put", "create", "delete"]), KEYS, st.binary(max_size=5)), max_size=12
+    ),
+    prefix=KEYS,
+    start=st.integers(0, 6),
+    length=st.integers(1, 6),
+)
+def test_it_answers_as_the_plain_store(
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[tuple[str, str, bytes]],
+    prefix: str,
+    start: int,
+    length: int,
+) -> None:
+    folders = [tmp_path_factory.mktemp("s") for _ in range(2)]
+    stores = [Store.open(folders[0]), ConfinedFolder(folders[1])]
+    seen: list[list[object]] = [[], []]
+    for store, answers in zip(stores, seen, strict=True):
+        for verb, key, data in steps:
+            arguments = (key,) if verb == "delete" else (key, data)
+            if verb == "delete" and (Path(store.location) / key).is_dir():
+                continue
+            answers.append(told(lambda: getattr(store, verb)(*arguments)))  # noqa: B023 - called at once
+        inner = store.child("a")
+        for key in sorted({key for _, key, _ in steps}):
+            if (Path(store.location) / key).is_dir():
+                continue
+            answers.extend(told(read) for read in (lambda: store.get(key), lambda: store.get(key, limit=2)))  # noqa: B023
+            answers.append(told(lambda: store.size(key)))  # noqa: B023
+            answers.append(told(lambda: store.get_range(key, start, length)))  # noqa: B023
+        if not any(
+            (Path(store.location) / name).is_file() for name in (prefix, *map(str, Path(prefix).parents), "a")
+        ):
+            answers.append(sorted(entry.key for entry in store.entries(f"{prefix}/")))
+            answers.append(sorted(entry.key for entry in inner.entries()))
+        answers.append(told(store.folders))
+    assert seen[0] == seen[1]
+
+
+LINKS = ["secret", "secret/x", "linked/secret", "a/linked/secret", "a/b/secret"]
+
+
+@pytest.mark.parametrize("key", LINKS)
+def test_links_are_not_followed(folder: Path, outside: Path, key: str) -> None:
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "secret").symlink_to(outside / "secret")
+    (folder / "linked").symlink_to(outside)
+    (folder / "a" / "linked").symlink_to("../../outside")
+    (folder / "a" / "b" / "secret").symlink_to(outside / "secret")
+    store = ConfinedFolder(folder)
+    for read in (store.get, store.size, lambda name: store.get_range(name, 0, 3), lambda name: store.get_ranges(name, [(0, 3)])):  # fmt: skip
+        with pytest.raises(StoreError) as error:
+            read(key)
+        assert SECRET.decode() not in str(error.value)
+    assert list(store.entries()) == []
+    assert (store.folders(), store.folders("a/")) == (["a"], ["b"])
+    assert list(store.entries("linked/")) == []
+    told(lambda: store.put(key, b"mine"))
+    told(lambda: store.create(key, b"mine"))
+    told(lambda: store.delete(key))
+    assert (outside / "secret").read_bytes() == SECRET
+    assert names(outside) == ["secret"]
+
+
+def test_writing_over_a_link_replaces_the_link(folder: Path, outside: Path) -> None:
+    (folder / "control.json").symlink_to(outside / "secret")
+    store = ConfinedFolder(folder)
+    assert store.create("control.json", b"mine") is False
+    store.put("control.json", b"mine")
+    assert not (folder / "control.json").is_symlink()
+    assert (outside / "secret").read_bytes() == SECRET
+
+
+@given(key=st.one_of(st.text("./ab%\0\\", max_size=8), st.sampled_from(["..", "../outside/secret", "a/../../outside/secret", "/etc/passwd", "%2e%2e/outside/secret", "."])))  # fmt: skip
+def test_no_key_leads_out(tmp_path: Path, key: str) -> None:
+    for name in ("store", "outside"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / "outside" / "secret").write_bytes(SECRET)
+    store = ConfinedFolder(tmp_path / "store")
+    for what in (lambda: store.get(key), lambda: store.put(key, b"x"), lambda: store.create(key, b"x"), lambda: store.delete(key)):  # fmt: skip
+        with contextlib.suppress(WatchstepError):
+            assert what() != SECRET
+    assert names(tmp_path / "outside") == ["secret"]
+    assert (tmp_path / "outside" / "secret").read_bytes() == SECRET
+    assert sorted(path for path in names(tmp_path) if path in {"store", "outside"}) == [
+        "outside",
+        "store",
+    ]
+
+
+def test_a_pipe_is_no_object_and_nobody_waits_for_it(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    store = ConfinedFolder(folder)
+    with pytest.raises(NotFoundError):
+        store.get("pipe")
+    assert list(store.entries()) == []
+
+
+def test_folders_in_each_other_have_an_end(folder: Path) -> None:
+    deep = folder
+    for _ in range(60):
+        deep /= "d"
+        deep.mkdir()
+    (deep / "x").write_bytes(b"x")
+    assert list(ConfinedFolder(folder).entries()) == []
+
+
+def test_an_exchange_between_folder_and_link_never_shows_what_lies_outside(
+    folder: Path, outside: Path
+) -> None:
+    """Whoever may write exchanges a folder for a link again and again, while it is read."""
+    (folder / "real").mkdir()
+    (folder / "real" / "secret").write_bytes(b"own")
+    (folder / "link").symlink_to(outside)
+    done = threading.Event()
+
+    def exchange() -> None:
+        while not done.is_set():
+            for name in ("real", "link"):
+                for place in ("way", "at"):
+                    (folder / name).rename(folder / place)
+                    (folder / place).rename(folder / name)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    store = ConfinedFolder(folder)
+    try:
+        for _ in range(300):
+            for key in ("at/secret", "way/secret"):
+                assert told(lambda: store.get(key)) in (b"own", "refused")  # noqa: B023
+            assert not [entry for entry in store.entries() if entry.size == len(SECRET)]
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_of_many_that_create_one_wins(folder: Path) -> None:
+    store = ConfinedFolder(folder)
+    won: list[int] = []
+    start = threading.Barrier(8)
+
+    def create(number: int) -> None:
+        start.wait()
+        if store.create("a/claim", str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [store.get("a/claim")] == [str(number).encode() for number in won]
+    assert names(folder / "a") == ["claim"]

@@ -1,0 +1,157 @@
+"""A store's role, on moto: the mechanics. That AWS denies what the policy does not allow is not shown by it."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from tests.conftest import S3
+from watchstep.cloud_store import S3Access
+from watchstep.errors import ConfigError, StoreError
+from watchstep.store import Store
+from watchstep_services.stores.checking import check_store, failed
+from watchstep_services.stores.opening import Stores
+from watchstep_services.stores.place import Registration, StorePlace
+from watchstep_services.stores.policies import project_policy
+from watchstep_services.stores.role import RoleCredentials
+from watchstep_services.stores.scoped import scoped_credentials
+
+ROLE = "arn:aws:iam::123456789012:role/watchstep"
+
+
+@pytest.fixture
+def registration(s3: S3) -> Registration:
+    s3.make_bucket("tenants")
+    return Registration("s3://tenants/runs", ROLE, "acme-7f3a")
+
+
+def place(registration: Registration, project: str = "vision", version: int = 1) -> StorePlace:
+    return StorePlace(1, version, registration, "", project)
+
+
+def test_a_place_is_read_and_written_by_its_role(registration: Registration) -> None:
+    stores = Stores()
+    run = stores.of_run(place(registration), "run-1")
+    run.put("control.json", b"{}")
+    assert run.get("control.json") == b"{}"
+    assert Store.open("s3://tenants/runs").get("vision/run-1/control.json") == b"{}"
+    assert stores.of(place(registration)).folders("vision/") == ["run-1"]
+
+
+def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
+    registration: Registration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from watchstep_services.stores import role
+
+    asked: list[dict[str, Any]] = []
+
+    class Client:
+        def assume_role(self, **arguments: Any) -> dict[str, Any]:
+            asked.append(arguments)
+            later = datetime.now(timezone.utc) + timedelta(hours=1)
+            return {
+                "Credentials": {
+                    "AccessKeyId": "k",
+                    "SecretAccessKey": "s",
+                    "SessionToken": "t",
+                    "Expiration": later,
+                }
+            }
+
+    monkeypatch.setattr(role, "_sts", lambda _registration: Client())
+    at = place(registration, "vis ion"[:3])
+    run = Stores().of_run(at, "run-1")
+    for _ in range(3):
+        run.put("a", b"")
+    (once,) = asked  # credentials are kept until they are about to expire
+    assert once == {
+        "RoleArn": ROLE, "RoleSessionName": "watchstep-vis", "Policy": project_policy(at), "DurationSeconds": 3600,
+        "ExternalId": "acme-7f3a",
+    }  # fmt: skip
+    scoped = scoped_credentials(at, "run-1", "a1")
+    assert "run-1/stats/a1/*" in asked[1]["Policy"]
+    assert "secret_access_key" not in repr(scoped)
+    assert len(json.dumps(asked[1]["Policy"])) > 0
+
+
+def test_credentials_are_renewed_before_they_expire(s3: S3) -> None:
+    s3.make_bucket("runs")
+    given: list[datetime] = []
+
+    def credentials(seconds: int) -> Any:
+        def give() -> dict[str, Any]:
+            given.append(datetime.now(timezone.utc) + timedelta(seconds=seconds))
+            return {"access_key_id": "k", "secret_access_key": "s", "token": "t", "expires_at": given[-1]}
+
+        return give
+
+    lasting = Store.open("s3://runs", access=S3Access(credentials(3600)))
+    for number in range(3):
+        lasting.put(f"x{number}", b"")
+    assert len(given) == 1
+    short = Store.open("s3://runs", access=S3Access(credentials(240)))
+    short.put("x", b"")
+    _, first = given
+    while len(given) == 2:  # obstore asks no more often than each tenth of a second
+        assert datetime.now(timezone.utc) < first
+        short.put("x", b"")
+
+
+def test_no_other_credentials_are_tried_where_the_role_is_refused(
+    registration: Registration, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service's own credentials would do, and are not used."""
+    from watchstep_services.stores import role
+
+    def refuse(_client: Any, _registration: Any, _policy: str, _name: str) -> dict[str, Any]:
+        raise StoreError(f"role {ROLE} cannot be taken (AccessDenied)", "let it trust the service")
+
+    monkeypatch.setattr(role, "_assume", refuse)
+    run = Stores().of_run(place(registration), "run-1")
+    for what in (lambda: run.put("a", b""), lambda: run.get("a"), lambda: list(run.entries())):
+        with pytest.raises(StoreError):
+            what()
+    assert list(Store.open("s3://tenants").entries()) == []
+    (step,) = check_store(registration)
+    assert (step.name, step.ok, "cannot be taken" in step.detail) == ("role", False, True)
+
+
+def test_without_credentials_of_its_own_the_service_says_so(
+    registration: Registration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StoreError, match="NoCredentials"):
+        RoleCredentials(registration, project_policy(place(registration)), "watchstep")()
+
+
+def test_a_store_is_tried_step_by_step(registration: Registration) -> None:
+    steps = check_store(registration)
+    assert [(step.name, step.ok) for step in steps] == [
+        (name, True) for name in ("role", "list", "write", "read", "create_once", "delete")
+    ]
+    assert list(Store.open("s3://tenants").entries()) == []
+    missing = failed(check_store(Registration("s3://nobody/runs")))
+    assert missing is not None
+    assert (missing.name, "no such bucket" in missing.detail) == ("list", True)
+
+
+def test_a_changed_registration_is_opened_anew(registration: Registration, s3: S3) -> None:
+    s3.make_bucket("moved")
+    stores = Stores()
+    first = stores.of(place(registration))
+    assert stores.of(place(registration)) is first
+    assert stores.of(place(registration, "audio")) is not first
+    moved = Registration("s3://moved/runs", ROLE, "acme-7f3a")
+    assert stores.of(place(moved, version=2)).location == "s3://moved/runs"
+
+
+def test_scoped_credentials_need_a_role_and_write_an_attempt(registration: Registration) -> None:
+    with pytest.raises(ConfigError, match="no role"):
+        scoped_credentials(place(Registration("s3://tenants/runs")), "r", "a1")
+    given = scoped_credentials(place(registration), "r", "a1")
+    assert given.expires_at > datetime.now(timezone.utc)
+    assert given.access_key_id.startswith("ASIA")
