@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -28,6 +29,8 @@ from watchstep_services.tenancy import jobs
 from watchstep_services.tenancy.backends import allow_local, allowed_backend
 from watchstep_services.tenancy.projects import make_project, open_project
 from watchstep_services.tenancy.stores import own_store
+
+_NAMES_AT_ONCE = 500
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
         insert_missing(session, Run, values)
         row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one()
         rule_configs.put_all(session, row, service.owner_rules, asked, origin)
-        session.execute(update(Run).where(Run.id == row.id).values(listed_ns=0))
+        session.execute(update(Run).where(Run.id == row.id).values(listed_ns=0, look_ns=0, quiet_ns=0))
         return row.id
 
 
@@ -150,12 +153,26 @@ def _discover_in(service: Service, project: Project) -> list[int]:
             .returning(Project.name)
             .execution_options(synchronize_session=False)
         ).scalar_one_or_none()
-        known = set(session.execute(select(Run.run).filter_by(project=project.name)).scalars())
     if turn is None:
         return []
-    fresh = [name for name in store.folders(f"{project.name}/") if name not in known and _is_name(name)]
+    fresh = [
+        name
+        for name in _not_known(service, project.name, store.folders(f"{project.name}/"))
+        if _is_name(name)
+    ]
     found = [_seen(service, store, project.name, name) for name in fresh]
     return [run_id for run_id in found if run_id is not None]
+
+
+def _not_known(service: Service, project: str, names: Iterable[str]) -> list[str]:
+    """Of runs on a store those that the database does not know; those that it once knew are not asked for again."""
+    fresh = [name for name in names if (project, name) not in service.known]
+    for start in range(0, len(fresh), _NAMES_AT_ONCE):
+        asked = fresh[start : start + _NAMES_AT_ONCE]
+        with service.database.read() as session:
+            rows = session.execute(select(Run.run).where(Run.project == project, Run.run.in_(asked)))
+            service.known.update((project, name) for name in rows.scalars())
+    return [name for name in fresh if (project, name) not in service.known]
 
 
 def _seen(service: Service, store: Store, project: str, run: str) -> int | None:

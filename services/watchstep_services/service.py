@@ -62,6 +62,7 @@ class Service:
         histories: earlier rows of runs that this process has judged.
         receiver_file: the owner's receivers, for all projects.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
+        known: (project, run) of runs that listings need not ask the database for.
     """
 
     settings: Settings
@@ -75,6 +76,7 @@ class Service:
     histories: HistoryCache = field(default_factory=HistoryCache)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     untaken: set[tuple[str, str]] = field(default_factory=set)
+    known: set[tuple[str, str]] = field(default_factory=set)
 
     def unknown_receivers(self, config: RuleConfig, known: frozenset[str] | None = None) -> list[str]:
         """What to say of receivers that a rule config names and nobody is known for; empty where all are.

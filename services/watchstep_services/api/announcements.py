@@ -33,7 +33,10 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
     with service.database.write() as session:
         row = find_run(session, project, run)
         now = read_clock(session)
+        waiting = row.due_ns is not None and row.due_ns <= now
         row.heard_ns = now
+        if row.quiet_ns:
+            row.look_ns = now + row.quiet_ns
         before = None
         if body.health:
             held = dict(row.health.get("recorders", {}))
@@ -44,13 +47,13 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         session.flush()
         fresh = put_segment(session, row.id, key, now)
         if fresh:
-            hint(session, row.id)
+            hint(session, row.id, asked=True)
         reach("announce.accepting", row.id)
         run_id, control = row.id, row.control
     reach("announce.accepted", run_id)
     metrics.ANNOUNCEMENTS.labels("fresh" if fresh else "known").inc()
     if before is not None:
         metrics.recorder_said(before, body.health)
-    if fresh:
+    if fresh and not waiting:  # else it stands in the line already, by an earlier message
         service.notifier.run_changed(run_id)
     return Announced(control=ControlData.model_validate(control))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import and_, case, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.layout import SegmentKey
@@ -96,11 +96,20 @@ def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, l
     return False
 
 
-def hint(session: Session, run_id: int) -> None:
-    """Say that a run has work, so that a sweep finds it whatever becomes of other hints."""
+def hint(session: Session, run_id: int, *, asked: bool = False) -> None:
+    """Say that a run has work, so that a sweep finds it whatever becomes of other hints.
+
+    One that is due already keeps its place in the line.
+
+    Args:
+        session: the transaction.
+        run_id: whose.
+        asked: a message follows, or is on its way: the sweep need not send one at once.
+    """
+    waiting = and_(Run.due_ns.is_not(None), Run.due_ns <= now_ns())
+    values: dict[str, Any] = {"hints": Run.hints + 1, "due_ns": case((waiting, Run.due_ns), else_=now_ns())}
+    if asked:
+        values["asked_ns"] = case((waiting, Run.asked_ns), else_=now_ns())
     session.execute(
-        update(Run)
-        .where(Run.id == run_id)
-        .values(hints=Run.hints + 1, due_ns=now_ns())
-        .execution_options(synchronize_session=False)
+        update(Run).where(Run.id == run_id).values(**values).execution_options(synchronize_session=False)
     )

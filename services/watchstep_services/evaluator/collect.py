@@ -38,6 +38,7 @@ class Collected:
         missing: gaps that were given up.
         waiting: gaps that still hold something up.
         more: there is more to read at once.
+        attempts: rows of the run's attempts, by name, as they were when the segments were looked for.
     """
 
     attempt: str
@@ -47,6 +48,7 @@ class Collected:
     missing: list[Gap] = field(default_factory=list)
     waiting: tuple[Gap, ...] = ()
     more: bool = False
+    attempts: dict[str, Attempt] = field(default_factory=dict)
 
 
 def collect(service: Service, held: Claim, run_store: Store) -> Collected:
@@ -56,11 +58,11 @@ def collect(service: Service, held: Claim, run_store: Store) -> Collected:
         FencedError: another worker has taken the run.
         StoreError: the store did not answer.
     """
-    plan = _plan(service, held)
+    plan, attempts = _plan(service, held)
     if not plan.readable:
-        return _without_segments(held, plan)
+        return _without_segments(held, plan, attempts)
     attempt = plan.readable[0].key.writer.attempt
-    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting)
+    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=attempts)
     mine = [entry for entry in plan.readable if entry.key.writer.attempt == attempt]
     found.more = len(mine) < len(plan.readable)
     absent = _read_all(service, held, run_store, mine, found)
@@ -71,20 +73,20 @@ def collect(service: Service, held: Claim, run_store: Store) -> Collected:
     return found
 
 
-def _without_segments(held: Claim, plan: Plan) -> Collected:
+def _without_segments(held: Claim, plan: Plan, attempts: dict[str, Attempt]) -> Collected:
     attempt = plan.trailing[0].writer.attempt if plan.trailing else ""
-    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting)
+    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=attempts)
     for gap in plan.trailing:
         found.missing.append(gap)
         found.cursor[gap.writer] = gap.until
     return found
 
 
-def _plan(service: Service, held: Claim) -> Plan:
+def _plan(service: Service, held: Claim) -> tuple[Plan, dict[str, Attempt]]:
     gap_ns = nanoseconds(service.settings.gap_seconds)
-    plan = _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=False))
+    plan, attempts = _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=False))
     if not plan.waiting or not _may_list(service, held, plan.waiting):
-        return plan
+        return plan, attempts
     # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
     discover(service, held.run_id)
     return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=True))
@@ -99,15 +101,16 @@ def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
     return listing_due(service, held.place, listed_ns, held.now_ns)
 
 
-def _load_plan(service: Service, held: Claim, patience: Patience) -> Plan:
+def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan, dict[str, Attempt]]:
     with service.database.read() as session:
         rows = session.execute(select(Segment).filter_by(run_id=held.run_id, state="announced")).scalars()
         entries = [Entry(row.id, key_of(row), row.found_ns, row.traceparent) for row in rows]
-        ends = {
-            row.attempt: row.ends
+        attempts = {
+            row.attempt: row
             for row in session.execute(select(Attempt).filter_by(run_id=held.run_id)).scalars()
         }
-    return make_plan(cursors.decode(held.cursor), entries, ends, patience)
+    ends = {name: row.ends for name, row in attempts.items()}
+    return make_plan(cursors.decode(held.cursor), entries, ends, patience), attempts
 
 
 def _read_all(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.block import Block
-from watchstep_services.database.clock import read_clock
+from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import (
     Attempt,
     FindingRow,
@@ -23,7 +22,7 @@ from watchstep_services.database.models import (
 )
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.alerting import publish
-from watchstep_services.evaluator.claim import Claim, due_unless_hinted
+from watchstep_services.evaluator.claim import Claim, asked_if_hinted, due_unless_hinted
 from watchstep_services.evaluator.collect import Collected
 from watchstep_services.evaluator.judging import Judged
 from watchstep_services.evaluator.place import Place
@@ -64,32 +63,47 @@ class Outcome:
     due_ns: int | None
 
 
-def commit(service: Service, held: Claim, outcome: Outcome) -> list[int] | None:
-    """Write an outcome if the claim still stands.
+@dataclass(frozen=True)
+class Committed:
+    """What a commit left.
 
-    Returns:
-        Ids of the actions that it caused; None where another worker has taken the run or moved its cursor, and
-        nothing was written.
+    Attributes:
+        actions: ids of the actions that it caused.
+        hinted: a hint came while the run was held, whose message may have found it held: it is to be looked at again.
+    """
+
+    actions: list[int]
+    hinted: bool
+
+
+def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
+    """Write an outcome if the claim still stands; None where another worker has taken the run or moved its cursor.
+
+    Then nothing was written.
     """
     with service.database.write() as session:
-        if not _move(session, held, outcome):
+        moved = _move(session, held, outcome)
+        if moved is None:
             session.rollback()
             return None
-        now = read_clock(session)
+        hints, now = moved
         _segments(session, held, outcome.collected, now)
         _attempt(session, held, outcome)
         _journal(session, held, outcome)
         place = Place.of(service.base_url, held, outcome.collected.attempt, now)
         sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
+        known = _memories(session, outcome)
         for judged in outcome.judged:
-            tell_health(session, place, judged, _remember(session, place.attempt, judged), sealed)
+            memory = _remember(session, place.attempt, judged, known.get(judged.row.id))
+            tell_health(session, place, judged, memory, sealed)
         actions = publish(service, session, place, outcome.judged, sealed)
         reach("evaluate.writing", held)
-        return actions
+        return Committed(actions, hints != held.hints)
 
 
-def _move(session: Session, held: Claim, outcome: Outcome) -> bool:
-    result: Any = session.execute(
+def _move(session: Session, held: Claim, outcome: Outcome) -> tuple[int, int] | None:
+    """Take the cursor further; the hints that have come, and the time."""
+    moved = session.execute(
         update(Run)
         .where(Run.id == held.run_id, Run.epoch == held.epoch, Run.cursor == held.cursor)
         .values(
@@ -98,19 +112,21 @@ def _move(session: Session, held: Claim, outcome: Outcome) -> bool:
             ticks=held.tick + 1,
             lease_until_ns=0,
             due_ns=due_unless_hinted(held, outcome.due_ns),
+            asked_ns=now_ns() if outcome.collected.more else asked_if_hinted(held),
         )
+        .returning(Run.hints, now_ns())
         .execution_options(synchronize_session=False)
-    )
-    return bool(result.rowcount == 1)
+    ).one_or_none()
+    return None if moved is None else (int(moved[0]), int(moved[1]))
 
 
 def _segments(session: Session, held: Claim, collected: Collected, now: int) -> None:
-    for place, (entry, block) in enumerate(collected.blocks):
-        session.execute(
-            update(Segment)
-            .where(Segment.id == entry.row_id)
-            .values(state="read", position=held.journal + place, ranks=_ranks(block))
-        )
+    read = [
+        {"id": entry.row_id, "state": "read", "position": held.journal + place, "ranks": _ranks(block)}
+        for place, (entry, block) in enumerate(collected.blocks)
+    ]
+    if read:
+        session.execute(update(Segment), read)
     for entry, problem in collected.corrupt:
         session.execute(
             update(Segment).where(Segment.id == entry.row_id).values(state="corrupt", problem=problem[:2000])
@@ -190,12 +206,20 @@ def _journal(session: Session, held: Claim, outcome: Outcome) -> None:
         )
 
 
-def _remember(session: Session, attempt: str, judged: Judged) -> Memory:
-    row = session.get(Memory, (judged.row.id, attempt))
+def _memories(session: Session, outcome: Outcome) -> dict[int, Memory]:
+    """What the rules remembered, by rule config, read at once."""
+    configs = [judged.row.id for judged in outcome.judged]
+    rows = select(Memory).where(Memory.attempt == outcome.collected.attempt, Memory.config_id.in_(configs))
+    return {row.config_id: row for row in session.execute(rows).scalars()} if configs else {}
+
+
+def _remember(session: Session, attempt: str, judged: Judged, row: Memory | None) -> Memory:
     if row is None:
         row = Memory(config_id=judged.row.id, attempt=attempt, memory="", findings=0, told_health="")
         session.add(row)
     row.memory = judged.kept
+    if not judged.findings:
+        return row
     kept = session.execute(
         select(func.count()).select_from(FindingRow).filter_by(config_id=judged.row.id, attempt=attempt)
     ).scalar_one()

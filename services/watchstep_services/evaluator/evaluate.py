@@ -42,11 +42,13 @@ class Evaluation:
             ``fenced``: another worker took the run meanwhile, and everything was discarded.
         more: there is more to judge at once.
         actions: ids of the actions that it caused.
+        steady: the run goes on as it did: nothing was seen that could change its state.
     """
 
     outcome: Literal["busy", "idle", "committed", "fenced"]
     more: bool = False
     actions: tuple[int, ...] = ()
+    steady: bool = False
 
 
 def evaluate(service: Service, run_id: int) -> Evaluation:
@@ -75,25 +77,26 @@ def _evaluate(service: Service, run_id: int, seen: Observation) -> Evaluation:
         _let_go(service, held, error)
         raise
     if history is None:
-        release(service.database, held, outcome.due_ns)
-        return Evaluation("idle")
+        return Evaluation("idle", release(service.database, held, outcome.due_ns))
     reach("evaluate.judged", held)
     with seen.committing(held, outcome):
-        actions = commit(service, held, outcome)
-    if actions is None:
+        done = commit(service, held, outcome)
+    if done is None:
         reach("evaluate.fenced", held)
         return Evaluation("fenced")
     reach("evaluate.committed", held)
     seen.committed(held, outcome)
     key = (held.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, history.lookback, history.rows)
-    return Evaluation("committed", outcome.collected.more, tuple(actions))
+    more = outcome.collected.more or done.hinted
+    return Evaluation("committed", more, tuple(done.actions), history.steady)
 
 
 @dataclass(frozen=True)
 class _Kept:
     rows: History
     lookback: Reach
+    steady: bool
 
 
 def _let_go(service: Service, held: Claim, error: BaseException) -> None:
@@ -113,7 +116,9 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
         return Outcome(
             collected, held.cursor, empty, None, [], [], False, _due(service, held, collected)
         ), None
-    attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt)
+    attempt = collected.attempts.get(collected.attempt)
+    if attempt is None or not attempt.world_size:
+        attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt)
     configs = ticks.load_configs(service, held.run_id, collected.attempt)
     depth = lookback(configs)
     before = _history(service, held, run_store, attempt, depth)
@@ -139,7 +144,8 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
         ended=ended,
         due_ns=_due(service, held, collected, replace(progress, sealed=sealed), judged),
     )
-    return outcome, _Kept(rows, depth)
+    goes_on = held.state == "running" and held.attempt == attempt.attempt and not attempt.ends
+    return outcome, _Kept(rows, depth, goes_on)
 
 
 def _collect(service: Service, held: Claim, run_store: Store) -> Collected:
@@ -222,7 +228,7 @@ def _due(
     if collected.more:
         return held.now_ns
     moments = [_gap_due(service, held, gap) for gap in collected.waiting]
-    moments += _later_seals(service, held, besides=collected.attempt)
+    moments += _later_seals(service, held, collected)
     if progress is not None:
         sealing = seals.due_ns(progress, nanoseconds(settings.seal_seconds))
         moments += [] if sealing is None else [sealing]
@@ -233,6 +239,8 @@ def _due(
 
 def _tick_due(service: Service, held: Claim, attempt: str, judged: Sequence[Judged]) -> int | None:
     """When a rule wants to be judged though nothing comes; a rule that asks for the past gets the next second."""
+    if held.attempt == attempt and ticks.next_tick(judged) is None:
+        return None  # none of its rules watches the clock
     newest = ticks.newest_attempt(service, held.run_id)
     if not newest:
         return None
@@ -250,16 +258,12 @@ def _gap_due(service: Service, held: Claim, gap: Gap) -> int:
     )
 
 
-def _later_seals(service: Service, held: Claim, besides: str) -> list[int]:
-    with service.database.read() as session:
-        rows = session.execute(
-            select(Attempt).where(
-                Attempt.run_id == held.run_id, Attempt.sealed < Attempt.largest, Attempt.attempt != besides
-            )
-        ).scalars()
-        nothing = Collected("", cursors.decode(held.cursor))
-        due = [
-            seals.due_ns(_progress(service, held, row, nothing), nanoseconds(service.settings.seal_seconds))
-            for row in rows
-        ]
+def _later_seals(service: Service, held: Claim, collected: Collected) -> list[int]:
+    """When deadlines let steps of other attempts be sealed."""
+    nothing = Collected("", cursors.decode(held.cursor))
+    due = [
+        seals.due_ns(_progress(service, held, row, nothing), nanoseconds(service.settings.seal_seconds))
+        for row in collected.attempts.values()
+        if row.sealed < row.largest and row.attempt != collected.attempt
+    ]
     return [moment for moment in due if moment is not None]

@@ -97,7 +97,9 @@ def advance_run(service: Service, run_id: int) -> RunState:
             job.state, job.exit_code = status.state, status.exit_code
             if status.state == "gone" and job.gone_ns is None:
                 job.gone_ns = now
-                run.listed_ns = 0  # its last segments may not have been announced: list it at once
+                run.listed_ns = run.look_ns = (
+                    0  # its last segments may not have been announced: list it at once
+                )
             gone_for = now - (job.gone_ns or now)
         attempt = session.execute(
             select(Attempt).filter_by(run_id=run_id, attempt=run.attempt)

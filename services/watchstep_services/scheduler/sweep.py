@@ -11,17 +11,21 @@ from sqlalchemy.exc import SQLAlchemyError
 from watchstep.errors import WatchstepError
 from watchstep_services import metrics
 from watchstep_services.backtests import due_backtests
-from watchstep_services.database.clock import now_ns, read_clock
-from watchstep_services.database.models import Project, Run
+from watchstep_services.database.clock import now_ns
+from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import due_actions
 from watchstep_services.dispatcher.grouping.flush import flush_due
-from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.evaluator.journal import unwritten, write_journal
-from watchstep_services.evaluator.lifecycle import ENDED, advance_run
 from watchstep_services.registration import discover_runs
+from watchstep_services.scheduler.looks import do_looks, tell
 from watchstep_services.service import Service
-from watchstep_services.settings import nanoseconds
-from watchstep_services.stores.place import StorePlace
+from watchstep_services.settings import NANOSECONDS
+
+MESSAGE_NS = 5 * NANOSECONDS
+"""So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
+
+_LOOKING_SECONDS = 5.0
+_MOST_RUNS = 1000
 
 _log = logging.getLogger(__name__)
 
@@ -47,18 +51,13 @@ def sweep(service: Service) -> Work:
         discover_runs(service)
     except WatchstepError as error:
         _log.warning("runs cannot be looked for: %s", error.what)
-    for run, place, now in _runs(service):
-        try:
-            if _wants_listing(service, run, place, now):
-                discover(service, run.id)
-            if run.state not in ENDED:
-                advance_run(service, run.id)
-        except WatchstepError as error:
-            _log.warning("run %s/%s: %s", run.project, run.run, error.what)
-            _tell(service, run.id, error)
-        except SQLAlchemyError as error:
-            _log.warning("run %s/%s: %s; the next sweep tries again", run.project, run.run, error)
-    _write_journals(service)
+    except SQLAlchemyError as error:
+        _log.warning("runs cannot be looked for: %s; the next sweep tries again", error)
+    do_looks(service, _LOOKING_SECONDS)
+    try:
+        _write_journals(service)
+    except SQLAlchemyError as error:
+        _log.warning("journals: %s; the next sweep tries again", error)
     return find_due(service)
 
 
@@ -68,39 +67,25 @@ def _write_journals(service: Service) -> None:
             write_journal(service, due)
         except WatchstepError as error:
             _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
-            _tell(service, due.run_id, error)
+            tell(service, due.run_id, error)
 
 
 def find_due(service: Service) -> Work:
-    """What is due by the database alone; groups of alerts that are due become actions of it."""
+    """What is due by the database alone; groups of alerts that are due become actions of it.
+
+    Runs whose message was sent a moment ago are left to it: under load it only waits for its turn.
+    """
     flush_due(service)
     with service.database.read() as session:
         runs = session.execute(
             select(Run.id)
-            .where(Run.due_ns.is_not(None), Run.due_ns <= now_ns(), Run.lease_until_ns <= now_ns())
+            .where(
+                Run.due_ns.is_not(None),
+                Run.due_ns <= now_ns(),
+                Run.lease_until_ns <= now_ns(),
+                Run.asked_ns <= now_ns() - MESSAGE_NS,
+            )
             .order_by(Run.due_ns)
+            .limit(_MOST_RUNS)
         ).scalars()
         return Work(tuple(runs), tuple(due_actions(service)), due_backtests(service))
-
-
-def _runs(service: Service) -> list[tuple[Run, StorePlace, int]]:
-    with service.database.read() as session:
-        now = read_clock(session)
-        rows = session.execute(
-            select(Run, Project).join(Project, Project.name == Run.project).order_by(Run.id)
-        ).all()
-        return [(run, project.place, now) for run, project in rows]
-
-
-def _wants_listing(service: Service, run: Run, place: StorePlace, now: int) -> bool:
-    quiet_since = max(run.heard_ns, run.listed_ns) if run.listed_ns else 0
-    if run.state in ENDED or run.state == "lost":
-        # It may still get a late segment or another attempt, but that is rare.
-        return now - quiet_since >= nanoseconds(service.settings.silent_seconds)
-    return listing_due(service, place, quiet_since, now)
-
-
-def _tell(service: Service, run_id: int, error: WatchstepError) -> None:
-    with service.database.write() as session:
-        run = session.get_one(Run, run_id)
-        run.health = {**run.health, "store": error.what[:500]}

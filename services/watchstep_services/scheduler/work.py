@@ -24,7 +24,7 @@ def evaluate_run(service: Service, run_id: int) -> Evaluation:
         service.notifier.action_due(action_id)
     if result.more:
         service.notifier.run_changed(run_id)
-    if result.outcome == "committed":
+    if result.outcome == "committed" and not result.steady:
         advance_run(service, run_id)
     return result
 

@@ -11,7 +11,11 @@ from watchstep_services.database.models.base import NAME_LENGTH, Base, RowId
 
 
 class Run(Base):
-    """A run: where it stands, and the fence around its evaluation."""
+    """A run: where it stands, the fence around its evaluation, and when it is next looked at.
+
+    ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
+    hints at it; an announcement puts that off by ``quiet_ns``, 0 before the first look.
+    """
 
     __tablename__ = "runs"
     __table_args__ = (UniqueConstraint("project", "run"),)
@@ -35,6 +39,9 @@ class Run(Base):
     listed_ns: Mapped[int] = mapped_column(default=0)
     due_ns: Mapped[int | None] = mapped_column(default=None, index=True)
     hints: Mapped[int] = mapped_column(default=0)
+    asked_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    look_ns: Mapped[int] = mapped_column(default=0, server_default="0", index=True)
+    quiet_ns: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class Attempt(Base):

@@ -1,0 +1,179 @@
+"""When a run is looked at without a hint: its store listed if it is quiet, its life followed.
+
+Each run has the moment of its next look in the database, and an announcement puts it off. So a sweep costs what is due of
+looks, not what there is of runs, and several workers share them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import select, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from watchstep.errors import WatchstepError
+from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.models import Job, Project, Run
+from watchstep_services.evaluator.discover import discover
+from watchstep_services.evaluator.lifecycle import ENDED, advance_run
+from watchstep_services.service import Service
+from watchstep_services.settings import NANOSECONDS, nanoseconds
+from watchstep_services.stores.place import StorePlace
+
+AT_ONCE = 50
+"""Looks that one worker takes at a time; while it is at them, no other takes them."""
+
+LONGEST_QUIET_NS = 30 * NANOSECONDS
+"""A run that announces is listed after being quiet for so long at the latest."""
+
+_LONGEST_ENDED_NS = 86_400 * NANOSECONDS
+_JOB_NS = NANOSECONDS
+_TAKEN_NS = 30 * NANOSECONDS
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look that this worker has taken.
+
+    Attributes:
+        run: its row, as it was.
+        place: of its project on a store.
+        now_ns: by the database's clock.
+        has_job: a job is bound to its newest attempt and was not gone.
+        taken_ns: mark of the taking: whoever sets another moment meanwhile has the last word.
+    """
+
+    run: Run
+    place: StorePlace
+    now_ns: int
+    has_job: bool
+    taken_ns: int
+
+
+def take(service: Service) -> list[Look]:
+    """Looks that are due, so many at once; until they are done or the worker is dead, no other worker takes them."""
+    due = (
+        select(Run.id)
+        .where(Run.look_ns <= now_ns())
+        .order_by(Run.look_ns)
+        .limit(AT_ONCE)
+        .with_for_update(skip_locked=True)
+    )
+    with service.database.write() as session:
+        now = read_clock(session)
+        taken = now + _TAKEN_NS
+        ids = list(
+            session.execute(
+                update(Run)
+                .where(Run.id.in_(due))
+                .values(look_ns=taken)
+                .returning(Run.id)
+                .execution_options(synchronize_session=False)
+            ).scalars()
+        )
+        if not ids:
+            return []
+        rows = session.execute(
+            select(Run, Project, Job.state)
+            .join(Project, Project.name == Run.project)
+            .outerjoin(Job, (Job.run_id == Run.id) & (Job.attempt == Run.attempt))
+            .where(Run.id.in_(ids))
+            .order_by(Run.id)
+        ).all()
+        return [
+            Look(run, project.place, now, job is not None and job != "gone", taken)
+            for run, project, job in rows
+        ]
+
+
+def look(service: Service, one: Look) -> None:
+    """Look at a run, and say when to look again.
+
+    What goes wrong with its store is told in the log and in its health.
+    """
+    run, fresh, listed = one.run, False, False
+    try:
+        if wants_listing(service, one):
+            listed, fresh = True, discover(service, run.id)
+        if run.state not in ENDED:
+            advance_run(service, run.id)
+    except WatchstepError as error:
+        _log.warning("run %s/%s: %s", run.project, run.run, error.what)
+        tell(service, run.id, error)
+    except SQLAlchemyError as error:
+        _log.warning("run %s/%s: %s; a later sweep tries again", run.project, run.run, error)
+    quiet = _quiet(service, one, listed, fresh)
+    with service.database.write() as session:
+        row = session.get_one(Run, run.id)
+        after = _next(service, row, one, quiet)
+        session.execute(
+            update(Run)
+            .where(Run.id == run.id)
+            .values(quiet_ns=quiet)
+            .execution_options(synchronize_session=False)
+        )
+        session.execute(
+            update(Run)
+            .where(Run.id == run.id, Run.look_ns == one.taken_ns)
+            .values(look_ns=now_ns() + after)
+            .execution_options(synchronize_session=False)
+        )
+
+
+def wants_listing(service: Service, one: Look) -> bool:
+    """Whether a run has been quiet for so long that its store is worth a listing."""
+    run = one.run
+    quiet_since = max(run.heard_ns, run.listed_ns) if run.listed_ns else 0
+    quiet = one.now_ns - quiet_since
+    if run.state in ENDED or run.state == "lost":
+        # It may still get a late segment or another attempt, but that is rare.
+        return quiet >= nanoseconds(service.settings.silent_seconds)
+    base = service.settings.listing_ns(local=one.place.is_local)
+    return quiet >= base if one.has_job else quiet >= max(base, run.quiet_ns)
+
+
+def _quiet(service: Service, one: Look, listed: bool, fresh: bool) -> int:
+    """How long a run may be quiet before it is looked at.
+
+    A listing that found nothing new of a run that was heard of since the one before was in vain: it is only slower than we
+    look. One that found what nobody announced was not.
+    """
+    if one.has_job:
+        return _JOB_NS  # that it is gone, only asking tells
+    base = service.settings.listing_ns(local=one.place.is_local)
+    announces = one.run.heard_ns > one.run.listed_ns > 0
+    before = max(base, one.run.quiet_ns)
+    if not listed:
+        return before
+    return min(2 * before, max(base, LONGEST_QUIET_NS)) if announces and not fresh else base
+
+
+def _next(service: Service, row: Run, one: Look, quiet_ns: int) -> int:
+    """How long until the next look."""
+    if row.state in ENDED or row.state == "lost":
+        silent = nanoseconds(service.settings.silent_seconds)
+        # The longer it has been over the more seldom; spread, so that those that ended together are not listed together.
+        since = one.now_ns - (row.ended_ns or one.now_ns)
+        return int(min(max(silent, since), max(silent, _LONGEST_ENDED_NS)) * (0.75 + (row.id % 64) / 128))
+    return quiet_ns
+
+
+def do_looks(service: Service, seconds: float) -> None:
+    """Take looks and do them, portion by portion, until none is due or the time is up."""
+    began = time.monotonic()
+    while taken := take(service):
+        for one in taken:
+            look(service, one)
+        if time.monotonic() - began >= seconds or len(taken) < AT_ONCE:
+            return
+
+
+def tell(service: Service, run_id: int, error: WatchstepError) -> None:
+    """Keep in a run's health what is wrong with its store."""
+    with service.database.write() as session:
+        run = session.get_one(Run, run_id)
+        run.health = {**run.health, "store": error.what[:500]}
