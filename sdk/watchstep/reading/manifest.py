@@ -115,7 +115,7 @@ def decode(data: bytes, name: str) -> Manifest:
             tuple(str(source) for source in held["sources"]),
             attempts,
         )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name}: not a manifest ({error})", "compact the run again") from error
 
 

@@ -1,0 +1,132 @@
+"""A child: bend objects of one kind, read each, and say what came of it.
+
+``python -m benchmarks.fuzz_objects.reading FOLDER KIND SEED COUNT MIB``: the folder holds whole objects, and takes the one
+that is being read, so that it is known if this process dies of it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fuzz_objects.bending import BENDS
+from benchmarks.fuzz_objects.bending_tables import TABLE_BENDS
+from benchmarks.fuzz_objects.bombs import document_bombs, segment_bombs, snapshot_bombs
+from watchstep import documents, journal, segment
+from watchstep.control import ControlDocument
+from watchstep.documents import AttemptDocument, EndDocument, RunDocument
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.reading import manifest
+from watchstep.snapshot import open_snapshot
+from watchstep.store import Store
+
+KEY = "tensors/a1/0/00000001-train.safetensors"
+
+
+def read_segment(data: bytes, _store: Store) -> None:
+    """As the evaluator and the reader read it."""
+    segment.decode(data, "fuzzed")
+
+
+def read_snapshot(data: bytes, store: Store) -> None:
+    """Its header and all its tensors."""
+    store.put(KEY, data)
+    held = open_snapshot(store, KEY)
+    for name in list(held.tensors)[:50]:
+        held.values(name)
+
+
+def read_document(data: bytes, _store: Store) -> None:
+    """As each kind of document."""
+    kinds: tuple[type[Any], ...] = (RunDocument, AttemptDocument, EndDocument)
+    refused = 0
+    for kind in kinds:
+        try:
+            documents.decode(kind, data, "fuzzed")
+        except FormatError:
+            refused += 1
+    if refused == 3:
+        raise FormatError("no document", "")
+
+
+def read_control(data: bytes, _store: Store) -> None:
+    """As a worker reads it."""
+    ControlDocument.decode(data)
+
+
+def read_manifest(data: bytes, _store: Store) -> None:
+    """As a reader of compacted runs reads it."""
+    manifest.decode(data, "fuzzed")
+
+
+def read_journal(data: bytes, _store: Store) -> None:
+    """As a backtest reads it."""
+    journal.decode(data, "fuzzed")
+
+
+READERS: dict[str, Callable[[bytes, Store], None]] = {
+    "segment": read_segment,
+    "snapshot": read_snapshot,
+    "document": read_document,
+    "control": read_control,
+    "manifest": read_manifest,
+    "journal": read_journal,
+}
+
+
+def bombs(kind: str, whole: list[bytes], dice: random.Random) -> list[bytes]:
+    """What claims to be large."""
+    if kind == "segment":
+        return segment_bombs(whole[0])
+    return snapshot_bombs() if kind == "snapshot" else document_bombs(dice)
+
+
+def main(folder: Path, kind: str, seed: int, count: int, mib: int) -> None:
+    """Read so many bent objects, and the bombs where this is the first of the kind's children."""
+    whole = [file.read_bytes() for file in sorted((folder / kind).iterdir())]
+    dice, store, at = (
+        random.Random(seed),
+        Store.open(folder / "store", create=True),
+        folder / f"{kind}-{seed}.at",
+    )
+    read = READERS[kind]
+    for one in whole:
+        read(one, store)  # all is imported, and what is whole is read
+    made = bombs(kind, whole, dice) if seed == 0 else []
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here: making bombs took memory, too
+    before = peak_mib()
+    held = Path("/proc/self/statm").read_text().split()[0]
+    limit = int(held) * resource.getpagesize() + mib * 1024 * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    told = {"read": 0, "refused": 0}
+    failures: list[str] = []
+    for number in range(count):
+        bends = (*BENDS, *(TABLE_BENDS if kind == "segment" else ()))
+        bent = made[number] if number < len(made) else dice.choice(bends)(dice, dice.choice(whole))
+        if dice.random() < 0.1 and number >= len(made) and bent:
+            bent = dice.choice(BENDS)(dice, bent)
+        at.write_bytes(bent)
+        try:
+            read(bent, store)
+            told["read"] += 1
+        except (FormatError, NotFoundError):
+            told["refused"] += 1
+        except Exception as error:  # noqa: BLE001 - that none comes is what is measured
+            failures.append(f"{type(error).__name__}: {str(error)[:200]}")
+            (folder / f"{kind}-{seed}-{number}.failed").write_bytes(bent)
+    print(json.dumps({**told, "failures": failures, "before": before, "peak": peak_mib()}))
+
+
+def peak_mib() -> int:
+    """The most that was resident, MiB."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) // 1024
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], *(int(text) for text in sys.argv[3:6]))
