@@ -89,7 +89,8 @@ def settings() -> str:
 
     def rows() -> Iterator[list[str]]:
         for name, field in Settings.model_fields.items():
-            default = "" if field.default in {None, "", PydanticUndefined} else f"`{field.default}`"
+            shown = "" if field.default in {None, PydanticUndefined} else str(field.default)
+            default = f"`{shown}`" if shown else ""
             yield [f"`{PREFIX}{name.upper()}`", default, field.description or ""]
 
     return _table(["variable", "default", "meaning"], rows())

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Literal, TextIO
 
 from watchstep_services import tracing
+from watchstep_services.redaction import Redacted
 
 Format = Literal["text", "json"]
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -24,7 +25,7 @@ Value = str | int
 _NOTHING: Mapping[str, Value] = MappingProxyType({})
 _fields: ContextVar[Mapping[str, Value]] = ContextVar("watchstep_log_fields", default=_NOTHING)
 
-FILTERS: list[logging.Filter] = []
+FILTERS: list[logging.Filter] = [Redacted()]
 """Pass over every record before it is written; they may change it. For secrets to be taken out of it."""
 
 _QUIET = ("httpx", "httpcore", "botocore", "urllib3", "alembic")
@@ -97,8 +98,9 @@ class JsonLines(logging.Formatter):
             **_fields_of(record),
             "process": record.process,
         }
-        if record.exc_info:
-            line["fault"] = self.formatException(record.exc_info)[-_MAX_TEXT:]
+        if record.exc_info or record.exc_text:
+            fault = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else "")
+            line["fault"] = fault[-_MAX_TEXT:]
         return json.dumps(line, ensure_ascii=False, default=str)
 
 

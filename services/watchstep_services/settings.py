@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from watchstep.errors import ConfigError
 from watchstep_rules.sandbox.isolation import DEFAULT, Demand
+from watchstep_services.redaction import keep_secret, keep_secrets_of, redact
 
 NANOSECONDS = 1_000_000_000
 PREFIX = "WATCHSTEP_"
@@ -24,7 +25,7 @@ class Settings(BaseSettings):
         Path("~/.watchstep"), description="The service's own folder: database and service.json."
     )
     store: str = Field("watchstep-runs", description="URL or folder that holds <project>/<run>/.")
-    database_url: str = Field("", description="SQLAlchemy URL; empty for SQLite in the home.")
+    database_url: SecretStr = Field(SecretStr(""), description="SQLAlchemy URL; empty for SQLite in the home.")
     new_projects: Literal["on_first_run", "by_admins"] = Field(
         "on_first_run",
         description="Whether a first run makes its project, on the service's own store, or only admins do: `on_first_run` or "
@@ -37,7 +38,7 @@ class Settings(BaseSettings):
         False,
         description="In production: jobs of a project that its first run makes may be processes of the workers' machine.",
     )
-    broker_url: str = Field("", description="Redis for Celery; only in production.")
+    broker_url: SecretStr = Field(SecretStr(""), description="Redis for Celery; only in production.")
     rules_file: Path | None = Field(None, description="The owner's rule file; the default rules where none.")
     receivers_file: Path | None = Field(
         None, description="The owner's file of receivers and routes, for all projects."
@@ -130,7 +131,7 @@ class Settings(BaseSettings):
     @property
     def resolved_database_url(self) -> str:
         """The database's URL; SQLite in the home where none was given."""
-        return self.database_url or f"sqlite:///{self.home_folder / 'watchstep.sqlite'}"
+        return self.database_url.get_secret_value() or f"sqlite:///{self.home_folder / 'watchstep.sqlite'}"
 
     def listing_ns(self, *, local: bool) -> int:
         """How long a run is quiet before its store is listed: listing a folder is free, a bucket is not."""
@@ -149,11 +150,22 @@ def load_settings(**values: Any) -> Settings:
         ConfigError: a value cannot be used; the message names the environment variable.
     """
     try:
-        return Settings(**values)
+        settings = Settings(**values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "settings"
         raise ConfigError(
-            f"{PREFIX}{name.upper()} = {first.get('input')!r}: {first['msg']}",
+            f"{PREFIX}{name.upper()} = {_shown(name, first.get('input'))}: {redact(first['msg'])}",
             f"correct the environment variable, or the argument {name!r}",
         ) from error
+    for url in (settings.resolved_database_url, settings.broker_url.get_secret_value()):
+        keep_secrets_of(url)
+    for key in settings.secret_key.get_secret_value().split(",") if settings.secret_key else ():
+        keep_secret(key.strip())
+    return settings
+
+
+def _shown(name: str, value: object) -> str:
+    field = Settings.model_fields.get(name)
+    secret = field is not None and "SecretStr" in str(field.annotation)
+    return "a value that is not shown" if secret else redact(repr(value))

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
 from watchstep.reading.budget import OverBudgetError
 from watchstep_services.api.problem_types import described, type_of
+from watchstep_services.redaction import redact
 from watchstep_services.tenancy.conflict import ConflictError
 
 MEDIA_TYPE = "application/problem+json"
@@ -86,7 +87,10 @@ def problem(
     status: int, title: str, what: str, mend: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """An answer that tells a problem."""
-    content = Problem(type=type_of(status), title=title, status=status, detail=what, mend=mend).model_dump()
+    held = Problem(
+        type=type_of(status), title=title, status=status, detail=redact(what), mend=redact(mend)
+    )
+    content = held.model_dump()
     return JSONResponse(content, status, headers=headers or _HEADERS.get(status), media_type=MEDIA_TYPE)
 
 

@@ -47,7 +47,7 @@ def main(host: str, port: int, processes: int) -> None:
     """Serve until SIGTERM; then requests that run have ``WATCHSTEP_DRAIN_SECONDS`` to finish."""
     settings = load_settings()
     logs.configure(settings.log, settings.log_level)
-    database = open_database(settings.database_url)
+    database = open_database(settings.resolved_database_url)
     end = serve(settings, registry(DatabaseFigures(database)))
     try:
         uvicorn.run(

@@ -172,7 +172,7 @@ class RateLimits:
 
 def rate_limits(settings: Settings) -> RateLimits:
     """The limits as set, counted in Redis where there is one, so that all processes count together."""
-    url = settings.broker_url
+    url = settings.broker_url.get_secret_value()
     return RateLimits(settings, redis_storage(url) if url else MemoryStorage(wrap_exceptions=True))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 import watchstep
+from watchstep.errors import WatchstepError
 from watchstep.launch.run_command import parser as run_options
 from watchstep.launch.sync_command import parser as sync_options
 from watchstep_services.cli import database, demo, export, processes, receivers, rules, runs, serve, tokens
+from watchstep_services.redaction import redacted, redacted_fault
 
 app = typer.Typer(
     name="watchstep",
@@ -70,4 +73,8 @@ def main(arguments: list[str]) -> None:
     Raises:
         WatchstepError: what a user did wrong, for the caller to print.
     """
-    app(arguments)
+    sys.excepthook = redacted_fault
+    try:
+        app(arguments)
+    except WatchstepError as error:
+        raise redacted(error) from None

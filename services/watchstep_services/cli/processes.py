@@ -73,7 +73,7 @@ def _checked() -> Settings:
 
 
 def _migrated(settings: Settings) -> None:
-    database = open_database(settings.database_url)
+    database = open_database(settings.resolved_database_url)
     try:
         prepare(database, settings)
     finally:

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 def make_celery(settings: Settings) -> Celery:
     """A Celery application for these settings."""
-    celery = Celery("watchstep", broker=settings.broker_url or None)
+    celery = Celery("watchstep", broker=settings.broker_url.get_secret_value() or None)
     celery.conf.update(
         task_serializer="json",
         accept_content=["json"],

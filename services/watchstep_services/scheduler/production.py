@@ -85,7 +85,7 @@ def production_service(settings: Settings, celery: Any) -> Service:
         ConfigError: a setting that production needs is missing, or the database does not answer.
     """
     require_production(settings)
-    database = open_database(settings.database_url)
+    database = open_database(settings.resolved_database_url)
     database.check()
     base = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
     return Service(
