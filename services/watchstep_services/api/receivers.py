@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Body, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy.orm import Session
 
@@ -27,8 +27,30 @@ from watchstep_services.service import Service
 router = APIRouter(prefix="/v1/projects/{project}/receivers", tags=["receivers"])
 
 
+_WRITTEN: dict[str, Any] = {
+    "name": "ml-oncall",
+    "kind": "webhook",
+    "url": "https://hooks.example.com/watchstep",
+    "secret": {"set": True},
+}
+_SHOWN: dict[str, Any] = {
+    "name": "ml-oncall",
+    "kind": "webhook",
+    "origin": "project",
+    "written_by": "ann (operator, token 3f9c)",
+    "written_ns": 1_795_212_000_000_000_000,
+    "receiver": _WRITTEN,
+}
+
+
+def _with_example(shown: dict[str, Any]) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [shown]})
+
+
 class ReceiverOutput(BaseModel):
     """A receiver. Of a secret it says where it lies, or that it is set."""
+
+    model_config = _with_example(_SHOWN)
 
     name: str
     kind: str
@@ -43,6 +65,8 @@ class ReceiverOutput(BaseModel):
 class ReceiverList(BaseModel):
     """Receivers by name."""
 
+    model_config = _with_example({"receivers": [_SHOWN]})
+
     receivers: list[ReceiverOutput]
 
 
@@ -56,6 +80,10 @@ class TestInput(BaseModel):
 
 class TestOutput(BaseModel):
     """What came of a test."""
+
+    model_config = _with_example(
+        {"result": "done", "detail": "hooks.example.com: answered 204", "notification": "test-5f2b0c9e"}
+    )
 
     result: str = Field(description="done; error: it would be tried again; failed: it would not.")
     detail: str
@@ -81,6 +109,13 @@ class PreviewInput(BaseModel):
 
 class PreviewOutput(BaseModel):
     """What a receiver would be told."""
+
+    model_config = _with_example(
+        {
+            "title": "[FIRING] no-nans (critical) vision/resnet50-17",
+            "text": "no-nans (critical) firing at step 5",
+        }
+    )
 
     title: str
     text: str
@@ -111,7 +146,7 @@ def get_receiver(project: str, name: str, service: Served, response: Response) -
 def put_receiver(
     project: str,
     name: str,
-    body: AnyReceiver,
+    body: Annotated[AnyReceiver, Body(examples=[_WRITTEN])],
     service: Served,
     caller: Caller,
     response: Response,

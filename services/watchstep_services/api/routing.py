@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Body, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
@@ -26,8 +26,24 @@ router = APIRouter(prefix="/v1/projects/{project}/routing", tags=["receivers"])
 _EXAMPLE: dict[str, Any] = {"labels": {"severity": "critical", "rule": "nan_or_inf", "team": "vision"}}
 
 
+_TREE: dict[str, Any] = {
+    "receiver": "ml-oncall",
+    "routes": [{"receiver": "pager", "matchers": ['severity="critical"'], "continue": True}],
+}
+_REACHED: dict[str, Any] = {
+    "receiver": "pager",
+    "group_labels": {"project": "vision", "run": "resnet50-17"},
+    "group_wait": 10.0,
+    "group_interval": 300.0,
+    "repeat_interval": 14400.0,
+    "send_resolved": True,
+}
+
+
 class RoutingOutput(BaseModel):
     """The tree that counts."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"origin": "project", "route": _TREE}]})
 
     origin: str = Field(description="project, or owner: of the service's own file.")
     route: RootNode
@@ -63,6 +79,10 @@ class RouteOutput(BaseModel):
 class RoutePreviewOutput(BaseModel):
     """Whom an alert reaches, in order; nobody where it is empty."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{**_EXAMPLE, "routes": [_REACHED], "unknown": []}]}
+    )
+
     labels: dict[str, str]
     routes: list[RouteOutput]
     unknown: list[str] = Field(
@@ -85,7 +105,7 @@ def get_routing(project: str, service: Served, response: Response) -> RoutingOut
 @permits("operate")
 def put_routing(
     project: str,
-    body: RootNode,
+    body: Annotated[RootNode, Body(examples=[_TREE])],
     service: Served,
     caller: Caller,
     response: Response,

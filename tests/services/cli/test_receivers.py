@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.services.dispatcher.receivers.http_server import HttpServer, http_server, status
+from watchstep_services.cli.app import app
+from watchstep_services.dispatcher.receivers.receiver_file import schema_text
+from watchstep_services.dispatcher.receivers.webhook import signing_key
+from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.settings import load_settings
+
+FILE = """
+receivers:
+  - {name: hook, kind: webhook, url: "URL", secret: {env: WATCHSTEP_RECEIVER_SECRET}}
+  - {name: pager, kind: sns, phone_number: "+491701234567", region: eu-central-1}
+route:
+  receiver: hook
+"""
+
+
+def written(folder: Path, url: str = "https://hooks.example/a") -> Path:
+    path = folder / "receivers.yaml"
+    path.write_text(FILE.replace("URL", url), encoding="utf-8")
+    return path
+
+
+def test_a_file_is_checked_before_it_counts(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    done = CliRunner().invoke(app, ["receivers", "check", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "environment variable WATCHSTEP_RECEIVER_SECRET is not set" in done.output
+    assert "all alerts -> hook" in done.output
+    assert "by rules alone" in done.output
+    path.write_text(path.read_text(encoding="utf-8").replace("sns", "sms"), encoding="utf-8")
+    done = CliRunner().invoke(app, ["receivers", "check", str(path)])
+    assert (done.exit_code, f"{path}:4: error: receivers.1: " in done.output) == (1, True)
+
+
+def test_a_running_service_sends_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = CliRunner().invoke(app, ["receivers", "new-secret"]).output.strip()
+    assert signing_key(made)
+    monkeypatch.setenv("WATCHSTEP_RECEIVER_SECRET", made)
+    with http_server() as server:
+        settings = load_settings(
+            home=tmp_path / "home",
+            store=str(tmp_path / "store"),
+            receivers_file=written(tmp_path, server.url),
+        )
+        with EmbeddedService(settings) as service:
+            monkeypatch.setenv("WATCHSTEP_TOKEN", service.operator_token)
+            asked = ["receivers", "test", "hook", "--service", service.url]
+            answers = [CliRunner().invoke(app, asked), *_failing(server, asked)]
+            unknown = CliRunner().invoke(app, [*asked[:2], "nobody", *asked[3:]])
+    assert [answer.exit_code for answer in answers] == [0, 1]
+    assert answers[0].output == "hook: done: 127.0.0.1: answered 204\n"
+    assert "hook: failed: 127.0.0.1: answered 410" in answers[1].output
+    assert "'nobody' of project default: not known" in str(unknown.exception)
+
+
+def _failing(server: HttpServer, asked: list[str]) -> list[Result]:
+    server.answers = [status(410)]
+    return [CliRunner().invoke(app, asked)]
+
+
+def test_the_schema_is_the_published_one() -> None:
+    assert CliRunner().invoke(app, ["receivers", "schema"]).output == schema_text()
