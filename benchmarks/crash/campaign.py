@@ -34,7 +34,7 @@ from watchstep_services.tokens import create_token
 _SETTINGS = {
     "LEASE_SECONDS": "1.5",
     "WEBHOOK_SECONDS": "1",
-    "SWEEP_SECONDS": "0.4",
+    "SWEEP_SECONDS": "0.7",
     "LISTING_SECONDS": "0.4",
     "GRACE_SECONDS": "0.4",
     "RETRY_SECONDS": "0.2",
@@ -49,6 +49,7 @@ _SETTINGS = {
     "LOG_LEVEL": "WARNING",
 }
 _DRAIN_SECONDS = 180.0
+_BLOWS = 0.25
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Wanted:
         seconds: but no longer than this, the settling at the end not counted.
         at_once: trainings that go on at a time.
         processes: of each of the two workers' pools.
-        pause: seconds between two blows from outside.
+        lying: tokens that wait at points.
+        pause: seconds between two looks at them, of which some bring a blow from outside.
         seed: of what is killed, and when.
     """
 
@@ -68,7 +70,8 @@ class Wanted:
     seconds: float
     at_once: int = 26
     processes: int = 2
-    pause: float = 0.5
+    lying: int = 10
+    pause: float = 0.3
     seed: int = 0
 
 
@@ -184,11 +187,10 @@ class Campaign:
     def _fire(self, ending: threading.Event, wanted: Wanted) -> None:
         chance = random.Random(wanted.seed)
         while not ending.is_set():
-            self._faults.clear()
-            self._faults.lay_some(kills=32, others=5, pauses=2)
-            for _ in range(8):
-                if ending.wait(wanted.pause * chance.uniform(0.3, 1.7)):
-                    break
+            self._faults.lay_some(kills=wanted.lying, others=2, pauses=1)
+            if ending.wait(wanted.pause * chance.uniform(0.3, 1.7)):
+                break
+            if chance.random() < _BLOWS:
                 self._faults.blow()
 
     def _judge_all(self, verdict: Verdict) -> None:

@@ -84,15 +84,22 @@ class Faults:
         (self._folder / "points" / point / f"{effect}-{next(self._numbers)}").touch()
 
     def lay_some(self, kills: int, others: int, pauses: int) -> None:
-        """Lay tokens: kills at every point in turn, other faults and pauses where chance has them."""
+        """Lay tokens until so many lie there: kills where least were killed, the others where chance has them.
+
+        So many at a time and not more, or nothing would ever get beyond the points that are reached first.
+        """
         points = [point for point in POINTS if point not in _NOT_KILLED_AT]
+        lying = sorted((self._folder / "points").glob("*/*"))
+        of_kills = [path.parent.name for path in lying if path.name.startswith(f"{KILL}-")]
+        of_pauses = [path for path in lying if path.name.startswith(f"{PAUSE}-")]
         self._chance.shuffle(points)
-        for number in range(kills):
-            self.lay(KILL, points[number % len(points)])
+        points.sort(key=lambda point: self.done.kills[point] + 2 * of_kills.count(point))
+        for point in points[: max(0, kills - len(of_kills))]:
+            self.lay(KILL, point)
         effects = list(self.at_points)
-        for _ in range(others):
+        for _ in range(others - (len(lying) - len(of_kills) - len(of_pauses))):
             self.lay(self._chance.choice(effects), self._chance.choice(points))
-        for _ in range(pauses):
+        for _ in range(pauses - len(of_pauses)):
             self.lay(PAUSE, self._chance.choice(PAUSED_AT))
 
     def clear(self) -> None:

@@ -19,6 +19,7 @@ from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.receivers.deliver import NOTIFY, try_notify
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.dispatcher.webhook import try_webhook
+from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.events import make_event
 from watchstep_services.points import reach
 from watchstep_services.service import Service
@@ -26,6 +27,7 @@ from watchstep_services.settings import nanoseconds
 
 _KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook, NOTIFY: try_notify}
 _LONGEST_BACKOFF = 300.0
+_MOST_DOUBLINGS = 30
 _FINAL = {"done", "skipped", "failed"}
 
 _log = logging.getLogger(__name__)
@@ -141,8 +143,11 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
             row.stage, row.stage_since_ns = tried.stage, now
         if tried.result == "advanced":
             row.next_ns = tried.after_ns
-        elif tried.result == "error" and row.tries < service.settings.max_tries:
-            pause = min(_LONGEST_BACKOFF, service.settings.retry_seconds * 2 ** (row.tries - 1))
+        elif tried.result == "error" and (
+            row.tries < service.settings.max_tries or _must_go_on(session, row)
+        ):
+            doubled = 2.0 ** min(row.tries - 1, _MOST_DOUBLINGS)
+            pause = min(_LONGEST_BACKOFF, service.settings.retry_seconds * doubled)
             row.next_ns = max(now + nanoseconds(pause), tried.after_ns)  # a receiver may ask for longer
         else:
             row.state = tried.result if tried.result in _FINAL else "failed"
@@ -152,6 +157,14 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
         if tried.facts is not None:
             _tell(service, session, row, tried)
         reach("dispatch.writing", due)
+
+
+def _must_go_on(session: Session, row: Action) -> bool:
+    """A stop is not given up while its attempt goes on, however long its backend or its store does not answer."""
+    if row.kind != "stop":
+        return False
+    run = session.get_one(Run, row.run_id)
+    return run.attempt == row.payload["attempt"] and run.state not in ENDED
 
 
 def _audit(session: Session, row: Action, tried: Tried, now: int) -> None:

@@ -24,7 +24,9 @@ from watchstep_services.scheduler.production import (
     UPKEEP,
     production_service,
 )
+from watchstep_services.scheduler.sweep import Work, find_due
 from watchstep_services.scheduler.sweep import sweep as look_for_work
+from watchstep_services.scheduler.turns import take_turn
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
 
@@ -51,13 +53,10 @@ def make_celery(settings: Settings) -> Celery:
             "sweep": {
                 "task": SWEEP,
                 "schedule": settings.sweep_seconds,
-                # Sweeps that no worker took in time would only repeat each other.
-                "options": {"expires": max(1.0, 2 * settings.sweep_seconds)},
             },
             "upkeep": {
                 "task": UPKEEP,
                 "schedule": settings.upkeep_seconds,
-                "options": {"expires": settings.upkeep_seconds},
             },
         },
     )
@@ -103,18 +102,29 @@ def judge_backtest(number: int) -> None:
 def sweep() -> None:
     """Look for work, and hand it out."""
     mine = service()
+    if not take_turn(app, SWEEP, mine.settings.sweep_seconds):
+        return
+    # What the database knows of does not wait until every silent run has been looked at.
+    known = find_due(mine)
+    _hand_out(mine, known)
     found = look_for_work(mine)
     reach("sweep.found", found)
+    _hand_out(mine, found.without(known))
+    reach("sweep.handed_out", found)
+
+
+def _hand_out(mine: Service, found: Work) -> None:
     for run_id in found.runs:
         mine.notifier.run_changed(run_id)
     for action_id in found.actions:
         mine.notifier.action_due(action_id)
     for number in found.backtests:
         mine.notifier.backtest_due(number)
-    reach("sweep.handed_out", found)
 
 
 @app.task(name=UPKEEP)  # type: ignore[untyped-decorator]
 def upkeep() -> None:
     """Compact and clear away what is due of ended runs: a few at a time, so that evaluations get their turn."""
-    keep_ended(service(), UPKEEP_AT_ONCE)
+    mine = service()
+    if take_turn(app, UPKEEP, mine.settings.upkeep_seconds):
+        keep_ended(mine, UPKEEP_AT_ONCE)

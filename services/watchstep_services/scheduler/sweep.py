@@ -38,6 +38,14 @@ class Work:
     actions: tuple[int, ...]
     backtests: tuple[int, ...] = ()
 
+    def without(self, other: Work) -> Work:
+        """What is not in another's."""
+        return Work(
+            tuple(run for run in self.runs if run not in set(other.runs)),
+            tuple(action for action in self.actions if action not in set(other.actions)),
+            tuple(number for number in self.backtests if number not in set(other.backtests)),
+        )
+
 
 @metrics.SWEEPS_FAILED.count_exceptions()
 @metrics.SWEEP_SECONDS.time()

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.services.redis import Broker, free_port, running_redis
+from watchstep_services.scheduler.celery_app import make_celery
+from watchstep_services.scheduler.turns import take_turn
+from watchstep_services.settings import load_settings
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with running_redis() as server:
+        yield server
+
+
+def test_what_piled_up_is_passed_over(broker: Broker) -> None:
+    celery = make_celery(load_settings(broker_url=broker.url))
+    assert [take_turn(celery, "sweep", 3600.0) for _ in range(3)] == [True, False, False]
+    assert take_turn(celery, "upkeep", 3600.0)
+    assert 0 < broker.client.pttl("watchstep-turn:sweep") <= 1_800_000
+    broker.client.flushall()
+    assert take_turn(celery, "sweep", 3600.0)
+    celery.close()
+
+
+def test_without_the_broker_it_is_done() -> None:
+    celery = make_celery(load_settings(broker_url=f"redis://127.0.0.1:{free_port()}/0"))
+    assert take_turn(celery, "sweep", 3600.0)
+    celery.close()
+
+
+def test_no_clock_of_a_worker_decides_what_is_too_old() -> None:
+    schedule = make_celery(load_settings()).conf.beat_schedule
+    assert not any("expires" in entry.get("options", {}) for entry in schedule.values())
