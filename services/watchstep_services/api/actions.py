@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/actions", tags=["ac
 
 Kinds = Annotated[
     list[Annotated[Word, Query(max_length=16)]] | None,
-    Query(alias="kind", max_length=20, description="Only of these kinds.", examples=["stop"]),
+    Query(alias="kind", max_length=20, description="Only of these kinds.", examples=[["stop"]]),
 ]
 ActionStates = Annotated[
     list[Literal["pending", "done", "skipped", "failed"]] | None,

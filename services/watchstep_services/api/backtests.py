@@ -8,14 +8,18 @@ from watchstep_rules import rule_file
 from watchstep_rules.backtesting.backtest_report import report
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_services.api.access import Served, permits
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.models import BacktestInput, BacktestOutput
+from watchstep_services.api.problems import documented
 from watchstep_services.backtests import read_progress, request_backtest
 from watchstep_services.service import Service
 
 router = APIRouter(prefix="/v1/projects/{project}/backtests", tags=["backtests"])
 
 
-@router.post("", summary="Ask for a backtest", status_code=202)
+@router.post(
+    "", summary="Ask for a backtest", status_code=202, dependencies=[Once], responses=documented(409)
+)
 @permits("operate")
 def post_backtest(project: str, body: BacktestInput, service: Served) -> BacktestOutput:
     """Judge runs of the project. Nothing is stopped or told; what was found is read by the number that is given."""

@@ -1,4 +1,4 @@
-"""What all addresses have in common: ETags, keys for requests that create, and names of operations."""
+"""What all addresses have in common: ETags, keys for requests that create, a complete document."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from fastapi.routing import APIRoute
 
 from watchstep_services.api.etags import ETags
 from watchstep_services.api.idempotency import AnsweredError, Answers, answer_again
+from watchstep_services.api.openapi import describe
 
 
 def install(app: FastAPI) -> None:
     """Put them around an application."""
+    describe(app)
     app.add_exception_handler(AnsweredError, answer_again)
     app.add_middleware(Answers)
     app.add_middleware(ETags)

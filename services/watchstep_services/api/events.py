@@ -43,7 +43,7 @@ After = Annotated[int, Query(ge=0, lt=_PLACE, description="Only events after thi
 Types = Annotated[
     list[Annotated[Word, Query(max_length=64)]] | None,
     Query(
-        alias="type", max_length=20, description="Only of these types.", examples=["watchstep.alert.firing"]
+        alias="type", max_length=20, description="Only of these types.", examples=[["watchstep.alert.firing"]]
     ),
 ]
 LastEventId = Annotated[
