@@ -67,7 +67,8 @@ def configure(form: Format, level: Level = "INFO", stream: TextIO | None = None)
     root.setLevel(level)
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))
-    for name in ("uvicorn", "uvicorn.access", "uvicorn.error", "celery", "celery.redirected"):
+    # Not "uvicorn.access": uvicorn itself keeps it quiet where requests are not to be logged.
+    for name in ("uvicorn", "uvicorn.error", "celery", "celery.redirected"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
