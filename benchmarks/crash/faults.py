@@ -116,7 +116,7 @@ class Faults:
                 "child", "api", "worker", "worker alone", "scheduler", "redis", "postgres", "a backend of postgres",
                 "cut", "cut redis", "swallow", "flush", "clock",
             ),
-            (30, 12, 6, 3, 6, 6, 2, 4, 8, 5, 8, 5, 5),
+            (70, 5, 3, 2, 4, 6, 1, 2, 6, 4, 8, 4, 5),
         )[0]  # fmt: skip
         worker = self._chance.choice(("worker", "jumping-worker"))
         if kind == "child":

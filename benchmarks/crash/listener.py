@@ -12,14 +12,21 @@ from watchstep_services.dispatcher.outbox import DueAction
 from watchstep_services.evaluator.claim import Claim
 
 KILL, PAUSE = "kill", "pause"
+_OVER = frozenset(
+    {
+        "evaluate.fenced", "evaluate.committed", "dispatch.recorded", "evaluate.claiming", "dispatch.claiming", "sweep.found",
+        "announce.accepting",
+    }
+)  # fmt: skip
+"""Where the work that a paused process held is over, one way or the other."""
 
 
 class PointListener:
     """Tokens are files ``<folder>/points/<point>/<effect>-<number>``; whoever renames one has taken it.
 
     The effects ``kill`` (SIGKILL to itself) and ``pause`` (SIGSTOP to itself) are done here; any other is asked of the
-    harness, which does it before the process goes on. A process that was paused goes on to the next point, leaves a note of
-    which that was, and is killed.
+    harness, which does it before the process goes on. A process that was paused goes on with what it had
+    begun, leaves a note of the point at which that was over, and is killed.
     """
 
     def __init__(self, folder: Path, harness: str) -> None:
@@ -29,6 +36,8 @@ class PointListener:
 
     def __call__(self, name: str, subject: object) -> None:
         """A point is reached."""
+        if self._paused and name not in _OVER:
+            return
         if self._paused:
             note = {"point": name, "pid": os.getpid()}
             self._note(f"{self._paused}.resumed", note)

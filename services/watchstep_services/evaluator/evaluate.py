@@ -72,6 +72,7 @@ def _evaluate(service: Service, run_id: int, seen: Observation) -> Evaluation:
     try:
         outcome, history = _find_out(service, held)
     except FencedError:
+        reach("evaluate.fenced", held)
         return Evaluation("fenced")
     except BaseException as error:
         _let_go(service, held, error)
