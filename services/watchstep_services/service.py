@@ -23,8 +23,8 @@ from watchstep_services.stores.opening import Stores
 class Notifier(Protocol):
     """Tells those who work that there is something to do. A hint: what is lost, the sweep finds."""
 
-    def run_changed(self, run_id: int) -> None:
-        """A run may have segments to judge."""
+    def run_changed(self, run_id: int, holder: str = "") -> None:
+        """A run may have segments to judge; the worker that judged it last still holds its earlier rows."""
 
     def action_due(self, action_id: int) -> None:
         """An action may be done now."""
@@ -36,7 +36,7 @@ class Notifier(Protocol):
 class Silent:
     """Tells nobody; the sweep finds everything."""
 
-    def run_changed(self, run_id: int) -> None:
+    def run_changed(self, run_id: int, holder: str = "") -> None:
         """Nothing."""
 
     def action_due(self, action_id: int) -> None:
@@ -61,6 +61,7 @@ class Service:
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
         receiver_file: the owner's receivers, for all projects.
+        worker: name of the worker that this process belongs to; empty for none.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
         known: (project, run) of runs that listings need not ask the database for.
     """
@@ -75,6 +76,7 @@ class Service:
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
+    worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)
     known: set[tuple[str, str]] = field(default_factory=set)
 

@@ -20,6 +20,7 @@ from watchstep.layout import SegmentKey
 SERVICE = "WATCHSTEP_SERVICE"
 TOKEN = "WATCHSTEP_TOKEN"  # noqa: S105 - the name of a variable
 _TIMEOUT_SECONDS = 5.0
+_LONGEST_PAUSE = 30.0
 _MAX_ANSWER = 4 * 1024 * 1024
 
 
@@ -61,6 +62,8 @@ class ServiceClient:
         self._address = address
         # Announcements come from a thread of their own, on which the program has no span.
         self._parent = trace_context.current_span()
+        self.pause_seconds = 0.0
+        """What the last answer asked for between two announcements; the service lags where it is not 0."""
         self._runs = f"{address.url}/v1/projects/{quote(project, safe='')}/runs"
 
     def register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,11 +103,13 @@ class ServiceClient:
             f"{self._runs}/{quote(run, safe='')}/announcements", body, {trace_context.HEADER: trace}
         )
         try:
-            return ControlDocument.from_data(answer["control"])
+            control = ControlDocument.from_data(answer["control"])
         except (KeyError, FormatError) as error:
             raise ServiceError(
                 f"service {self._address.url}: no control document in its answer", _MEND
             ) from error
+        self.pause_seconds = _pause(answer.get("pause_seconds"))
+        return control
 
     def _post(
         self, url: str, body: Mapping[str, Any], more: Mapping[str, str] = MappingProxyType({})
@@ -129,6 +134,12 @@ class ServiceClient:
 
 
 _MEND = "check the URL, and that 'watchstep serve' runs there; recording goes on without it"
+
+
+def _pause(asked: Any) -> float:
+    """Seconds, where an answer holds a number of them; no answer can hold a recorder up for long."""
+    told = float(asked) if type(asked) in (int, float) else 0.0
+    return min(told, _LONGEST_PAUSE) if told > 0 else 0.0
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> ServiceError:

@@ -144,13 +144,16 @@ class Writer:
     def _interval(self, age: float) -> float:
         """Seconds from flush to flush: short in the first minute, then longer the more write beside each other.
 
-        After something urgent a stop may follow: the service is asked often for a while.
+        After something urgent a stop may follow: the service is asked often for a while. Where the service lags and asks for
+        fewer announcements, segments grow instead; nothing is lost by it.
         """
         if time.monotonic() - self._queue.urgent_at < _HASTY_SECONDS:
             return min(_HASTY_PAUSE, self.bounds.flush_seconds)
+        usual = min(_LONGEST_FLUSH, _SHORTEST_FLUSH + _FLUSH_OF_EACH * self._uploader.writers)
         if age < _DENSE_SECONDS:
-            return self.bounds.flush_seconds
-        return min(_LONGEST_FLUSH, _SHORTEST_FLUSH + _FLUSH_OF_EACH * self._uploader.writers)
+            usual = self.bounds.flush_seconds
+        service = self._target.service
+        return usual if service is None else max(usual, service.pause_seconds)
 
     def _turn(self) -> bool:
         """Look at what others said, and write if it is time; whether it was."""

@@ -13,10 +13,25 @@ from watchstep_services.api.models import Announced, AnnouncementInput, ControlD
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.records import hint, put_segment
 from watchstep_services.points import reach
+from watchstep_services.settings import NANOSECONDS
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/announcements", tags=["recording"])
 
 _WRITERS_WITH_HEALTH = 1024
+_LAGS_SECONDS = 1.0
+_LONGEST_PAUSE = 30.0
+
+
+def pause_seconds(lag_ns: int) -> float:
+    """How long a recorder is asked to leave between announcements: nothing until its run has waited for a second.
+
+    Then twice as long as it waits, so that fewer and larger segments come while the service catches up.
+
+    Args:
+        lag_ns: how long the run has been waiting for its evaluation.
+    """
+    lag = lag_ns / NANOSECONDS
+    return 0.0 if lag < _LAGS_SECONDS else min(_LONGEST_PAUSE, 2 * lag)
 
 
 @router.post("", summary="Announce a segment")
@@ -34,6 +49,7 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         row = find_run(session, project, run)
         now = read_clock(session)
         waiting = row.due_ns is not None and row.due_ns <= now
+        pause = pause_seconds(now - (row.due_ns or now) if waiting else 0)
         row.heard_ns = now
         if row.quiet_ns:
             row.look_ns = now + row.quiet_ns
@@ -49,11 +65,11 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         if fresh:
             hint(session, row.id, asked=True)
         reach("announce.accepting", row.id)
-        run_id, control = row.id, row.control
+        run_id, control, holder = row.id, row.control, row.holder
     reach("announce.accepted", run_id)
     metrics.ANNOUNCEMENTS.labels("fresh" if fresh else "known").inc()
     if before is not None:
         metrics.recorder_said(before, body.health)
     if fresh and not waiting:  # else it stands in the line already, by an earlier message
-        service.notifier.run_changed(run_id)
-    return Announced(control=ControlData.model_validate(control))
+        service.notifier.run_changed(run_id, holder)
+    return Announced(control=ControlData.model_validate(control), pause_seconds=pause)

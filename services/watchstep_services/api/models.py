@@ -112,6 +112,9 @@ class Announced(BaseModel):
     """The answer to an announcement."""
 
     control: ControlData
+    pause_seconds: float = Field(
+        0.0, description="The service lags: leave so long between two announcements, unless something is urgent."
+    )
 
 
 class RuleState(BaseModel):

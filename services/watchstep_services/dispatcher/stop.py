@@ -17,6 +17,7 @@ from watchstep_services.settings import NANOSECONDS, nanoseconds
 ASK, ASKED, TERMINATED, KILLED = 0, 1, 2, 3
 _HOW = {ASK: "already ended", ASKED: "cooperative", TERMINATED: "terminated", KILLED: "killed"}
 _POLL_NS = NANOSECONDS // 5
+_LONGEST_POLL_NS = 5 * NANOSECONDS
 _KILL_PATIENCE_NS = 30 * NANOSECONDS
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,10 @@ def try_stop(service: Service, due: DueAction) -> Tried:
     return _press(service, due, target, due.stage + 1)
 
 
-def _again(due: DueAction, after_ns: int = _POLL_NS) -> Tried:
+def _again(due: DueAction, after_ns: int | None = None) -> Tried:
+    """Look again: soon at first, and the more seldom the longer it lasts."""
+    if after_ns is None:
+        after_ns = min(_LONGEST_POLL_NS, max(_POLL_NS, (due.now_ns - due.stage_since_ns) // 4))
     return Tried("waiting", "", due.stage, due.now_ns + after_ns)
 
 
@@ -91,9 +95,7 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
         return Tried(
             "done", "no job bound: asked cooperatively; the workers did not confirm", ASKED, facts=facts
         )
-    if listing_due(service, target.place, target.run.listed_ns, due.now_ns) and discover(
-        service, due.run_id
-    ):
+    if listing_due(service, target.place, target.run.listed_ns, due.now_ns) and discover(service, due.run_id):
         return _again(due, 0)
     return _again(due)
 

@@ -21,6 +21,9 @@ from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_p
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
+SLICE_SECONDS = 5.0
+"""After so long an evaluation reads no more: whatever a run has waiting, the others wait for one slice of it."""
+
 
 class FencedError(Exception):
     """Another worker has taken the run: whatever was found out is discarded."""
@@ -118,10 +121,12 @@ def _read_all(
 ) -> list[Gap]:
     """Read in order; returns the gaps that segments leave which were announced and are not there."""
     size, renewed = 0, time.monotonic()
+    began = renewed
     absent: dict[WriterId, Gap] = {}
     for number, entry in enumerate(entries):
         writer = entry.key.writer
-        if number >= service.settings.max_segments or size >= service.settings.max_bytes:
+        full = number >= service.settings.max_segments or size >= service.settings.max_bytes
+        if full or time.monotonic() - began >= SLICE_SECONDS:
             found.more = True
             break
         renewed = _renewed(service, held, renewed)

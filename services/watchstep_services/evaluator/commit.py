@@ -82,7 +82,7 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
     Then nothing was written.
     """
     with service.database.write() as session:
-        moved = _move(session, held, outcome)
+        moved = _move(session, held, outcome, service.worker)
         if moved is None:
             session.rollback()
             return None
@@ -101,7 +101,7 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
         return Committed(actions, hints != held.hints)
 
 
-def _move(session: Session, held: Claim, outcome: Outcome) -> tuple[int, int] | None:
+def _move(session: Session, held: Claim, outcome: Outcome, holder: str) -> tuple[int, int] | None:
     """Take the cursor further; the hints that have come, and the time."""
     moved = session.execute(
         update(Run)
@@ -111,6 +111,7 @@ def _move(session: Session, held: Claim, outcome: Outcome) -> tuple[int, int] | 
             journal=held.journal + len(outcome.collected.blocks),
             ticks=held.tick + 1,
             lease_until_ns=0,
+            holder=holder,
             due_ns=due_unless_hinted(held, outcome.due_ns),
             asked_ns=now_ns() if outcome.collected.more else asked_if_hinted(held),
         )

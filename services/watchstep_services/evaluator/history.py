@@ -8,17 +8,21 @@ from collections import OrderedDict
 from watchstep_rules.judging.history import History
 from watchstep_rules.judging.reach import Reach
 
-_ENTRIES = 64
+_ROWS = 2_000_000
 
 
 class HistoryCache:
     """Histories of the runs that this process judged last. Thread-safe.
 
     An entry counts only for the cursor and lookback that it was made for; anything else is a miss.
+
+    Args:
+        rows: of all histories together, about 400 bytes each; beyond that those that were used least lately go.
     """
 
-    def __init__(self, entries: int = _ENTRIES) -> None:
-        self._entries = entries
+    def __init__(self, rows: int = _ROWS) -> None:
+        self._most = rows
+        self._rows = 0
         self._held: OrderedDict[tuple[int, str], tuple[str, Reach, History]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -34,12 +38,19 @@ class HistoryCache:
     def put(self, run: tuple[int, str], cursor: str, lookback: Reach, history: History) -> None:
         """Keep a history."""
         with self._lock:
+            before = self._held.pop(run, None)
+            self._rows += _size(history) - (_size(before[2]) if before else 0)
             self._held[run] = (cursor, lookback, history)
-            self._held.move_to_end(run)
-            while len(self._held) > self._entries:
-                self._held.popitem(last=False)
+            while self._rows > self._most and len(self._held) > 1:
+                _, (_, _, gone) = self._held.popitem(last=False)
+                self._rows -= _size(gone)
 
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
             self._held.clear()
+            self._rows = 0
+
+
+def _size(history: History) -> int:
+    return max(1, len(history.block))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from dataclasses import replace
 
 from celery import Celery
 
@@ -69,7 +70,7 @@ celery_processes.connect()
 
 @functools.lru_cache(maxsize=1)
 def _service_of(process: int) -> Service:  # noqa: ARG001 - the cache's key: a forked child opens its own
-    return production_service(load_settings(), app)
+    return replace(production_service(load_settings(), app), worker=celery_processes.worker_name)
 
 
 def service() -> Service:

@@ -7,6 +7,7 @@ from typing import Any
 
 from celery.signals import (
     beat_init,
+    celeryd_after_setup,
     setup_logging,
     worker_init,
     worker_process_init,
@@ -19,7 +20,11 @@ from watchstep_services import logs, tracing
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import prepare
 from watchstep_services.exposition import forget_folder, registry, serve
+from watchstep_services.scheduler.production import queue_of
 from watchstep_services.settings import load_settings
+
+worker_name = ""
+"""Of the worker that this process is or was forked from; empty elsewhere."""
 
 _ends: list[Callable[[], None]] = []
 
@@ -27,6 +32,7 @@ _ends: list[Callable[[], None]] = []
 def connect() -> None:
     """Have Celery call these; safe to repeat."""
     setup_logging.connect(_log)
+    celeryd_after_setup.connect(_own_queue)
     worker_init.connect(_main_process)
     worker_ready.connect(_forked)
     worker_process_init.connect(_child)
@@ -38,6 +44,13 @@ def connect() -> None:
 def _log(**_signal: Any) -> None:
     settings = load_settings()
     logs.configure(settings.log, settings.log_level)
+
+
+def _own_queue(sender: str, instance: Any, **_signal: Any) -> None:
+    """A worker also takes the messages of runs whose earlier rows it holds."""
+    global worker_name  # noqa: PLW0603 - a process is one worker, and its tasks have nothing else to know it by
+    worker_name = sender
+    instance.app.amqp.queues.select_add(queue_of(sender))
 
 
 def _main_process(**_signal: Any) -> None:

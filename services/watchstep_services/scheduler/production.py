@@ -17,11 +17,19 @@ EVALUATE = "watchstep.evaluate"
 DISPATCH = "watchstep.dispatch"
 BACKTEST = "watchstep.backtest"
 SWEEP = "watchstep.sweep"
+QUEUE = "watchstep"
 UPKEEP = "watchstep.upkeep"
 
 _WAITING_HINTS = 1000
+_HOLDER_SECONDS = 60
+"""So long a message to one worker stands; a sweep has long since told the others, should that one be gone."""
 
 _log = logging.getLogger(__name__)
+
+
+def queue_of(worker: str) -> str:
+    """The queue that only one worker takes messages from, beside the one of all."""
+    return f"{QUEUE}.{worker}"
 
 
 class CeleryNotifier:
@@ -32,12 +40,12 @@ class CeleryNotifier:
 
     def __init__(self, celery: Any) -> None:
         self._celery = celery
-        self._hints: queue.Queue[tuple[str, int]] = queue.Queue(_WAITING_HINTS)
+        self._hints: queue.Queue[tuple[str, int, str]] = queue.Queue(_WAITING_HINTS)
         threading.Thread(target=self._forward, name="watchstep-hints", daemon=True).start()
 
-    def run_changed(self, run_id: int) -> None:
-        """Have a run evaluated."""
-        self._put(EVALUATE, run_id)
+    def run_changed(self, run_id: int, holder: str = "") -> None:
+        """Have a run evaluated, by the worker that holds its earlier rows, where there is one."""
+        self._put(EVALUATE, run_id, holder)
 
     def action_due(self, action_id: int) -> None:
         """Have an action tried."""
@@ -47,18 +55,19 @@ class CeleryNotifier:
         """Have the next run of a backtest judged."""
         self._put(BACKTEST, number)
 
-    def _put(self, task: str, number: int) -> None:
+    def _put(self, task: str, number: int, holder: str = "") -> None:
         try:
-            self._hints.put_nowait((task, number))
+            self._hints.put_nowait((task, number, holder))
         except queue.Full:
             metrics.HINTS_DROPPED.inc()
             _log.warning("no hint for %s %d, the sweep will find it: the broker is too slow", task, number)
 
     def _forward(self) -> None:
         while True:
-            task, number = self._hints.get()
+            task, number, holder = self._hints.get()
+            where = {"queue": queue_of(holder), "expires": _HOLDER_SECONDS} if holder else {}
             try:
-                self._celery.send_task(task, args=[number], retry=False, ignore_result=True)
+                self._celery.send_task(task, args=[number], retry=False, ignore_result=True, **where)
             except Exception as error:  # noqa: BLE001 - whatever the broker's client raises, hints go on
                 metrics.HINTS_DROPPED.inc()
                 _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)

@@ -40,7 +40,7 @@ class WorkQueue:
         """Begin to work for a service."""
         self._service = service
 
-    def run_changed(self, run_id: int) -> None:
+    def run_changed(self, run_id: int, holder: str = "") -> None:  # noqa: ARG002 - all threads hold the same
         """Evaluate a run."""
         self._put(("run", run_id))
 

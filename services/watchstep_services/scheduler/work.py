@@ -23,7 +23,7 @@ def evaluate_run(service: Service, run_id: int) -> Evaluation:
     for action_id in result.actions:
         service.notifier.action_due(action_id)
     if result.more:
-        service.notifier.run_changed(run_id)
+        service.notifier.run_changed(run_id, service.worker)
     if result.outcome == "committed" and not result.steady:
         advance_run(service, run_id)
     return result

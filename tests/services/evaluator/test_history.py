@@ -9,7 +9,7 @@ REACH = Reach.of(DEFAULT_RULES)
 
 
 def test_the_cache_holds_for_one_cursor_and_forgets_the_oldest() -> None:
-    cache = HistoryCache(entries=2)
+    cache = HistoryCache(rows=2)
     for run in (1, 2, 3):
         cache.put((run, "a1"), "{}", REACH, History.empty())
     assert cache.get((1, "a1"), "{}", REACH) is None

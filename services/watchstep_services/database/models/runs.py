@@ -13,7 +13,7 @@ from watchstep_services.database.models.base import NAME_LENGTH, Base, RowId
 class Run(Base):
     """A run: where it stands, the fence around its evaluation, and when it is next looked at.
 
-    ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
+    ``holder``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
     hints at it; an announcement puts that off by ``quiet_ns``, 0 before the first look.
     """
 
@@ -42,6 +42,7 @@ class Run(Base):
     asked_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     look_ns: Mapped[int] = mapped_column(default=0, server_default="0", index=True)
     quiet_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    holder: Mapped[str] = mapped_column(String(255), default="", server_default="")
 
 
 class Attempt(Base):

@@ -1,4 +1,4 @@
-"""When a run is next looked at, and when a message last asked for its evaluation."""
+"""When a run is next looked at, when a message last asked for its evaluation, and who holds its earlier rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ def upgrade() -> None:
     with op.batch_alter_table("runs", schema=None) as batch_op:
         for name in _OF_RUNS:
             batch_op.add_column(sa.Column(name, sa.BigInteger(), nullable=False, server_default="0"))
+        batch_op.add_column(sa.Column("holder", sa.String(255), nullable=False, server_default=""))
         batch_op.create_index("ix_runs_look_ns", ["look_ns"], unique=False)
 
 
 def downgrade() -> None:
     with op.batch_alter_table("runs", schema=None) as batch_op:
         batch_op.drop_index("ix_runs_look_ns")
+        batch_op.drop_column("holder")
         for name in reversed(_OF_RUNS):
             batch_op.drop_column(name)

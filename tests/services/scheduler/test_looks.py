@@ -1,0 +1,100 @@
+"""A sweep costs what is due of looks, and runs that announce are hardly looked at."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import update
+
+from tests.services.driving import Driven
+from tests.services.recording import Recording
+from watchstep.store import Store
+from watchstep_services.api.announcements import pause_seconds
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import Run
+from watchstep_services.database.records import put_segment
+from watchstep_services.scheduler.looks import AT_ONCE, do_looks, look, take
+from watchstep_services.scheduler.sweep import find_due, sweep
+from watchstep_services.settings import NANOSECONDS
+
+
+def set_run(driven: Driven, run_id: int, **values: int) -> None:
+    with driven.service.database.write() as session:
+        session.execute(update(Run).where(Run.id == run_id).values(**values))
+
+
+def test_a_look_is_taken_once(driven: Driven) -> None:
+    run_id = driven.register()
+    assert [one.run.id for one in take(driven.service)] == [run_id]
+    assert take(driven.service) == []
+
+
+def test_all_that_is_due_is_looked_at_in_portions(driven_sqlite: Driven) -> None:
+    slow = driven_sqlite.with_settings(listing_seconds=1000.0)
+    runs = [slow.register(f"run-{number}") for number in range(AT_ONCE + 3)]
+    do_looks(slow.service, 1e9)
+    assert all(slow.run(run_id).listed_ns for run_id in runs)
+    assert take(slow.service) == []
+
+
+def test_listings_in_vain_become_rare_and_found_ones_frequent(driven: Driven, folder_store: Store) -> None:
+    slow = driven.with_settings(listing_seconds=2.0)
+    recording = Recording(folder_store).begin()
+    run_id = slow.register()
+    look(slow.service, take(slow.service)[0])
+    for quiet in (4, 8, 16, 30, 30):  # it announces all there is, a little later each time than we look
+        with slow.service.database.write() as session:
+            now = read_clock(session)
+        set_run(slow, run_id, look_ns=0, listed_ns=now - 90 * NANOSECONDS, heard_ns=now - 80 * NANOSECONDS)
+        look(slow.service, take(slow.service)[0])
+        assert slow.run(run_id).quiet_ns == quiet * NANOSECONDS
+    recording.write(0, 0, 3)  # nobody announces this one
+    set_run(slow, run_id, look_ns=0, listed_ns=1, heard_ns=1)
+    look(slow.service, take(slow.service)[0])
+    assert slow.run(run_id).quiet_ns == 2 * NANOSECONDS
+
+
+def test_a_look_that_somebody_wants_meanwhile_is_not_put_off(driven: Driven) -> None:
+    run_id = driven.register()
+    (one,) = take(driven.service)
+    set_run(driven, run_id, look_ns=0)
+    look(driven.service, one)
+    assert driven.run(run_id).look_ns == 0
+
+
+def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_store: Store) -> None:
+    key = Recording(folder_store).begin().write(0, 0, 3)
+    run_id = driven.register()
+    with driven.service.database.write() as session:
+        put_segment(session, run_id, key, read_clock(session))
+    with driven.service.database.write() as session:
+        now = read_clock(session)
+    set_run(driven, run_id, due_ns=1, asked_ns=now)
+    assert find_due(driven.service).runs == ()
+    set_run(driven, run_id, asked_ns=now - 60 * NANOSECONDS)  # the broker has lost it
+    assert find_due(driven.service).runs == (run_id,)
+
+
+def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+    driven.settle(run_id)
+    sweep(driven.service)
+    assert driven.run(run_id).state == "running"
+    set_run(driven, run_id, heard_ns=1, look_ns=0)
+    sweep(driven.service)
+    assert driven.run(run_id).state == "lost"
+    recording.write(1, 4, 7)
+    set_run(driven, run_id, look_ns=0, listed_ns=1)
+    for found in sweep(driven.service).runs:
+        driven.settle(found)
+    set_run(driven, run_id, look_ns=0)
+    sweep(driven.service)
+    assert driven.run(run_id).state == "running"
+    types = driven.event_types(run_id)
+    assert [kind for kind in types if kind.startswith("run.")] == ["run.started", "run.ended", "run.started"]
+
+
+@pytest.mark.parametrize(("lag", "pause"), [(0.0, 0.0), (0.9, 0.0), (1.0, 2.0), (4.0, 8.0), (600.0, 30.0)])
+def test_recorders_are_asked_to_announce_less_often_while_the_service_lags(lag: float, pause: float) -> None:
+    assert pause_seconds(int(lag * NANOSECONDS)) == pytest.approx(pause)
