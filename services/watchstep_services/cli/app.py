@@ -11,7 +11,18 @@ import watchstep
 from watchstep.errors import WatchstepError
 from watchstep.launch.run_command import parser as run_options
 from watchstep.launch.sync_command import parser as sync_options
-from watchstep_services.cli import database, demo, export, processes, receivers, rules, runs, serve, tokens
+from watchstep_services.cli import (
+    database,
+    demo,
+    export,
+    processes,
+    receivers,
+    rules,
+    runs,
+    serve,
+    silences,
+    tokens,
+)
 from watchstep_services.redaction import redacted, redacted_fault
 
 app = typer.Typer(
@@ -31,6 +42,7 @@ app.command("export")(export.export)
 app.add_typer(runs.app, name="runs")
 app.add_typer(rules.app, name="rules")
 app.add_typer(receivers.app, name="receivers")
+app.add_typer(silences.app, name="silences")
 app.add_typer(tokens.app, name="tokens")
 
 

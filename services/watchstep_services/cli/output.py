@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
 from rich.table import Table
 
@@ -24,3 +26,8 @@ def table(*columns: str) -> Table:
 def figure(value: float | None) -> str:
     """A number in four digits; a dash where there is none."""
     return "-" if value is None else f"{value:.4g}"
+
+
+def moment(at_ns: int) -> str:
+    """Nanoseconds since the epoch as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ns / 1e9))

@@ -16,14 +16,17 @@ from watchstep_rules.contract import AnyRule
 from watchstep_rules.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
 from watchstep_rules.explanation import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
-from watchstep_services.cli import backtest, rule_tests, rules_check
+from watchstep_services.cli import backtest, rule_tests, rules_check, stop_grants
 from watchstep_services.cli.output import console, table
 from watchstep_services.cli.rule_words import after, does, lasting
 
 app = typer.Typer(help="The rules.", no_args_is_help=True)
+app.command("allow-stop")(stop_grants.allow_stop)
 app.command("backtest")(backtest.backtest)
 app.command("check")(rules_check.check)
+app.command("revoke-stop")(stop_grants.revoke_stop)
 app.command("schema")(rules_check.schema)
+app.command("stop-grants")(stop_grants.stop_grants)
 app.command("test")(rule_tests.run_tests)
 
 

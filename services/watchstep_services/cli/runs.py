@@ -15,12 +15,14 @@ from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
 from watchstep.store import Store
 from watchstep.tensors import LOSSES, MODES, Mode
-from watchstep_services.cli import runs_alerts
+from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_stops
 from watchstep_services.cli.output import console, figure, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 
 app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
+app.command("acknowledge")(runs_acknowledge.acknowledge)
 app.command("alerts")(runs_alerts.alerts)
+app.command("stops")(runs_stops.stops)
 
 StoreOption = Annotated[
     str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")

@@ -45,6 +45,10 @@ def lines_of(event: dict[str, Any]) -> list[str]:
         return [f"{head}stop requested: {data['reason']}"]
     if kind == "stop.done":
         return [f"{head}{data['detail']}"]
+    if kind == "stop.would_have":
+        return [f"{head}would have been stopped: {data['reason']}", f"  {data['mend']}"]
+    if kind == "rule.no_data":
+        return [f"{head}rule {data['name']} has judged nothing up to step {data['step']}: it has no data"]
     if kind not in ("alert.firing", "alert.resolved"):
         return []
     explanation = Explanation.model_validate(data["explanation"])

@@ -108,11 +108,8 @@ def expire(session: Session, row: Silence, who: str) -> None:
         return
     row.ends_ns, row.starts_ns, row.expired_by = now, min(row.starts_ns, now), who
     session.flush()
-    # Which alerts it held back is not kept: those groups look at all of theirs.
-    members = select(GroupMember.group_id).join(Standing, Standing.id == GroupMember.standing_id)
-    wanted = members.where(Standing.phase == "firing").union(
-        members.where(GroupMember.told_phase == "firing")
-    )
+    # Which alerts it held back is not kept: groups that have any look at them.
+    wanted = select(GroupMember.group_id)
     session.execute(
         update(AlertGroup)
         .where(AlertGroup.project == row.project, AlertGroup.id.in_(wanted))

@@ -1,0 +1,68 @@
+"""Commands about stops, silences and acknowledgements, of a service that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.store import Store
+from watchstep_rules.config import RuleConfig
+from watchstep_services.cli.app import app
+from watchstep_services.database.models import Standing
+from watchstep_services.registration import register
+from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.settings import load_settings
+
+MINE = {"rule": "nan_or_inf", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A store with a run that a service has found NaN in."""
+    place = tmp_path / "store"
+    store = Store.open(place, create=True)
+    settings = load_settings(store=str(place), home=place / ".watchstep", sweep_seconds=0.05)
+    with EmbeddedService(settings) as service:
+        register(service.service, PROJECT, "run-1", (RuleConfig.model_validate(MINE),), "recorder")
+        Recording(store).begin().write(0, 0, 7, nan_from(5))
+
+        def fired() -> bool:
+            with service.database.read() as session:
+                return session.query(Standing).filter_by(name="mine").count() == 1
+
+        assert service.wait_until(fired, 60.0)
+        yield place
+
+
+def watchstep(folder: Path, *words: str) -> str:
+    done = CliRunner().invoke(app, [*words, "--store", str(folder)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_what_operators_do_with_an_alert(folder: Path) -> None:
+    def told(*words: Any) -> str:
+        return " ".join(watchstep(folder, *words).split())
+
+    of = ("--project", PROJECT)
+    stops = told("runs", "stops", f"{PROJECT}/run-1")
+    assert "would have been stopped by rule mine" in stops
+    assert "it was not: nobody has allowed the rule to stop" in stops
+    assert "asked to stop by rule nan_or_inf" in stops
+    assert "allowed by the owner's rule file" in stops
+    assert "mine may stop jobs of vision" in told("rules", "allow-stop", "mine", "--reason", "tried", *of)
+    assert "tried" in told("rules", "stop-grants", *of)
+    assert "stops jobs of vision no longer" in told("rules", "revoke-stop", "mine", "--reason", "wolf", *of)
+    assert "acknowledged" in told("runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--comment", "on it")
+    assert "repeated again" in told("runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--withdraw")
+    assert "run-1 mine" in told("silences", "preview", "name=mine", *of)
+    assert "silence 1" in told("silences", "create", "name=mine", "--reason", "a sweep", *of)
+    assert "a sweep" in told("silences", "list", *of)
+    assert "silence 1 has ended" in told("silences", "expire", "1", *of)
+    assert "a sweep" not in told("silences", "list", *of)
+    assert "a sweep" in told("silences", "list", "--all", *of)
