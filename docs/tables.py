@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import typer.main
 from pydantic_core import PydanticUndefined
@@ -21,6 +23,10 @@ from watchstep_rules.rule_tests import file as rule_tests
 from watchstep_rules.sql_guard import FUNCTIONS
 from watchstep_services.cli.app import app
 from watchstep_services.cli.rule_words import counted
+from watchstep_services.dispatcher.receivers import receiver_file
+from watchstep_services.dispatcher.receivers.kinds import KINDS
+from watchstep_services.dispatcher.receivers.receiver import Receiver
+from watchstep_services.dispatcher.receivers.wording import TEXT_FIELDS
 from watchstep_services.settings import PREFIX, Settings
 
 FOLDER = Path(__file__).parent
@@ -130,6 +136,29 @@ def sql_functions() -> str:
     return ", ".join(f"`{name}`" for name in sorted(FUNCTIONS) if name.isidentifier()) + "\n"
 
 
+def receivers() -> str:
+    """The kinds of receivers and what they take."""
+
+    def rows() -> Iterator[list[str]]:
+        shared = set(Receiver.model_fields) | {"kind"}
+        for kind in KINDS:
+            own = [name for name in kind.model_fields if name not in shared]
+            said = ", ".join(
+                f"`{name}`" + (" (secret)" if name in kind.secret_fields else "")
+                + ("" if kind.model_fields[name].is_required() else "?") for name in own
+            )  # fmt: skip
+            by = "admins" if kind.administered else "operators"
+            yield [f"`{get_args(kind.model_fields['kind'].annotation)[0]}`", inspect.getdoc(kind) or "", said, by]
+
+    return _table(["kind", "what it does", "takes (`?`: need not be given)", "written by"], rows())
+
+
+def message_fields() -> str:
+    """The fields of receivers' templates."""
+    every = {**TEXT_FIELDS, "label.NAME": "a label"}
+    return _table(["field", "stands for"], ([f"`{name}`", text] for name, text in every.items()))
+
+
 def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.TyperCommand]]:
     if isinstance(command, typer.core.TyperGroup):
         for name, child in command.commands.items():
@@ -141,7 +170,7 @@ def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.Type
 
 TABLES: dict[str, Callable[[], str]] = {
     "rules": rules, "defaults": defaults, "settings": settings, "variables": variables, "commands": commands,
-    "system": system, "sql_functions": sql_functions,
+    "system": system, "sql_functions": sql_functions, "receivers": receivers, "message_fields": message_fields,
 }  # fmt: skip
 
 
@@ -161,7 +190,11 @@ SCHEMA = FOLDER / "rules.schema.json"
 TESTS_SCHEMA = FOLDER / "rule-tests.schema.json"
 """For editors; `watchstep rules test --schema` prints the same."""
 
+RECEIVERS = FOLDER / "receivers.schema.json"
+"""For editors; `watchstep receivers schema` prints the same."""
+
 if __name__ == "__main__":
+    RECEIVERS.write_text(receiver_file.schema_text(), encoding="utf-8")
     SCHEMA.write_text(schema_text(), encoding="utf-8")
     TESTS_SCHEMA.write_text(rule_tests.schema_text(), encoding="utf-8")
     for page in pages():

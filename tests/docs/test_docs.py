@@ -14,6 +14,7 @@ from docs import tables
 from watchstep_rules import rule_file
 from watchstep_rules.rule_schema import schema_text
 from watchstep_rules.rule_tests import file as rule_tests
+from watchstep_services.dispatcher.receivers import receiver_file
 
 ROOT = Path(tables.FOLDER).parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -34,6 +35,10 @@ def test_tables_are_as_the_code_says(page: Path) -> None:
 def test_the_schemas_are_as_the_code_says() -> None:
     for path, text in ((tables.SCHEMA, schema_text()), (tables.TESTS_SCHEMA, rule_tests.schema_text())):
         assert path.read_text(encoding="utf-8") == text, "write it anew: python -m docs.tables"
+
+
+def test_the_schema_of_receivers_is_as_the_code_says() -> None:
+    assert tables.RECEIVERS.read_text(encoding="utf-8") == receiver_file.schema_text(), "python -m docs.tables"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,9 @@ def test_the_readmes_example_is_the_file_and_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [t for page in PAGES for t in blocks(page, "yaml")])
 def test_rule_files_are_valid(text: str) -> None:
+    if "receivers" in yaml.safe_load(text):
+        assert isinstance(receiver_file.check(text), receiver_file.ReceiverFile)
+        return
     assert yaml.safe_load(text)["rules"]
     assert rule_file.parse(text, "docs")
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.services.dispatcher.receivers.http_server import HttpServer, http_server, status
 from watchstep_services.cli.app import app

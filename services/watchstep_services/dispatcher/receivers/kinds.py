@@ -50,6 +50,9 @@ _SENDERS: dict[type[Receiver], Sender] = {
     alertmanager.AlertmanagerReceiver: alertmanager.send,
 }
 
+KINDS = tuple(_SENDERS)
+"""All kinds."""
+
 
 def send(receiver: Receiver, letter: Letter, outside: Outside) -> Tried:
     """Send a letter to a receiver, once.
