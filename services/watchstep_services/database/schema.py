@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 
@@ -51,15 +53,13 @@ class Status:
 
 def upgrade(database: Database, revision: str = "head") -> None:
     """Create or upgrade the tables. Safe to run from several processes at once."""
-    with database.engine.begin() as connection:
-        _lock(connection)
+    with _migrating(database) as connection:
         command.upgrade(_config(connection), revision)
 
 
 def downgrade(database: Database, revision: str = "base") -> None:
     """Go back to an earlier revision; what only later ones hold is lost."""
-    with database.engine.begin() as connection:
-        _lock(connection)
+    with _migrating(database) as connection:
         command.downgrade(_config(connection), revision)
 
 
@@ -119,9 +119,31 @@ def prepare(database: Database, settings: Settings) -> None:
     _log.info("database %s: %s", database.shown_url, status(database))
 
 
-def _lock(connection: Connection) -> None:
-    if connection.dialect.name == "postgresql":  # on SQLite, BEGIN IMMEDIATE has locked it already
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+@contextmanager
+def _migrating(database: Database) -> Iterator[Connection]:
+    """One transaction that no other migration runs beside."""
+    with database.engine.connect() as connection:
+        if connection.dialect.name == "postgresql":
+            with connection.begin():
+                connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+                yield connection
+            return
+        # SQLite changes a table by making it anew, which may not delete the rows that refer to it. BEGIN IMMEDIATE is
+        # the lock; the setting holds only from outside of a transaction.
+        driver = connection.connection.dbapi_connection
+        assert driver is not None
+        driver.execute("PRAGMA foreign_keys = OFF")
+        try:
+            with connection.begin():
+                yield connection
+                lost = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+                if lost:
+                    raise ConfigError(
+                        f"database {database.shown_url}: rows refer to others that are gone, of {lost[0][0]} first",
+                        "restore it from a copy, and report this: nothing was changed",
+                    )
+        finally:
+            driver.execute("PRAGMA foreign_keys = ON")
 
 
 def _script() -> ScriptDirectory:

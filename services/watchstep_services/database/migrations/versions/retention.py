@@ -24,7 +24,12 @@ def upgrade() -> None:
     )
     op.create_table(
         "upkeep",
-        sa.Column("run_id", sa.BigInteger(), sa.ForeignKey("runs.id"), primary_key=True),
+        sa.Column(
+            "run_id",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            sa.ForeignKey("runs.id"),
+            primary_key=True,
+        ),
         sa.Column("ended_ns", sa.BigInteger(), nullable=False),
         sa.Column("next_ns", sa.BigInteger(), nullable=False),
         sa.Column("lease_until_ns", sa.BigInteger(), nullable=False),
