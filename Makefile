@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-faults lint bench lock clean
+.PHONY: demo test test-faults test-life lint bench lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -31,6 +31,10 @@ test: lint
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)
 	$(BIN)/pytest tests/sdk/faults
+
+# The life of alerts beside its model, many times over.
+test-life: $(STAMP)
+	WATCHSTEP_LIFE_EXAMPLES=1000 $(BIN)/pytest tests/services/dispatcher/grouping/test_life.py --override-ini timeout=3600
 
 # What recording costs beside its peers: a quarter of an hour on a quiet machine. The peers are installed for it alone.
 bench: $(STAMP)
