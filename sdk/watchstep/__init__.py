@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from watchstep.capture.cadence import Cadence
     from watchstep.capture.collections import Collection
     from watchstep.capture.config import Bounds, CaptureConfig, Snapshots, SystemSampling
+    from watchstep.client import Client
     from watchstep.errors import WatchstepError
     from watchstep.hook import Hook
     from watchstep.reading.run import Run, open_run
@@ -19,6 +20,7 @@ __all__ = [
     "Bounds",
     "Cadence",
     "CaptureConfig",
+    "Client",
     "Collection",
     "Hook",
     "Run",
@@ -34,6 +36,7 @@ _HOMES = {
     "Cadence": "watchstep.capture.cadence",
     "Collection": "watchstep.capture.collections",
     "CaptureConfig": "watchstep.capture.config",
+    "Client": "watchstep.client",
     "Hook": "watchstep.hook",
     "Run": "watchstep.reading.run",
     "Snapshots": "watchstep.capture.config",

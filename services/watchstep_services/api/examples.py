@@ -134,7 +134,7 @@ def _word(schema: dict[str, Any], name: str) -> str:
     return text[: schema.get("maxLength", len(text))]
 
 
-def _bounded(schema: dict[str, Any], value: float) -> float:
+def _bounded(schema: dict[str, Any], value: Any) -> Any:
     if "maximum" in schema:
         value = min(value, schema["maximum"])
     if "exclusiveMaximum" in schema:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
-
-from watchstep.errors import NotFoundError, ServiceError
+from watchstep.capture.service_client import ServiceAddress
+from watchstep.client import Client
+from watchstep.client.transport import Transport
+from watchstep.errors import ServiceError
 from watchstep_services.cli.serve import settings_for
 from watchstep_services.scheduler.embedded import read_service_file
 
@@ -33,6 +35,17 @@ def service_of(store: str, service: str) -> tuple[str, str]:
     return note["url"], token or note["operator_token"]
 
 
+def client_of(store: str, service: str, project: str) -> Client:
+    """A client of the service that `service_of` finds.
+
+    Raises:
+        ServiceError: none runs there.
+        ConfigError: the URL is none.
+    """
+    url, token = service_of(store, service)
+    return Client(url, token, project)
+
+
 def call(method: str, url: str, token: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """One request to a service; its answer.
 
@@ -40,23 +53,8 @@ def call(method: str, url: str, token: str, body: dict[str, Any] | None = None) 
         NotFoundError: there is nothing of that name.
         ServiceError: it does not answer, or refuses.
     """
-    try:
-        answer = httpx.request(
-            method, url, headers={"Authorization": f"Bearer {token}"}, json=body, timeout=_SECONDS
-        )
-    except httpx.HTTPError as error:
-        raise ServiceError(f"{url}: {error}", "see that the service runs, and its URL") from error
-    if answer.is_success:
-        data: dict[str, Any] = answer.json()
-        return data
-    try:
-        problem = answer.json()
-        what, mend = str(problem["detail"]), str(problem["mend"])
-    except (ValueError, KeyError):
-        what, mend = (
-            f"{url}: answered {answer.status_code}",
-            "see that the URL is that of a Watchstep service",
-        )
-    raise (
-        NotFoundError(what, mend) if answer.status_code == httpx.codes.NOT_FOUND else ServiceError(what, mend)
-    )
+    parts = urlsplit(url)
+    address = ServiceAddress.checked(f"{parts.scheme}://{parts.netloc}", token)
+    path = f"{parts.path}?{parts.query}" if parts.query else parts.path
+    data: dict[str, Any] = Transport(address, _SECONDS).call(method, path, None, body) or {}
+    return data

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from watchstep.client import Client
 from watchstep.errors import NotFoundError
 from watchstep.reading.catalogue import RunEntry, find_runs
 from watchstep.reading.compaction import compact
@@ -15,13 +16,17 @@ from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
 from watchstep.store import Store
 from watchstep.tensors import LOSSES, MODES, Mode
-from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_stops
+from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_service, runs_stops
+from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console, figure, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 
 app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
 app.command("acknowledge")(runs_acknowledge.acknowledge)
 app.command("alerts")(runs_alerts.alerts)
+app.command("events")(runs_service.events)
+app.command("actions")(runs_service.actions)
+app.command("stop")(runs_service.stop)
 app.command("stops")(runs_stops.stops)
 
 StoreOption = Annotated[
@@ -31,12 +36,28 @@ RunArgument = Annotated[str, typer.Argument(help="The run's id, or <project>/<ru
 
 
 @app.command("list")
-def list_runs(store: StoreOption = DEFAULT_STORE) -> None:
-    """List the runs of a store, the newest first."""
+def list_runs(
+    store: StoreOption = DEFAULT_STORE,
+    service: Annotated[str, typer.Option(help="Ask the service at this URL instead of the store.")] = "",
+    project: Annotated[str, typer.Option(help="Of the service: which project.")] = "default",
+) -> None:
+    """List the runs of a store, the newest first; or those that a service knows, with their alerts. Token: WATCHSTEP_TOKEN."""
+    if service:
+        _list_known(client_of(store, service, project))
+        return
     shown = table("PROJECT", "RUN", "STARTED", "STATE")
     for entry in find_runs(Store.open(store)):
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created_ns / 1e9))
         shown.add_row(entry.project, entry.run, started, entry.state)
+    console().print(shown)
+
+
+def _list_known(client: Client) -> None:
+    shown = table("PROJECT", "RUN", "STARTED", "STATE", ">STEP", ">FIRING")
+    for run in client.runs():
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created_ns / 1e9))
+        firing = str(run.alerts.get("firing", 0))
+        shown.add_row(run.project, run.run, started, run.state, str(run.last_step), firing)
     console().print(shown)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from watchstep_rules.explanation import Explanation
 from watchstep_rules.judging.judge import Health
-from watchstep_services.cli.calling import call, service_of
+from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console
 from watchstep_services.cli.serve import DEFAULT_STORE
 
@@ -28,9 +28,8 @@ def alerts(
 ) -> None:
     """Show a run's alerts, explained, the last changed first, and rules that cannot be evaluated. Token: WATCHSTEP_TOKEN."""
     project, _, name = run.rpartition("/")
-    url, token = service_of(store, service)
-    place = f"{url}/v1/projects/{project or 'default'}/runs/{name}"
-    found = call("GET", f"{place}/alerts", token)["alerts"]
+    client = client_of(store, service, project or "default")
+    found = [alert.raw for alert in client.alerts(name)]
     out = console()
     fired = [alert for alert in found if alert["details"] is not None]
     if not fired:
@@ -43,11 +42,11 @@ def alerts(
         out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", markup=False, soft_wrap=True)
         for line in rest:
             out.print(line, markup=False, highlight=False, soft_wrap=True)
-    for line in _not_evaluated(call("GET", place, token)["rules"]):
+    for line in _not_evaluated([rule.raw for rule in client.rules(name)]):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _not_evaluated(rules: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Rules that say nothing because they cannot."""
     for rule in rules:
         if rule["health"] == Health.ERROR.value:

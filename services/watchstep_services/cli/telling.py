@@ -34,7 +34,7 @@ class Teller:
             lines += lines_of(event)
         for teller in self._failing:
             lines += teller.new_lines()
-        return [_printable(line) for line in lines]
+        return [printable(line) for line in lines]
 
 
 def lines_of(event: dict[str, Any]) -> list[str]:
@@ -63,6 +63,6 @@ def lines_of(event: dict[str, Any]) -> list[str]:
     return [f"{head}{title}{dry}", *rest]
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Names come from training programs: nothing in them may move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)

@@ -1,0 +1,227 @@
+"""The client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from watchstep.capture.service_client import ServiceAddress
+from watchstep.client import event_stream, queries
+from watchstep.client.documents import Action, Alert, Event, Rule, RunInfo, RunState, Snapshot, Stop, read
+from watchstep.client.transport import Transport, segment
+from watchstep.errors import ConfigError
+from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
+from watchstep.tensors import Mode
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Document = TypeVar("Document")
+_PAGE = 500
+
+
+class Client:
+    """Asks a service for one project.
+
+    Every method raises `ServiceError` where the service refuses or does not answer, and `NotFoundError` where there is no
+    such thing. Lists are iterators that fetch page by page. Thread-safe.
+
+    Args:
+        url: of the service.
+        token: to show it.
+        project: whose runs.
+        timeout: seconds that the service may be silent; its streams say something every 15.
+
+    Raises:
+        ConfigError: the URL is none.
+    """
+
+    def __init__(self, url: str, token: str = "", project: str = "default", timeout: float = 30.0) -> None:
+        self._transport = Transport(ServiceAddress.checked(url, token), timeout)
+        self.project = project
+        self._root = f"/v1/projects/{segment(project)}"
+
+    @classmethod
+    def from_environment(cls, project: str = "default") -> Client:
+        """A client of the service that WATCHSTEP_SERVICE and WATCHSTEP_TOKEN name.
+
+        Raises:
+            ConfigError: they name none.
+        """
+        address = ServiceAddress.from_environment()
+        if address is None:
+            raise ConfigError("WATCHSTEP_SERVICE: not set", "set it to the URL that 'watchstep serve' prints")
+        return cls(address.url, address.token, project)
+
+    def runs(self, *, states: Sequence[str] = (), alerts: Sequence[str] = ()) -> Iterator[RunInfo]:
+        """Runs, the newest first: only in these states, only with an alert in one of these phases."""
+        return self._pages(RunInfo, "/runs", "runs", {"state": states, "alert": alerts})
+
+    def run(self, run: str) -> RunState:
+        """A run and all that is known of it."""
+        data = self._transport.call("GET", self._of(run))
+        rules = tuple(read(Rule, rule) for rule in data["rules"])
+        return RunState(read(RunInfo, data), data["control"], data["job"], rules, data["health"])
+
+    def alerts(
+        self,
+        run: str | None = None,
+        *,
+        phases: Sequence[str] = (),
+        severities: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+    ) -> Iterator[Alert]:
+        """Alerts of a run, or of all, those that began last first."""
+        query = {
+            "phase": phases,
+            "severity": severities,
+            "label": [f"{name}={value}" for name, value in (labels or {}).items()],
+        }
+        return self._pages(Alert, f"{self._part(run)}/alerts", "alerts", query)
+
+    def actions(self, run: str) -> Iterator[Action]:
+        """What a run's events caused."""
+        return self._pages(Action, f"{self._part(run)}/actions", "actions", {})
+
+    def events(self, run: str | None = None, *, types: Sequence[str] = ()) -> Iterator[Event]:
+        """Events of a run, or of all, so far, in the order in which they came."""
+        return self._pages(Event, f"{self._part(run)}/events", "events", {"type": types})
+
+    def follow(
+        self, run: str | None = None, *, types: Sequence[str] = (), after: int | None = None
+    ) -> Iterator[Event]:
+        """Events of a run, or of all, as they come; for ever. Where the connection breaks, it goes on without a gap.
+
+        Args:
+            run: only its events.
+            types: only these.
+            after: the `Event.place` to resume from; now where it is left out, 0 for the beginning.
+        """
+        path = f"{self._root}{self._part(run)}/events/stream"
+        return event_stream.follow(self._transport, path, {"type": types}, after)
+
+    def stop(self, run: str, reason: str = "", attempt: str = "") -> Stop:
+        """Ask a run's workers to stop, then end its job. An attempt is stopped once, however often it is asked."""
+        body = {"attempt": attempt} | ({"reason": reason} if reason else {})
+        return read(Stop, self._transport.call("POST", f"{self._of(run)}/stop", body=body))
+
+    def rules(self, run: str) -> list[Rule]:
+        """The rule configs that judge a run, and how they stand."""
+        return [read(Rule, rule) for rule in self._transport.call("GET", f"{self._of(run)}/rules")["rules"]]
+
+    def put_rule(self, name: str, config: Mapping[str, Any], run: str | None = None) -> Mapping[str, Any]:
+        """Have a rule judge a run from now on, or all runs of the project that are registered from now on.
+
+        Returns:
+            The rule config as it is kept.
+        """
+        path = f"{self._root}{self._part(run)}/rules/{segment(name)}"
+        kept: Mapping[str, Any] = self._transport.call("PUT", path, body=dict(config))["config"]
+        return kept
+
+    def remove_rule(self, name: str, run: str | None = None) -> None:
+        """Have a rule judge a run no more, or no runs that are registered from now on."""
+        self._transport.call("DELETE", f"{self._root}{self._part(run)}/rules/{segment(name)}")
+
+    def tensors(self, run: str, collection: str | None = None) -> Iterator[Mapping[str, Any]]:
+        """Recorded tensors: name, module, shape, dtype, collections."""
+        query = {"collection": collection}
+        return self._raw_pages(f"{self._part(run)}/tensors", "tensors", query)
+
+    def series(  # noqa: PLR0913 - each narrows the question
+        self,
+        run: str,
+        tensor: str,
+        figure: str,
+        *,
+        mode: Mode | None = None,
+        worker: int | None = None,
+        first: int = 0,
+        last: int | None = None,
+        points: int = 1000,
+    ) -> pa.Table:
+        """One figure of one tensor over the steps, in no more points for each line than asked for.
+
+        Returns:
+            mode, worker, replica, stage, step, last_step, count, nonfinite, mean, min, max; null where nothing is finite.
+        """
+        query = {
+            "tensor": tensor, "figure": figure, "mode": mode, "worker": worker, "first": first, "last": last,
+            "points": points,
+        }  # fmt: skip
+        content, _ = self._transport.fetch(
+            "GET", f"{self._of(run)}/series", query, headers={"Accept": queries.ARROW}
+        )
+        return queries.table(content)
+
+    def heatmap(
+        self,
+        run: str,
+        figure: str,
+        tensors: str | Sequence[str],
+        *,
+        mode: Mode | None = "train",
+        reduce: Reduce = "mean",
+        points: int = 200,
+    ) -> Heatmap:
+        """One figure of a collection, or of named tensors, over the steps; as `watchstep.reading.run.Run.heatmap`."""
+        named: dict[str, Any] = (
+            {"collection": tensors} if isinstance(tensors, str) else {"tensor": list(tensors)}
+        )
+        query = {"figure": figure, "mode": mode, "reduce": reduce, "points": points, "rows": 1000, **named}
+        return queries.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query))
+
+    def histogram(
+        self,
+        run: str,
+        tensor: str,
+        *,
+        mode: Mode | None = "train",
+        worker: int | None = None,
+        points: int = 200,
+    ) -> HistogramSeries:
+        """How a tensor's elements spread over powers of two, over the steps."""
+        query = {"tensor": tensor, "mode": mode, "worker": worker, "points": points}
+        return queries.histogram(self._transport.call("GET", f"{self._of(run)}/histogram", query))
+
+    def sql(self, run: str, query: str, limit: int = 10_000) -> pa.Table:
+        """One SELECT over a run's statistics, on the service's side; at most ``limit`` rows."""
+        content, _ = self._transport.fetch(
+            "POST", f"{self._of(run)}/sql", None, {"query": query, "limit": limit}, {"Accept": queries.ARROW}
+        )
+        return queries.table(content)
+
+    def snapshots(self, run: str) -> Iterator[Snapshot]:
+        """Snapshots by attempt, worker and step."""
+        return self._pages(Snapshot, f"{self._part(run)}/snapshots", "snapshots", {})
+
+    def snapshot_tensor(self, run: str, snapshot: Snapshot, name: str) -> queries.TensorBytes:
+        """A tensor of a snapshot; the service bounds its size (WATCHSTEP_TENSOR_MB)."""
+        place = f"{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"
+        content, headers = self._transport.fetch(
+            "GET", f"{self._of(run)}/snapshots/{place}/tensor", {"name": name}
+        )
+        return queries.tensor(
+            content, headers.get("x-watchstep-dtype", ""), headers.get("x-watchstep-shape", "")
+        )
+
+    def _of(self, run: str) -> str:
+        return f"{self._root}{self._part(run)}"
+
+    def _part(self, run: str | None) -> str:
+        return "" if run is None else f"/runs/{segment(run)}"
+
+    def _pages(
+        self, kind: type[Document], path: str, name: str, query: Mapping[str, Any]
+    ) -> Iterator[Document]:
+        return (read(kind, item) for item in self._raw_pages(path, name, query))
+
+    def _raw_pages(self, path: str, name: str, query: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        token = None
+        while True:
+            asked = {**query, "limit": _PAGE, "page_token": token}
+            answer = self._transport.call("GET", f"{self._root}{path}", asked)
+            yield from answer[name]
+            token = answer.get("next_page_token")
+            if token is None:
+                return

@@ -1,0 +1,174 @@
+"""The client against a service over a real socket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import watchstep
+from tests.services.api.serving import serving
+from tests.services.driving import Driven, make_service
+from tests.services.recording import Recording, nan_from
+from watchstep.client import Client
+from watchstep.client.transport import RefusedError
+from watchstep.errors import ConfigError, NotFoundError, ServiceError
+from watchstep.layout import SnapshotKey
+from watchstep.reading.run import open_run
+from watchstep.store import Store
+from watchstep_services.database.engine import open_database
+from watchstep_services.database.schema import upgrade
+from watchstep_services.tokens import create_token
+
+
+@pytest.fixture(scope="module")
+def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driven]:
+    """A run that fires and is asked to stop, and a well one."""
+    from safetensors.numpy import save
+
+    folder = tmp_path_factory.mktemp("client")
+    (folder / "store").mkdir()
+    store = Store.open(folder / "store")
+    database = open_database(f"sqlite:///{folder / 'service.sqlite'}")
+    upgrade(database)
+    driven = Driven(make_service(database, store))
+    for name, bad in (("run-1", 5), ("run-2", 10**6)):
+        recording = Recording(store, name).begin()
+        run_id = driven.register(name)
+        driven.announce(run_id, recording.write(0, 0, 49, nan_from(bad)))
+        recording.store.put(SnapshotKey("a1", 0, 5, "train").path, save({"w": np.arange(6.0).reshape(2, 3)}))
+        driven.settle(run_id)
+    yield driven
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def url(driven: Driven) -> Iterator[str]:
+    with serving(driven.service) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(driven: Driven, url: str) -> Client:
+    return watchstep.Client(url, create_token(driven.service.database, "operator"), "vision")
+
+
+def test_runs_and_what_is_known_of_them(client: Client) -> None:
+    assert [run.run for run in client.runs()] == ["run-2", "run-1"]
+    assert [run.run for run in client.runs(alerts=["firing"])] == ["run-1"]
+    run = client.run("run-1")
+    assert (run.info.project, run.info.last_step, run.info.alerts["firing"]) == ("vision", 49, 1)
+    assert (
+        {rule.name for rule in run.rules} == {rule.name for rule in client.rules("run-1")} >= {"nan_or_inf"}
+    )
+    (alert,) = client.alerts(phases=["firing"])
+    assert (alert.run, alert.name, alert.severity) == ("run-1", "nan_or_inf", "critical")
+    assert list(client.alerts("run-2")) == []
+    assert [action.kind for action in client.actions("run-1")] == ["stop"]
+    assert "watchstep.alert.firing" in [event.type for event in client.events("run-1")]
+
+
+def test_every_page_is_fetched(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("watchstep.client.client._PAGE", 1)
+    assert [run.run for run in client.runs()] == ["run-2", "run-1"]
+
+
+def test_queries_give_arrays_and_tables(client: Client, driven: Driven) -> None:
+    run = open_run(f"{Store.open(driven.service.settings.store).location}/vision/run-2")
+    tensor = run.tensors("gradients")[0]
+    assert tensor in [entry["name"] for entry in client.tensors("run-2", "gradients")]
+    table = client.series("run-2", tensor, "l2")
+    assert table["mean"].to_pylist() == run.series(tensor, "l2")["l2"].to_pylist()
+    assert len(client.series("run-2", tensor, "l2", points=7)) <= 7
+    held, expected = client.heatmap("run-2", "l2", "gradients", points=10), run.heatmap("gradients", "l2", 10)
+    assert held.tensors == expected.tensors
+    np.testing.assert_array_equal(held.edges, expected.edges)
+    np.testing.assert_array_equal(held.values, expected.values)
+    told, known = client.histogram("run-2", tensor, points=5), run.histogram(tensor, 5)
+    np.testing.assert_array_equal(told.counts, known.counts)
+    counted = client.sql("run-2", "SELECT tensor, count(*) AS n FROM statistics GROUP BY tensor")
+    assert set(counted["n"].to_pylist()) == {50}
+    (snapshot,) = client.snapshots("run-2")
+    held_tensor = client.snapshot_tensor("run-2", snapshot, "w")
+    assert held_tensor.dtype == "F64"
+    np.testing.assert_array_equal(held_tensor.values, np.arange(6.0).reshape(2, 3))
+
+
+def test_rules_are_put_and_removed(client: Client) -> None:
+    assert client.put_rule("spike", {"rule": "loss_spike"}, "run-2")["rule"] == "loss_spike"
+    assert "spike" in {rule.name for rule in client.rules("run-2")}
+    client.remove_rule("spike", "run-2")
+    assert "spike" not in {rule.name for rule in client.rules("run-2")}
+    client.put_rule("spike", {"rule": "loss_spike"})
+    client.remove_rule("spike")
+
+
+def test_events_are_followed(client: Client) -> None:
+    so_far = [event.id for event in client.events("run-2")]
+    seen: list[str] = []
+    done = threading.Event()
+
+    def follow() -> None:
+        for event in client.follow("run-2", after=0):
+            seen.append(event.id)
+            if event.type == "watchstep.stop.requested":
+                done.set()
+                return
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    assert client.stop("run-2", "enough").accepted
+    assert not client.stop("run-2").accepted
+    assert done.wait(60)
+    assert seen == [event.id for event in client.events("run-2")][: len(seen)]
+    assert seen[: len(so_far)] == so_far
+
+
+def test_what_is_refused_says_why(client: Client, url: str, driven: Driven) -> None:
+    with pytest.raises(NotFoundError, match="vision/none"):
+        client.run("none")
+    with pytest.raises(RefusedError, match="nothing") as refused:
+        client.put_rule("x", {"rule": "nothing"}, "run-1")
+    assert (refused.value.status, refused.value.type) == (422, "urn:watchstep:problem:invalid")
+    with pytest.raises(ServiceError, match="no token"):
+        list(Client(url, "ws_wrong", "vision").runs())
+    viewer = Client(url, create_token(driven.service.database, "viewer"), "vision")
+    with pytest.raises(ServiceError, match="may not"):
+        viewer.stop("run-1")
+    with pytest.raises(RefusedError):
+        next(Client(url, "ws_wrong", "vision").follow())
+    with pytest.raises(ServiceError, match="no answer"):
+        Client("http://127.0.0.1:1", "x").run("x")
+    with pytest.raises(ConfigError):
+        Client("ftp://x")
+
+
+def test_the_command_line_over_it(driven: Driven, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from watchstep_services.cli.app import app
+
+    monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(driven.service.database, "operator"))
+
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(app, ["runs", *words, "--service", url])
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done.output
+
+    assert "run-1" in said("list", "--project", "vision")
+    assert "nan_or_inf" in said("alerts", "vision/run-1")
+    assert "stop requested" in said("events", "vision/run-1")
+    assert '"specversion"' in said("events", "vision/", "--json")
+    assert "stop" in said("actions", "vision/run-1")
+    assert "has been asked to stop already" in said("stop", "vision/run-1")
+
+
+def test_importing_it_loads_no_framework() -> None:
+    program = "import sys, watchstep; watchstep.Client; assert not {'httpx', 'torch', 'duckdb', 'pandas'} & set(sys.modules)"
+    done: Any = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
