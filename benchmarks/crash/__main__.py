@@ -41,13 +41,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000, help="go on until so many processes were killed")
     parser.add_argument("--seconds", type=float, default=0.0, help="but no longer than this")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
+    parser.add_argument("--lease", type=float, default=1.5, help="seconds; more on a busy machine")
     parser.add_argument("--keep", metavar="FOLDER", help="copy logs of a campaign that failed here")
     parsed = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if parsed.quick:
-        wanted = Wanted(parsed.kills, parsed.seconds or 30.0, seed=parsed.seed)
-    else:
-        wanted = Wanted(parsed.kills, parsed.seconds or 3600.0, seed=parsed.seed)
+    seconds = parsed.seconds or (30.0 if parsed.quick else 3600.0)
+    wanted = Wanted(parsed.kills, seconds, lease=parsed.lease, seed=parsed.seed)
     # A short path that another user may enter: as root, PostgreSQL runs as one.
     with tempfile.TemporaryDirectory(prefix="ws-crash-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

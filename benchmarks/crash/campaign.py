@@ -32,7 +32,6 @@ from watchstep_services.database.schema import upgrade
 from watchstep_services.tokens import create_token
 
 _SETTINGS = {
-    "LEASE_SECONDS": "1.5",
     "WEBHOOK_SECONDS": "1",
     "SWEEP_SECONDS": "0.7",
     "LISTING_SECONDS": "0.4",
@@ -63,6 +62,7 @@ class Wanted:
         processes: of each of the two workers' pools.
         lying: tokens that wait at points.
         pause: seconds between two looks at them, of which some bring a blow from outside.
+        lease: seconds that an evaluation may hold a run; more on a machine that does much else.
         patience: seconds in which all must be at rest once nothing is killed any more.
         seed: of what is killed, and when.
     """
@@ -73,6 +73,7 @@ class Wanted:
     processes: int = 3
     lying: int = 12
     pause: float = 0.3
+    lease: float = 1.5
     patience: float = 240.0
     seed: int = 0
 
@@ -234,7 +235,15 @@ def running(folder: Path, wanted: Wanted) -> Iterator[Campaign]:
         audit.install(database.engine)
         store = Store.open(folder / "store", create=True)
         judged_by = rules(f"{ground.url}/told")
-        parts = Parts(folder, ground.url, _environment(folder, faults, postgres, judged_by), wanted.processes)
+        parts = Parts(
+            folder,
+            ground.url,
+            {
+                **_environment(folder, faults, postgres, judged_by),
+                "WATCHSTEP_LEASE_SECONDS": str(wanted.lease),
+            },
+            wanted.processes,
+        )
         faults.parts = parts
         stack.callback(parts.close)
         service = Service(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from sqlalchemy import Engine, select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
@@ -31,6 +32,7 @@ PAUSED_AT = ("evaluate.claimed", "evaluate.read", "evaluate.judged", "dispatch.s
 
 _NOT_KILLED_AT = ("evaluate.fenced",)  # nobody gets there but who was paused, and that one is killed there
 _PATIENCE = 60.0
+_GROWN = 2.0
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Faults:
                 "child", "api", "worker", "worker alone", "scheduler", "redis", "postgres", "a backend of postgres",
                 "cut", "cut redis", "swallow", "flush", "clock",
             ),
-            (70, 5, 3, 2, 4, 6, 1, 2, 6, 4, 8, 4, 5),
+            (80, 4, 2, 2, 4, 6, 1, 1, 5, 4, 8, 4, 5),
         )[0]  # fmt: skip
         worker = self._chance.choice(("worker", "jumping-worker"))
         if kind == "child":
@@ -185,16 +187,13 @@ class Faults:
 
     def _kill_a_child(self, worker: str) -> None:
         assert self.parts is not None
-        found = self.parts.children(worker)
+        # A worker whose pool cannot be filled at its start gives up itself: those are left to be killed at points.
+        found = [child for child in self.parts.children(worker) if _age(child) > _GROWN]
         if not found:
             return
         try:
             self._chance.choice(found).send_signal(signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        except Exception as error:  # psutil's own kind of the same
-            if type(error).__name__ != "NoSuchProcess":
-                raise
+        except psutil.NoSuchProcess:
             return
         self._count("a process of a worker", True)
 
@@ -223,6 +222,13 @@ class Faults:
             self._postgres.kill()
             self._count("postgres", True)
             self._postgres.start()
+
+
+def _age(process: psutil.Process) -> float:
+    try:
+        return time.time() - process.create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def _exists(pid: int) -> bool:

@@ -22,6 +22,7 @@ from benchmarks.crash.servers import free_port
 from tests.infra.compose import command_of
 
 _PATIENCE = 120.0
+_BACKOFF = 0.3  # a supervisor does not start at once again what may end at once again
 
 
 class Nursery:
@@ -88,6 +89,7 @@ class Parts:
             "jumping-worker": (jumping, [*command_of("worker"), *few]),
             "scheduler": (steady, command_of("scheduler")),
         }
+        self._due: dict[str, float] = {}
         self._ending = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
@@ -151,6 +153,10 @@ class Parts:
             for nursery in self._nurseries:
                 while not nursery.said.empty():
                     self._hear(nursery, nursery.said.get())
+            for name, due in list(self._due.items()):
+                if due <= time.monotonic():
+                    del self._due[name]
+                    self._start(name)
             time.sleep(0.02)
 
     def _hear(self, nursery: Nursery, said: dict[str, Any]) -> None:
@@ -160,4 +166,4 @@ class Parts:
         elif nursery.running.get(name) == pid:
             del nursery.running[name]
             self.deaths[name] += 1
-            self._start(name)
+            self._due[name] = time.monotonic() + _BACKOFF

@@ -18,6 +18,7 @@ import psutil
 _PATIENCE = 60.0
 _POSTGRES = (
     "shared_buffers=32MB",
+    "fsync=off",  # what a killed process has written, the kernel still has; only its loss would need more
     "max_connections=200",
     "logging_collector=off",
     "log_min_messages=fatal",

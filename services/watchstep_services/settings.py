@@ -93,7 +93,9 @@ class Settings(BaseSettings):
     silent_seconds: float = Field(300.0, gt=0, description="After so long without a sign a run is lost.")
     grace_seconds: float = Field(5.0, ge=0, description="Between asking, terminating and killing a job.")
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
-    max_tries: int = Field(8, ge=1, description="Tries of an action that fails before it is given up.")
+    max_tries: int = Field(
+        8, ge=1, description="Tries of an action that fails before it is given up; a stop, only once its attempt is over."
+    )
     webhook_seconds: float = Field(10.0, gt=0, description="How long a receiver may take to answer.")
     query_seconds: float = Field(10.0, gt=0, description="How long one query over statistics may take.")
     query_mb: int = Field(256, ge=16, description="MiB that one query over statistics may take.")

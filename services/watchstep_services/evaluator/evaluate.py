@@ -22,6 +22,7 @@ from watchstep_services.evaluator.collect import Collected, FencedError, collect
 from watchstep_services.evaluator.commit import Outcome, commit
 from watchstep_services.evaluator.discover import discover, key_of
 from watchstep_services.evaluator.judging import Judged, judge_all, lookback
+from watchstep_services.evaluator.keeping import kept
 from watchstep_services.evaluator.observation import Observation, came_to, observing
 from watchstep_services.evaluator.plan import Gap, ended_ranks
 from watchstep_services.evaluator.seals import AttemptProgress, WriterProgress
@@ -70,7 +71,8 @@ def _evaluate(service: Service, run_id: int, seen: Observation) -> Evaluation:
     seen.claimed(held)
     reach("evaluate.claimed", held)
     try:
-        outcome, history = _find_out(service, held)
+        with kept(service, held):
+            outcome, history = _find_out(service, held)
     except FencedError:
         reach("evaluate.fenced", held)
         return Evaluation("fenced")
