@@ -12,7 +12,9 @@ from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.sandbox.isolation import set_demand
 from watchstep_services.database.engine import Database
 from watchstep_services.dispatcher.receivers import receiver_file
+from watchstep_services.dispatcher.receivers.reach import parse_allowed
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
+from watchstep_services.dispatcher.receivers.sealing import Seal
 from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.local import LocalBackend
 from watchstep_services.evaluator.history import HistoryCache
@@ -106,9 +108,11 @@ def owner_rules(settings: Settings) -> tuple[RuleConfig, ...]:
 
 
 def owner_receivers(settings: Settings) -> ReceiverFile:
-    """The owner's receivers: their file's, or none.
+    """The owner's receivers: their file's, or none. What else receivers need of the settings is seen to be good.
 
     Raises:
-        ConfigError: the file is missing or not valid.
+        ConfigError: the file is missing or not valid, or the key for secrets or the allowed addresses are not.
     """
+    Seal(settings)
+    parse_allowed(settings.allowed_addresses)
     return ReceiverFile() if settings.receivers_file is None else receiver_file.load(settings.receivers_file)

@@ -19,6 +19,7 @@ from watchstep_services.dispatcher.receivers.receiver_file import (
 )
 from watchstep_services.dispatcher.receivers.sealing import Seal, new_key
 from watchstep_services.dispatcher.receivers.secret_fields import FromEnvironment, FromFile, read_secret
+from watchstep_services.service import owner_receivers
 from watchstep_services.settings import load_settings
 
 GOOD = """
@@ -125,3 +126,9 @@ def test_a_key_that_is_none_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="WATCHSTEP_SECRET_KEY: not a key") as raised:
         Seal(settings)
     assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("setting", [{"secret_key": "hunter2"}, {"allowed_addresses": "10.0.0.1/8"}])
+def test_settings_that_cannot_be_used_are_told_at_the_start(setting: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="WATCHSTEP_"):
+        owner_receivers(load_settings(**setting))
