@@ -234,6 +234,6 @@ def test_alerts_live_as_the_model_says(template: Path) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     Lives.template = template
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Lives, settings=settings(settings.default, max_examples=EXAMPLES, stateful_step_count=30)
     )
