@@ -219,7 +219,8 @@ class Reach:
         except ValueError:  # a zone: link-local by its nature
             allowed = False
         if not allowed:
-            named = f"address {text}" if host == text else f"host {host}: its address {text}"
+            # Not what the name leads to: that would show the inside to who only may name hosts.
+            named = f"address {text}" if host == text else f"host {host}: an address of it"
             raise AddressRefusedError(
                 f"{named} is not public",
                 f"use a public address, or have who runs the service allow it in {ALLOW_SETTING}",

@@ -118,9 +118,7 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(server: Ht
 
 def test_a_name_with_one_bad_address_among_good_ones_is_refused(server: HttpServer) -> None:
     mixed = Reach(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.1", "10.0.0.1"])
-    with pytest.raises(
-        AddressRefusedError, match=r"host hooks\.example: its address 10\.0\.0\.1 is not public"
-    ):
+    with pytest.raises(AddressRefusedError, match=r"host hooks\.example: an address of it is not public"):
         posted(f"http://{NAME}:{server.port}/", outside(mixed))
     assert server.bodies == []
 
