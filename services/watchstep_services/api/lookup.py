@@ -35,8 +35,8 @@ def run_store(service: Service, project: str, run: str) -> Store:
     """
     with service.database.read() as session:
         row = find_run(session, project, run)
-        url = session.get_one(Project, row.project).store_url
-    return service.stores.open(url).child(run_prefix(project, run))
+        place = session.get_one(Project, row.project).place
+    return service.stores.of_run(place, run)
 
 
 def find_project(session: Session, project: str) -> Project:
