@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import typer.main
+from fastapi import FastAPI
 from pydantic_core import PydanticUndefined
 
 from docs.default_sources import SOURCES
@@ -21,13 +24,22 @@ from watchstep_rules.registry import RULES
 from watchstep_rules.rule_schema import schema_text
 from watchstep_rules.rule_tests import file as rule_tests
 from watchstep_rules.sql_guard import FUNCTIONS
+from watchstep_services.api.app import create_app
+from watchstep_services.api.openapi import document_text, operations
+from watchstep_services.api.policies import PERMISSION
+from watchstep_services.api.problem_types import PREFIX as PROBLEM
+from watchstep_services.api.problem_types import TYPES
 from watchstep_services.cli.app import app
 from watchstep_services.cli.rule_words import counted
+from watchstep_services.database.engine import open_database
+from watchstep_services.database_figures import FIGURES as DATABASE_FIGURES
 from watchstep_services.dispatcher.receivers import receiver_file
 from watchstep_services.dispatcher.receivers.kinds import KINDS
 from watchstep_services.dispatcher.receivers.receiver import Receiver
 from watchstep_services.dispatcher.receivers.wording import TEXT_FIELDS
-from watchstep_services.settings import PREFIX, Settings
+from watchstep_services.metrics import described
+from watchstep_services.service import Service
+from watchstep_services.settings import PREFIX, Settings, load_settings
 
 FOLDER = Path(__file__).parent
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- /table -->", re.DOTALL)
@@ -39,6 +51,7 @@ _VARIABLES = {
     "WATCHSTEP_ATTEMPT": "What all ranks of one launch share; set by `watchstep run`.",
     "WATCHSTEP_SERVICE": "URL of the service to announce to.",
     "WATCHSTEP_TOKEN": "A recorder's token for it.",
+    "WATCHSTEP_CREDENTIALS": "`service`: the service lends AWS credentials that write this attempt and nothing else.",
     "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take; `none` for everything always.",
     "WATCHSTEP_SPILL": "Folder for what waits while the store cannot be reached; in the user's cache where not given.",
     "WATCHSTEP_ON_STOP": "`ignore` or `raise`: what a stop does where `Hook(on_stop=…)` does not say.",
@@ -108,6 +121,22 @@ def system() -> str:
     return _table(["tensor", "of", "unit", "what"], rows)
 
 
+def metrics() -> str:
+    """The figures for Prometheus: those that processes count, then those of the database."""
+
+    def rows() -> Iterator[list[str]]:
+        held = [(name, "gauge", labels, text) for name, (labels, text) in DATABASE_FIGURES.items()]
+        for name, kind, labels, meaning in (*sorted(described()), *held):
+            yield [f"`{name}`", kind, ", ".join(f"`{label}`" for label in labels), meaning]
+
+    return _table(["metric", "type", "labels", "meaning"], rows())
+
+
+def recorder_variables() -> tuple[str, ...]:
+    """Names of the variables that a training process reads."""
+    return tuple(_VARIABLES)
+
+
 def variables() -> str:
     """What a training process reads from its environment."""
     return _table(["variable", "meaning"], ([f"`{name}`", text] for name, text in _VARIABLES.items()))
@@ -136,6 +165,40 @@ def sql_functions() -> str:
     return ", ".join(f"`{name}`" for name in sorted(FUNCTIONS) if name.isidentifier()) + "\n"
 
 
+def routes() -> str:
+    """The addresses of the API."""
+
+    def rows() -> Iterator[list[str]]:
+        for path, method, operation in operations(_api().openapi()):
+            yield [f"`{method.upper()} {path}`", operation["summary"], operation.get(PERMISSION, "")]
+
+    return _table(["address", "what it does", "asks for"], rows())
+
+
+def problems() -> str:
+    """The types of problems."""
+    rows = ([f"`{PROBLEM}{name}`", str(held.status), held.meaning] for name, held in TYPES.items())
+    return _table(["type", "status", "when"], rows)
+
+
+@cache
+def _api() -> FastAPI:
+    """The API of a service that does nothing: its database is never opened."""
+    return create_app(
+        Service(
+            load_settings(),
+            open_database(f"sqlite:///{tempfile.gettempdir()}/no-service.sqlite"),
+            "http://127.0.0.1:8642",
+            (),
+        )
+    )
+
+
+def openapi_text() -> str:
+    """The API's document."""
+    return document_text(_api())
+
+
 def receivers() -> str:
     """The kinds of receivers and what they take."""
 
@@ -148,7 +211,12 @@ def receivers() -> str:
                 + ("" if kind.model_fields[name].is_required() else "?") for name in own
             )  # fmt: skip
             by = "admins" if kind.administered else "operators"
-            yield [f"`{get_args(kind.model_fields['kind'].annotation)[0]}`", inspect.getdoc(kind) or "", said, by]
+            yield [
+                f"`{get_args(kind.model_fields['kind'].annotation)[0]}`",
+                inspect.getdoc(kind) or "",
+                said,
+                by,
+            ]
 
     return _table(["kind", "what it does", "takes (`?`: need not be given)", "written by"], rows())
 
@@ -170,7 +238,7 @@ def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.Type
 
 TABLES: dict[str, Callable[[], str]] = {
     "rules": rules, "defaults": defaults, "settings": settings, "variables": variables, "commands": commands,
-    "system": system, "sql_functions": sql_functions, "receivers": receivers, "message_fields": message_fields,
+    "routes": routes, "problems": problems, "system": system, "metrics": metrics, "sql_functions": sql_functions, "receivers": receivers, "message_fields": message_fields,
 }  # fmt: skip
 
 
@@ -190,11 +258,15 @@ SCHEMA = FOLDER / "rules.schema.json"
 TESTS_SCHEMA = FOLDER / "rule-tests.schema.json"
 """For editors; `watchstep rules test --schema` prints the same."""
 
+OPENAPI = FOLDER / "openapi.json"
+"""The API's document, for who makes a client from it; a running service gives its own at /openapi.json."""
+
 RECEIVERS = FOLDER / "receivers.schema.json"
 """For editors; `watchstep receivers schema` prints the same."""
 
 if __name__ == "__main__":
     RECEIVERS.write_text(receiver_file.schema_text(), encoding="utf-8")
+    OPENAPI.write_text(openapi_text(), encoding="utf-8")
     SCHEMA.write_text(schema_text(), encoding="utf-8")
     TESTS_SCHEMA.write_text(rule_tests.schema_text(), encoding="utf-8")
     for page in pages():

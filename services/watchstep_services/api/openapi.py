@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from watchstep_services.api.examples import example_of
+from watchstep_services.api.problem_types import TYPES
 
 _JSON = "application/json"
 _METHODS = frozenset(("get", "put", "post", "delete", "patch"))
@@ -69,6 +70,9 @@ def _complete(document: dict[str, Any]) -> None:
         used.update(operation.get("tags", ()))
         if method == "get":
             _revalidated(operation)
+        if any(parameter["name"] == "If-Match" for parameter in operation.get("parameters", ())):
+            changed = {**operation["responses"]["404"], "description": TYPES["changed"].meaning}
+            operation["responses"].setdefault("412", changed)
         _exemplify(operation, document)
     document["tags"] = [
         {"name": name, "description": TAGS.get(name, "")} if name in TAGS else {"name": name}

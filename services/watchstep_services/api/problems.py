@@ -57,7 +57,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-PROBLEMS = documented(401, 403, 404, 413, 422, 429, 503)
+PROBLEMS = documented(401, 403, 404, 409, 413, 422, 429, 503)
 """Those that every endpoint may give."""
 
 _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
@@ -87,9 +87,7 @@ def problem(
     status: int, title: str, what: str, mend: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """An answer that tells a problem."""
-    held = Problem(
-        type=type_of(status), title=title, status=status, detail=redact(what), mend=redact(mend)
-    )
+    held = Problem(type=type_of(status), title=title, status=status, detail=redact(what), mend=redact(mend))
     content = held.model_dump()
     return JSONResponse(content, status, headers=headers or _HEADERS.get(status), media_type=MEDIA_TYPE)
 
@@ -122,6 +120,15 @@ def _invalid(_request: Request, error: Exception) -> JSONResponse:
 
 def _http(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if (
+        error.status_code == 400
+    ):  # a body that is no JSON at all; the framework tells it apart, the document does not
+        return problem(
+            422,
+            "Invalid",
+            f"body: {error.detail}",
+            "send JSON in UTF-8; see /docs for what this address takes",
+        )
     return problem(error.status_code, "Refused", str(error.detail), "see /docs for the addresses and methods")
 
 

@@ -1,0 +1,139 @@
+"""Requests made from the OpenAPI document, at random: what any of them is answered must be what the document says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis import checks as built_in
+from schemathesis.core.failures import FailureGroup
+from schemathesis.core.result import Ok
+
+from tests.services.driving import Driven
+from tests.services.recording import Recording, nan_from
+from watchstep.layout import SnapshotKey
+from watchstep.store import Store
+from watchstep_services.api.app import create_app
+
+KNOWN = {
+    "project": "vision",
+    "run": "run-1",
+    "attempt": "a1",
+    "worker": 0,
+    "step": 5,
+    "mode": "train",
+    "tensor": "loss",
+    "figure": "mean",
+    "name": "nan_or_inf",
+    "action": 1,
+    "collection": "gradients",
+}
+"""Values that lead somewhere; each is taken as often as not."""
+
+built_in.load_all_checks()
+CHECKS = [
+    built_in.not_a_server_error,
+    *built_in.CHECKS.get_by_names(
+        ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
+    ),
+]
+STREAMS = "/events/stream"
+
+
+@dataclass
+class Tally:
+    """What was asked and answered."""
+
+    requests: int = 0
+    operations: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def prepared(driven: Driven, store: Store) -> FastAPI:
+    """An application with a run that fired, one that is damaged, and one that has not begun."""
+    from safetensors.numpy import save
+
+    for name, bad in (("run-1", 5), ("run-2", 10**6)):
+        recording = Recording(store, name).begin()
+        run_id = driven.register(name)
+        driven.announce(run_id, recording.write(0, 0, 9, nan_from(bad)))
+        driven.settle(run_id)
+        recording.store.put(SnapshotKey("a1", 0, 5, "train").path, save({"loss": np.arange(6.0)}))
+    Recording(store, "run-2").store.put(SnapshotKey("a1", 0, 5, "train").path, b"\xff" * 64)
+    driven.register("run-3")
+    return create_app(driven.service)
+
+
+def fuzz(app: FastAPI, token: str, examples: int, number: int = 1) -> Tally:
+    """Send requests to every operation, by the document and against it.
+
+    Args:
+        app: from `prepared`.
+        token: that may do everything.
+        examples: requests for each operation and way.
+        number: another one makes other requests.
+    """
+    tally = Tally()
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    for result in schema.get_all_operations():
+        assert isinstance(result, Ok), result
+        operation = result.ok()
+        if operation.path.endswith(STREAMS):
+            continue  # they do not end
+        tally.operations += 1
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            _fuzz_one(operation, mode, token, (examples, number), tally)
+    return tally
+
+
+def _fuzz_one(
+    operation: schemathesis.APIOperation,
+    mode: schemathesis.GenerationMode,
+    token: str,
+    how: tuple[int, int],
+    tally: Tally,
+) -> None:
+    examples, number = how
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy(generation_mode=mode), st.randoms(use_true_random=False))
+    def one(case: schemathesis.Case, chance: Random) -> None:
+        _steer(case, chance)
+        tally.requests += 1
+        for name in [name for name in case.headers or {} if name.lower() == "authorization"]:
+            del case.headers[name]  # of two, the first would count
+        response = case.call(headers={"Authorization": f"Bearer {token}"})
+        tally.statuses[response.status_code] += 1
+        try:
+            case.validate_response(response, checks=CHECKS)
+        except FailureGroup as failures:
+            said = "; ".join(str(failure).replace("\n", " ")[:300] for failure in failures.exceptions)
+            asked = f"{case.method} {case.formatted_path}?{case.query} {str(case.body)[:200]}"
+            tally.faults.append(f"{asked}: {response.status_code} {said}")
+
+    with suppress(Unsatisfiable):  # nothing contradicts an operation without parameters
+        one()
+
+
+def _steer(case: schemathesis.Case, chance: Random) -> None:
+    """Most random names lead nowhere."""
+    for part in (case.path_parameters, case.query):
+        for name in part or ():
+            if name in KNOWN and chance.random() < 0.7:
+                part[name] = KNOWN[name]

@@ -1,0 +1,23 @@
+"""A short run of the fuzz over the whole API; ``python -m benchmarks.fuzz_api`` makes a long one."""
+
+from __future__ import annotations
+
+from tests.services.api.fuzzing import fuzz, prepared
+from tests.services.driving import Driven
+from watchstep.store import Store
+from watchstep_services.tokens import create_token
+
+EXAMPLES = 1
+
+
+def test_nothing_is_answered_that_the_document_does_not_say(
+    driven_sqlite: Driven, folder_store: Store
+) -> None:
+    driven = driven_sqlite.with_settings(
+        requests_per_minute=0, recordings_per_minute=0, failures_per_minute=0
+    )
+    app = prepared(driven, folder_store)
+    tally = fuzz(app, create_token(driven.service.database, "admin"), EXAMPLES)
+    assert tally.faults == []
+    assert tally.requests >= tally.operations
+    assert {200, 404, 422} <= tally.statuses.keys()
