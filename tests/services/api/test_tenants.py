@@ -141,7 +141,7 @@ def bodies(operation: Operation, document: dict[str, Any], text: str) -> Iterato
 
 def ids(operation: Operation, planted: Planted) -> Iterator[tuple[str, dict[str, object]]]:
     """Of what is theirs, and values of the path: mine as far as the run goes and theirs after it, and theirs altogether."""
-    own = {"project": MINE}
+    own: dict[str, object] = {"project": MINE}
     free = [name for name in operation.parameters if name != "project"]
     for name in free:
         number = operation.parameters[name].get("type") == "integer"
