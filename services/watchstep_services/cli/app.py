@@ -12,6 +12,7 @@ from watchstep.errors import WatchstepError
 from watchstep.launch.run_command import parser as run_options
 from watchstep.launch.sync_command import parser as sync_options
 from watchstep_services.cli import (
+    check_config,
     database,
     demo,
     export,
@@ -37,6 +38,7 @@ app.command("serve")(serve.serve)
 app.command("api")(processes.api)
 app.command("worker")(processes.worker)
 app.command("scheduler")(processes.scheduler)
+app.command("check-config")(check_config.check_config)
 app.add_typer(database.app, name="database")
 app.command("export")(export.export)
 app.add_typer(runs.app, name="runs")

@@ -1,0 +1,66 @@
+"""All checks, in the order in which one wants to mend what they find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from watchstep.errors import WatchstepError
+from watchstep_services import tracing
+from watchstep_services.checks.broker import check_broker
+from watchstep_services.checks.database import check_database
+from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.checks.stores import check_stores
+from watchstep_services.database.engine import open_database
+from watchstep_services.service import owner_receivers, owner_rules
+from watchstep_services.settings import Settings
+from watchstep_services.unknown_variables import unknown_variables
+
+
+def check_configuration(settings: Settings) -> Iterator[Finding]:
+    """Try everything that the service needs. No object and no row is left behind."""
+    yield from _variables()
+    yield from _files(settings)
+    try:
+        database = open_database(settings.resolved_database_url)
+    except WatchstepError as error:
+        yield failed("database", error)
+        yield check_broker(settings)
+        yield from check_stores(settings, None)
+        return
+    try:
+        found = list(check_database(database, settings))
+        yield from found
+        yield check_broker(settings)
+        yield from check_stores(settings, database if found[0].state == "ok" else None)
+    finally:
+        database.close()
+
+
+def _variables() -> Iterator[Finding]:
+    unknown = list(unknown_variables(os.environ))
+    for name, meant in unknown:
+        mend = f"did you mean {meant}?" if meant else "remove it; docs/settings.md has those that there are"
+        yield Finding(f"variable {name}", "failed", "no such setting", mend)
+    if not unknown:
+        yield Finding("settings", "ok", "every WATCHSTEP_ variable is known")
+    asked = any(os.environ.get(name) for name in tracing.ENDPOINTS)
+    if asked and not tracing.wanted():
+        yield Finding(
+            "traces", "warning", "asked for, and not installed", "pip install 'watchstep[telemetry]'"
+        )
+
+
+def _files(settings: Settings) -> Iterator[Finding]:
+    try:
+        rules = owner_rules(settings)
+        yield Finding("rules", "ok", f"{len(rules)}, from {settings.rules_file or 'the defaults'}")
+    except WatchstepError as error:
+        yield failed("rules", error)
+    try:
+        receivers = owner_receivers(settings)
+        yield Finding(
+            "receivers", "ok", f"{len(receivers.names)}, from {settings.receivers_file or 'no file'}"
+        )
+    except WatchstepError as error:
+        yield failed("receivers", error)

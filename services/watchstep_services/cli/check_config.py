@@ -1,0 +1,29 @@
+"""``watchstep check-config``: whether the service would work as it is configured."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from watchstep_services.checks.configuration import check_configuration
+from watchstep_services.cli.output import console, table
+from watchstep_services.settings import load_settings
+
+
+def check_config(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Try every connection of the service: database, broker, stores. Exit code 1 where one does not work."""
+    settings = load_settings()
+    found = list(check_configuration(settings))
+    failing = any(each.state == "failed" for each in found)
+    if as_json:
+        typer.echo(json.dumps({"ok": not failing, "checks": [each.as_data() for each in found]}))
+    else:
+        shown = table("check", "state", "found", "mend")
+        for each in found:
+            shown.add_row(each.what, each.state, each.detail, each.mend)
+        console().print(shown)
+    raise typer.Exit(1 if failing else 0)

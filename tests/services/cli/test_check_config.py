@@ -1,0 +1,163 @@
+"""What ``watchstep check-config`` and ``watchstep database`` say, with real databases and a real Redis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from tests.services.postgres import Postgres
+from tests.services.redis import Broker, running_redis
+from watchstep.errors import ConfigError
+from watchstep.store import Store
+from watchstep_services.cli.app import app
+from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.schema import downgrade, prepare, status, upgrade
+from watchstep_services.settings import load_settings
+from watchstep_services.unknown_variables import known_variables, unknown_variables
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with running_redis() as server:
+        yield server
+
+
+def ran(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(list(words))
+    return int(str(ended.value.code or 0))
+
+
+def checks(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]]]:
+    code = ran("check-config", "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] == (code == 0)
+    return code, {each["what"]: each for each in answer["checks"]}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, folder_store: Store, tmp_path: Path) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("WATCHSTEP_STORE", folder_store.location)
+    monkeypatch.setenv("WATCHSTEP_HOME", str(tmp_path / "home"))
+    return monkeypatch
+
+
+def test_all_is_well(
+    environment: pytest.MonkeyPatch, postgres: Postgres, broker: Broker, folder_store: Store,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with postgres.new_database() as url:
+        database = open_database(url)
+        upgrade(database)
+        database.close()
+        environment.setenv("WATCHSTEP_DATABASE_URL", url)
+        environment.setenv("WATCHSTEP_BROKER_URL", broker.url)
+        code, found = checks(capsys)
+        assert (code, {each["state"] for each in found.values()}) == (0, {"ok"})
+        assert found["database rights"]["detail"] == "reads, writes, makes tables"
+        assert f"store {folder_store.location}" in found
+        assert not [entry.key for entry in folder_store.entries()]
+        assert not broker.client.keys("watchstep-probe-*")
+        assert ran("check-config") == 0
+        assert "puts, reads, lists, deletes" in capsys.readouterr().out
+
+
+def test_everything_that_is_wrong_is_told_at_once(
+    environment: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment.setenv("WATCHSTEP_DATABASE_URL", "postgresql://me:hunter2@127.0.0.1:1/none")
+    environment.setenv("WATCHSTEP_BROKER_URL", "redis://:hunter2@127.0.0.1:1/0")
+    environment.setenv("WATCHSTEP_STORE", str(tmp_path / "absent"))
+    environment.setenv("WATCHSTEP_RULES_FILE", str(tmp_path / "absent.yaml"))
+    environment.setenv("WATCHSTEP_SWEEP_SECOND", "1")
+    code, found = checks(capsys)
+    assert code == 1
+    assert {name for name, each in found.items() if each["state"] == "failed"} == {
+        "database", "broker 127.0.0.1:1/0", f"store {tmp_path / 'absent'}", "rules", "variable WATCHSTEP_SWEEP_SECOND",
+    }  # fmt: skip
+    assert all(each["mend"] for each in found.values() if each["state"] == "failed")
+    assert "WATCHSTEP_SWEEP_SECONDS" in found["variable WATCHSTEP_SWEEP_SECOND"]["mend"]
+    assert "hunter2" not in json.dumps(found)
+
+
+def test_rights_that_are_missing(
+    environment: pytest.MonkeyPatch, postgres: Postgres, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with postgres.new_database() as url:
+        database = open_database(url)
+        upgrade(database)
+        with database.engine.begin() as connection:
+            connection.exec_driver_sql("DROP ROLE IF EXISTS weak")
+            connection.exec_driver_sql("CREATE ROLE weak LOGIN")
+            connection.exec_driver_sql("GRANT SELECT ON ALL TABLES IN SCHEMA public TO weak")
+        database.close()
+        weak = sa.make_url(url).set(username="weak").render_as_string(hide_password=False)
+        environment.setenv("WATCHSTEP_DATABASE_URL", weak)
+        environment.setenv("WATCHSTEP_MIGRATE", "never")
+        code, found = checks(capsys)
+        assert code == 1
+        assert "INSERT" in found["database rights"]["detail"]
+        assert found["database schema"]["state"] == "ok"
+        environment.setenv("WATCHSTEP_MIGRATE", "at_start")
+        assert "CREATE" in checks(capsys)[1]["database rights"]["mend"]
+
+
+def test_the_schema_is_told_upgraded_and_taken_back(
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ran("database", "status") == 1
+    assert "schema none" in capsys.readouterr().out
+    assert checks(capsys)[1]["database schema"]["state"] == "warning"
+    assert ran("database", "upgrade", "0005") == 0
+    assert "schema 0005" in capsys.readouterr().out
+    assert ran("database", "upgrade") == 0
+    assert "up to date" in capsys.readouterr().out
+    assert ran("database", "status") == 0
+    assert ran("database", "downgrade", "0001", "--yes") == 0
+    assert "schema 0001" in capsys.readouterr().out
+    environment.setenv("WATCHSTEP_MIGRATE", "never")
+    assert checks(capsys)[1]["database schema"]["state"] == "failed"
+    with pytest.raises(ConfigError, match="revision '9999'"):
+        app(["database", "upgrade", "9999"])
+
+
+def test_processes_bring_the_schema_up_to_date_or_refuse(empty_database: Database) -> None:
+    with pytest.raises(ConfigError, match="watchstep database upgrade"):
+        prepare(empty_database, load_settings(migrate="never"))
+    prepare(empty_database, load_settings())
+    assert status(empty_database).is_current
+    prepare(empty_database, load_settings(migrate="never"))
+    with empty_database.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(ConfigError, match="newer than this version"):
+        prepare(empty_database, load_settings())
+    newest = status(empty_database).newest
+    with empty_database.engine.begin() as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{newest}'")
+    downgrade(empty_database)
+    assert not status(empty_database).is_current
+
+
+def test_variables_that_look_like_settings() -> None:
+    names = [
+        "WATCHSTEP_SORE", "WATCHSTEP_STORE", "watchstep_home", "PATH", "WATCHSTEP_QUITE_ELSE", "WATCHSTEP_RECEIVER_X",
+        "WATCHSTEP_API_SERVICE_HOST", "WATCHSTEP_API_PORT_80_TCP_ADDR", "WATCHSTEP_TOKEN",
+    ]  # fmt: skip
+    assert dict(unknown_variables(names)) == {"WATCHSTEP_QUITE_ELSE": "", "WATCHSTEP_SORE": "WATCHSTEP_STORE"}
+
+
+def test_every_variable_of_the_recorder_is_known() -> None:
+    from docs.tables import recorder_variables
+
+    assert set(recorder_variables()) <= known_variables()
+
+
+def test_production_processes_say_what_they_lack(environment: pytest.MonkeyPatch) -> None:
+    for command in ("api", "worker", "scheduler"):
+        with pytest.raises(ConfigError, match="WATCHSTEP_BROKER_URL is not set"):
+            app([command])
