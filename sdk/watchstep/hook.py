@@ -21,6 +21,7 @@ from watchstep.capture.ending import Ending
 from watchstep.capture.first_documents import attempt_document, run_document
 from watchstep.capture.guarding import Guarding, StepGuard
 from watchstep.capture.identity import resolve
+from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.session import Session
 from watchstep.capture.system.sampler import Sampler
@@ -123,6 +124,7 @@ class Hook:
         self._guarding: Guarding | None = None
         self._agreement: Agreement | None = None
         address = ServiceAddress.from_environment()
+        self._service = ServiceClient(address, self._identity.project) if address else None
         bounds = self.config.bounds
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
@@ -139,7 +141,8 @@ class Hook:
             identity=self._identity,
             run=run_document(self._identity, rule_data, self.config),
             attempt=attempt_document(self._identity, self._on_stop),
-            service=ServiceClient(address, self._identity.project) if address else None,
+            service=self._service,
+            open_attempt=self._open_attempt if lent() else None,
         )
         writer = Writer(target, session.queue, session.snapshot_writer, control, self._health, bounds)
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
@@ -358,8 +361,12 @@ class Hook:
         self._ending.detach_with(sampler.close)
 
     def _open_store(self) -> Store:
-        prefix = run_prefix(self._identity.project, self._identity.run)
-        return Store.open(self.store_url, create=True).child(prefix)
+        return self._open_attempt(self._identity.attempt)
+
+    def _open_attempt(self, attempt: str) -> Store:
+        project, run = self._identity.project, self._identity.run
+        opened = open_recorded(self.store_url, (project, run, attempt), self._service, self._health.fault)
+        return opened.child(run_prefix(project, run))
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         if document.stop is not None and document.stop.attempt == attempt:

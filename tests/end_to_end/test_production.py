@@ -149,6 +149,7 @@ def production(s3: S3, postgres: Postgres, broker: Broker, tmp_path: Path) -> It
             "WATCHSTEP_SWEEP_SECONDS": "0.5",
             "WATCHSTEP_LISTING_SECONDS": "0.5",
             "WATCHSTEP_GRACE_SECONDS": "0.5",
+            "WATCHSTEP_LOCAL_JOBS": "true",
         }
         yield Production(
             environment,

@@ -31,6 +31,7 @@ class Target:
         run: to make the run with.
         attempt: to claim the attempt with.
         service: where to announce.
+        open_attempt: opens it for another attempt; None where one store is for all.
     """
 
     store_url: str
@@ -39,6 +40,7 @@ class Target:
     run: documents.RunDocument
     attempt: documents.AttemptDocument
     service: ServiceClient | None
+    open_attempt: Callable[[str], Store] | None = None
 
 
 class Access:
@@ -82,6 +84,16 @@ class Access:
         """
         self.store = self.store or self.target.open_store()
         return self.store
+
+    def change_to(self, attempt: str) -> Store:
+        """The store, opened for the attempt that was claimed, where it was opened for another.
+
+        Raises:
+            StoreError, ConfigError: it cannot be opened.
+        """
+        if self.target.open_attempt is not None and attempt != self.target.identity.attempt:
+            self.store = self.target.open_attempt(attempt)
+        return self.open()
 
     def advanced(self) -> None:
         """The store has taken something."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 
 from watchstep import documents
@@ -21,6 +22,7 @@ def claim_attempt(
     identity: Identity,
     *,
     late: bool = False,
+    others: Callable[[str], Store] | None = None,
 ) -> WriterId:
     """Make the run if it is new, and claim or join the attempt.
 
@@ -35,6 +37,7 @@ def claim_attempt(
         attempt: written if the attempt is.
         identity: who claims.
         late: for a process that has ended; a rank then never takes the name that a live one may be about to take.
+        others: opens the store for another attempt, where its credentials are for one.
 
     Returns:
         The writer that this worker is.
@@ -51,7 +54,8 @@ def claim_attempt(
     for number in range(1, _MOST_ATTEMPTS):
         name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
         key, data = attempt_document(name), documents.encode(replace(attempt, attempt=name))
-        if store.create(key, data) or store.get(key, limit=documents.MAX_BYTES) == data:
+        held = store if others is None or number == 1 else others(name)
+        if held.create(key, data) or held.get(key, limit=documents.MAX_BYTES) == data:
             return replace(identity, attempt=name).writer()
     raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")
 

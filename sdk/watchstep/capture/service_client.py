@@ -20,6 +20,7 @@ from watchstep.layout import SegmentKey
 SERVICE = "WATCHSTEP_SERVICE"
 TOKEN = "WATCHSTEP_TOKEN"  # noqa: S105 - the name of a variable
 _TIMEOUT_SECONDS = 5.0
+_LENDING_SECONDS = 30.0  # the service asks AWS meanwhile
 _LONGEST_PAUSE = 30.0
 _MAX_ANSWER = 4 * 1024 * 1024
 
@@ -77,6 +78,18 @@ class ServiceClient:
         """
         return self._post(self._runs, registration)
 
+    def credentials(self, run: str, attempt: str) -> dict[str, Any]:
+        """Credentials that write one attempt.
+
+        Returns:
+            The answer of ``POST …/attempts/{attempt}/credentials``.
+
+        Raises:
+            ServiceError: the service refused, or did not answer.
+        """
+        named = f"{quote(run, safe='')}/attempts/{quote(attempt, safe='')}"
+        return self._post(f"{self._runs}/{named}/credentials", {}, seconds=_LENDING_SECONDS)
+
     def announce(self, run: str, key: SegmentKey, health: Mapping[str, Any]) -> ControlDocument:
         """Say that a segment lies on the store.
 
@@ -112,7 +125,12 @@ class ServiceClient:
         return control
 
     def _post(
-        self, url: str, body: Mapping[str, Any], more: Mapping[str, str] = MappingProxyType({})
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        more: Mapping[str, str] = MappingProxyType({}),
+        *,
+        seconds: float = _TIMEOUT_SECONDS,
     ) -> dict[str, Any]:
         headers = {
             "Content-Type": "application/json", "Authorization": f"Bearer {self._address.token}", **more
@@ -121,7 +139,7 @@ class ServiceClient:
             url, json.dumps(body, default=str).encode(), headers, method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:  # noqa: S310 - as above
+            with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310 - as above
                 data = json.loads(answer.read(_MAX_ANSWER))
         except urllib.error.HTTPError as error:
             with error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from watchstep.capture.claims import claim_attempt
+from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.node.merging import settle
 from watchstep.capture.spill_folder import ABOUT, About, SpillFolder
 from watchstep.capture.upload import put_end, write_whole
@@ -72,10 +74,11 @@ def _sync_held(folder: SpillFolder) -> Synced:
     try:
         about = folder.about()
         run = f"{about.identity.project}/{about.identity.run}"
-        root = Store.open(about.store_url, create=True)
-        store = root.child(run_prefix(about.identity.project, about.identity.run))
+        store = _open(about, about.writer.attempt if about.writer else about.identity.attempt)
         about = _settled(folder, about, store)
         writer = about.writer or _claim(folder, about, store)
+        if lent() and about.writer is None and writer.attempt != about.identity.attempt:
+            store = _open(about, writer.attempt)
         entries = folder.entries()
         for held in entries:
             item = folder.read(held)
@@ -93,9 +96,15 @@ def _sync_held(folder: SpillFolder) -> Synced:
     return Synced(folder.path, run, done, size)
 
 
+def _open(about: About, attempt: str) -> Store:
+    project, run = about.identity.project, about.identity.run
+    return open_recorded(about.store_url, (project, run, attempt)).child(run_prefix(project, run))
+
+
 def _claim(folder: SpillFolder, about: About, store: Store) -> WriterId:
     """Claim what the process itself could not, and keep it before anything is uploaded."""
-    writer = claim_attempt(store, about.run, about.attempt, about.identity, late=True)
+    others = functools.partial(_open, about) if lent() else None
+    writer = claim_attempt(store, about.run, about.attempt, about.identity, late=True, others=others)
     folder.describe(replace(about, writer=writer))
     return writer
 

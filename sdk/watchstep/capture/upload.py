@@ -78,7 +78,8 @@ class Uploader:
             return
         try:
             store = self._access.open()
-            writer = self._claimed(store)
+            before, writer = self._writer, self._claimed(store)
+            store = store if before is not None else self._access.change_to(writer.attempt)
             self._settle(store)
             while (head := self._backlog.head()) is not None:
                 self._write(store, head, writer)
@@ -101,7 +102,9 @@ class Uploader:
     def _claimed(self, store: Store) -> WriterId:
         if self._writer is None:
             target = self._access.target
-            writer = claim_attempt(store, target.run, target.attempt, target.identity)
+            writer = claim_attempt(
+                store, target.run, target.attempt, target.identity, others=target.open_attempt
+            )
             self._backlog.claimed(writer)
             self._control.attempt = writer.attempt
             self._writer = writer

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from watchstep import documents, rule_files
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
+from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress, ServiceClient
 from watchstep.control import MAX_BYTES, ControlDocument
 from watchstep.errors import ConfigError, NotFoundError
@@ -143,8 +144,14 @@ def _service_of(home: Path, store_url: str) -> FoundService | None:
 
 def _make_run(launch: Launch, rules: list[dict[str, Any]]) -> None:
     """Make the run, unless it is there; refuse one that was stopped for good."""
-    root = Store.open(launch.store_url, create=True)
-    root.check_writable()
+    root = open_recorded(
+        launch.store_url,
+        (launch.project, launch.run, launch.attempt),
+        ServiceClient(launch.service, launch.project) if launch.service else None,
+        lambda where, error: print(f"watchstep: {where}: {error}", file=sys.stderr),  # noqa: T201 - to the user
+    )
+    if not lent():  # lent credentials write the attempt only, as the run's document shows
+        root.check_writable()
     store = root.child(run_prefix(launch.project, launch.run))
     try:
         control = ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES))

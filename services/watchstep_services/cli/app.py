@@ -22,6 +22,7 @@ from watchstep_services.cli import (
     runs,
     serve,
     silences,
+    tenancy,
     tokens,
 )
 from watchstep_services.redaction import redacted, redacted_fault
@@ -46,6 +47,9 @@ app.add_typer(rules.app, name="rules")
 app.add_typer(receivers.app, name="receivers")
 app.add_typer(silences.app, name="silences")
 app.add_typer(tokens.app, name="tokens")
+app.add_typer(tenancy.projects, name="projects")
+app.add_typer(tenancy.stores, name="stores")
+app.add_typer(tenancy.backends, name="backends")
 
 
 @app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import threading
 from collections.abc import Mapping
@@ -58,16 +60,22 @@ class RoleCredentials:
 
 def _sts(registration: Registration) -> Any:
     try:
-        import boto3
-        from botocore.config import Config
+        return _client(registration.region, os.environ.get("AWS_ENDPOINT_URL", ""))
     except ImportError as error:
         raise ConfigError(
             f"store {registration.url}: has a role, and boto3 is not installed",
             "install watchstep[aws] where the service runs",
         ) from error
+
+
+@functools.lru_cache(maxsize=64)  # one takes half a second of a processor to make
+def _client(region: str, _endpoint: str) -> Any:
+    import boto3
+    from botocore.config import Config
+
     config = Config(connect_timeout=5, read_timeout=10, retries={"total_max_attempts": 3, "mode": "standard"})
-    region = registration.region or boto3.Session().region_name or "us-east-1"
-    return boto3.Session().client("sts", region_name=region, config=config)
+    session = boto3.Session()
+    return session.client("sts", region_name=region or session.region_name or "us-east-1", config=config)
 
 
 def _assume(client: Any, registration: Registration, policy: str, session_name: str) -> Mapping[str, Any]:

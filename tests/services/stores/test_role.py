@@ -12,6 +12,7 @@ from tests.conftest import S3
 from watchstep.cloud_store import S3Access
 from watchstep.errors import ConfigError, StoreError
 from watchstep.store import Store
+from watchstep_services.stores import role
 from watchstep_services.stores.checking import check_store, failed
 from watchstep_services.stores.opening import Stores
 from watchstep_services.stores.place import Registration, StorePlace
@@ -44,8 +45,6 @@ def test_a_place_is_read_and_written_by_its_role(registration: Registration) -> 
 def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
     registration: Registration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from watchstep_services.stores import role
-
     asked: list[dict[str, Any]] = []
 
     class Client:
@@ -104,7 +103,6 @@ def test_no_other_credentials_are_tried_where_the_role_is_refused(
     registration: Registration, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service's own credentials would do, and are not used."""
-    from watchstep_services.stores import role
 
     def refuse(_client: Any, _registration: Any, _policy: str, _name: str) -> dict[str, Any]:
         raise StoreError(f"role {ROLE} cannot be taken (AccessDenied)", "let it trust the service")
@@ -124,6 +122,7 @@ def test_without_credentials_of_its_own_the_service_says_so(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    role._client.cache_clear()
     with pytest.raises(StoreError, match="NoCredentials"):
         RoleCredentials(registration, project_policy(place(registration)), "watchstep")()
 
