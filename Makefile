@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-faults test-life lint bench lock clean
+.PHONY: demo test test-faults test-life lint bench bench-service lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -40,6 +40,10 @@ test-life: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks.capture $(BENCH_ARGS)
+
+# How fast the service is and what it costs: ten minutes, on a quiet machine.
+bench-service: $(STAMP)
+	$(BIN)/python -m benchmarks.service $(BENCH_ARGS)
 
 # Resolve anew; run on purpose, commit the result. PyTorch has its own file: its builds differ by platform.
 lock: $(STAMP)

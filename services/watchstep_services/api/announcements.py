@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/announcements", tag
 
 _WRITERS_WITH_HEALTH = 1024
 _LAGS_SECONDS = 1.0
-_LONGEST_PAUSE = 30.0
+_LONGEST_PAUSE = 10.0
 
 
 def pause_seconds(lag_ns: int) -> float:

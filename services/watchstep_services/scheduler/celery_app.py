@@ -25,7 +25,7 @@ from watchstep_services.scheduler.production import (
     UPKEEP,
     production_service,
 )
-from watchstep_services.scheduler.sweep import Work, find_due
+from watchstep_services.scheduler.sweep import Work, find_due, note_asked
 from watchstep_services.scheduler.sweep import sweep as look_for_work
 from watchstep_services.scheduler.turns import take_turn
 from watchstep_services.service import Service
@@ -115,6 +115,7 @@ def sweep() -> None:
 
 
 def _hand_out(mine: Service, found: Work) -> None:
+    note_asked(mine, found.runs)
     for run_id in found.runs:
         mine.notifier.run_changed(run_id)
     for action_id in found.actions:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
@@ -76,6 +77,18 @@ def _write_journals(service: Service) -> None:
         except WatchstepError as error:
             _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
             tell(service, due.run_id, error)
+
+
+def note_asked(service: Service, runs: Sequence[int]) -> None:
+    """Messages are sent that ask for the evaluation of runs: under load the next sweep does not send them again."""
+    if runs:
+        with service.database.once() as session:
+            session.execute(
+                update(Run)
+                .where(Run.id.in_(runs))
+                .values(asked_ns=now_ns())
+                .execution_options(synchronize_session=False)
+            )
 
 
 def find_due(service: Service) -> Work:
