@@ -53,6 +53,7 @@ def publish(
     silences = active(session, place.project, place.now_ns) if any(one.transitions for one in judged) else []
     actions: list[int] = []
     changed: list[Standing] = []
+    began: set[int] = set()
     for one in judged:
         for transition in one.transitions:
             _move(session, place, one, transition)
@@ -60,10 +61,11 @@ def publish(
                 told = _Told(session, place, one, transition, silences)
                 actions += told.tell()
                 changed += told.changed
+                began |= told.began
     for row, why in standing.left_behind(session, place, list(judged), sealed):
         actions += _end(session, place, row, sealed, why)
         changed.append(row)
-    regroup(service, session, Named(place.run_id, place.project, place.run), changed, place.now_ns)
+    regroup(service, session, Named(place.run_id, place.project, place.run), changed, began, place.now_ns)
     return actions
 
 
@@ -87,6 +89,8 @@ class _Told:
         self._silences = silences
         self.changed: list[Standing] = []
         """The alert, where something is new for those who are to be told."""
+        self.began: set[int] = set()
+        """Its id, where it began to fire: that is told whatever comes after."""
 
     def tell(self) -> list[int]:
         """Publish the event; returns the ids of new actions."""
@@ -107,6 +111,8 @@ class _Told:
         add_event(self._session, self._place.run_id, event, self._place.now_ns)
         if change != "none":
             self.changed.append(row)
+        if change in ("opened", "revealed"):
+            self.began.add(row.id)
         return [*self._webhooks(row, change, silence, event), *self._follow(event, silence)]
 
     def _webhooks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import select
@@ -44,11 +44,24 @@ class _Entry:
 
 
 def regroup(
-    service: Service, session: Session, named: Named, changed: Iterable[Standing], now_ns: int
+    service: Service,
+    session: Session,
+    named: Named,
+    changed: Iterable[Standing],
+    began: Container[int],
+    now_ns: int,
 ) -> None:
     """Have the groups of alerts looked at that began to fire, or ended, or are known on a further attempt.
 
     Groups are taken in the order of their keys, so that two evaluations never wait for each other.
+
+    Args:
+        service: the service.
+        session: the transaction.
+        named: whose alerts.
+        changed: of which something is new.
+        began: ids of those that began to fire, whether or not they still do.
+        now_ns: the database's time.
     """
     rows = {row.id: row for row in changed}
     if not rows:
@@ -56,7 +69,7 @@ def regroup(
     entries = [
         entry
         for row in rows.values()
-        if _is_told(row)
+        if _is_told(row, began)
         for entry in _entries(service, session, named, row, now_ns)
     ]
     members: dict[str, list[_Entry]] = {}
@@ -90,8 +103,10 @@ def wake(group: AlertGroup, now_ns: int) -> None:
     group.due_ns = at if group.due_ns is None else min(group.due_ns, at)
 
 
-def _is_told(row: Standing) -> bool:
-    return row.phase == "firing" and not row.dry_run and not row.inhibited_by
+def _is_told(row: Standing, began: Container[int]) -> bool:
+    """It fires, or did within this evaluation and is over: that, too, is told."""
+    fired = row.phase == "firing" or row.id in began
+    return fired and not row.dry_run and not row.inhibited_by
 
 
 def _entries(service: Service, session: Session, named: Named, row: Standing, now_ns: int) -> list[_Entry]:

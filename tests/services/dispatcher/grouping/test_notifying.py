@@ -191,3 +191,18 @@ def test_where_nothing_is_configured_nobody_is_told(driven_sqlite: Driven, folde
     driven_sqlite.settle(run_id)
     assert flush_due(driven_sqlite.service) == []
     assert notifications(driven_sqlite, run_id) == []
+
+
+def test_what_is_over_before_anybody_could_look_is_told(driven_sqlite: Driven, folder_store: Store) -> None:
+    driven = told_by(driven_sqlite, "https://chat.example.com/")
+    recording = Recording(folder_store).begin()
+    run_id = driven.register(rules=[rule()])
+    one_bad_step = recording.write(0, 0, 7, lambda step, _: float("nan") if step == 5 else 1.0)
+    driven.announce(run_id, one_bad_step)
+    driven.settle(run_id)
+    assert driven.event_types(run_id) == ["alert.firing", "alert.resolved"]
+    flush_due(driven.service)
+    flush_due(driven.service)
+    first, last = notifications(driven, run_id)
+    assert (first["status"], last["status"]) == ("firing", "resolved")
+    assert first["alerts"][0]["resolved_ns"] == last["alerts"][0]["resolved_ns"]
