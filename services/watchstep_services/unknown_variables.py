@@ -14,6 +14,7 @@ OF_OTHERS = frozenset(
     f"{PREFIX}{name}"
     for name in (
         "ATTEMPT",
+        "CREDENTIALS",
         "ON_STOP",
         "OVERHEAD_BUDGET",
         "PROJECT",

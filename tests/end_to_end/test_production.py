@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import socket
@@ -13,12 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from tests.conftest import S3
 from tests.infra.compose import command_of, health_of, search_path
+from tests.services.collector import Collector, collecting
 from tests.services.dispatcher.receiver import Receiver, receiving
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
@@ -56,13 +59,18 @@ class Production:
     operator: str
     recorder: str
     broker: Broker
+    collector: Collector
+    worker_figures: str
 
     @contextmanager
-    def process(self, name: str, *command: str) -> Iterator[None]:
+    def process(self, name: str, *command: str, figures: str = "") -> Iterator[None]:
         """One part as a process of its own; it must end by SIGTERM."""
+        environment = {**self.environment}
+        if figures:
+            environment["WATCHSTEP_METRICS_PORT"] = str(urlsplit(figures).port)
         with (self.folder / f"{name}.log").open("ab") as log:
             running = subprocess.Popen(
-                command, env=self.environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
+                command, env=environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
             )
         try:
             yield
@@ -79,16 +87,16 @@ class Production:
     @contextmanager
     def api(self) -> Iterator[None]:
         """The API, once it is ready."""
-        here = ["--no-access-log", "--host", "127.0.0.1", "--port", self.port]  # the last word of each counts
+        here = ["--host", "127.0.0.1", "--port", self.port]  # the last word of each counts
         with self.process("api", *command_of("api"), *here):
-            eventually(self.is_ready)
+            eventually(self.is_ready, 90)
             yield
 
     @contextmanager
     def workers(self) -> Iterator[None]:
         """A Celery worker with two processes, and beat."""
         with (
-            self.process("worker", *command_of("worker")),
+            self.process("worker", *command_of("worker"), figures=self.worker_figures),
             self.process("scheduler", *command_of("scheduler")),
         ):
             yield
@@ -129,7 +137,15 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def production(s3: S3, postgres: Postgres, broker: Broker, tmp_path: Path) -> Iterator[Production]:
+def collector() -> Iterator[Collector]:
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture
+def production(
+    s3: S3, postgres: Postgres, broker: Broker, collector: Collector, tmp_path: Path
+) -> Iterator[Production]:
     from watchstep_services.database.schema import upgrade
 
     s3.make_bucket("runs")
@@ -150,6 +166,9 @@ def production(s3: S3, postgres: Postgres, broker: Broker, tmp_path: Path) -> It
             "WATCHSTEP_LISTING_SECONDS": "0.5",
             "WATCHSTEP_GRACE_SECONDS": "0.5",
             "WATCHSTEP_LOCAL_JOBS": "true",
+            "WATCHSTEP_LOCAL_JOBS": "true",
+            "WATCHSTEP_LOG": "json",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         }
         yield Production(
             environment,
@@ -158,7 +177,46 @@ def production(s3: S3, postgres: Postgres, broker: Broker, tmp_path: Path) -> It
             create_token(database, "operator"),
             create_token(database, "recorder", PROJECT),
             broker,
+            collector,
+            f"http://127.0.0.1:{free_port()}/metrics",
         )
+
+
+def sample(figures: str, name: str) -> float:
+    """The value of one line of what Prometheus reads."""
+    (line,) = [line for line in figures.splitlines() if line.startswith(f"{name} ")]
+    return float(line.rpartition(" ")[2])
+
+
+def check_one_trace(production: Production) -> None:
+    """From the announcement to the stop, over three processes."""
+    stops = production.collector.named("watchstep.stop")
+    (stopped,) = [span for span in stops if span.attributes["watchstep.outcome"] == "done"]
+    evaluated = [s for s in production.collector.named("watchstep.evaluate") if s.span == stopped.parent]
+    announced = [s for s in production.collector.named("watchstep.announce") if s.span == evaluated[0].parent]
+    assert {span.trace for span in (*evaluated, *announced)} == {stopped.trace}
+    assert (announced[0].service, stopped.service) == ("watchstep-api", "watchstep-worker")
+    assert announced[0].parent  # the recorder's
+
+
+def check_figures(production: Production) -> None:
+    """Those of the API, of its port, and of a worker's processes together."""
+    headers = {"authorization": f"Bearer {production.operator}"}
+    of_api = httpx.get(f"{production.url}/metrics", headers=headers).text
+    assert httpx.get(f"{production.url}/metrics").status_code == 401
+    assert sample(of_api, 'watchstep_announcements_total{result="fresh"}') == 2
+    assert sample(of_api, "watchstep_database_up") == 1
+    of_worker = httpx.get(production.worker_figures).text
+    assert sample(of_worker, 'watchstep_evaluations_total{outcome="committed"}') >= 1
+    assert sample(of_worker, 'watchstep_action_tries_total{kind="stop",outcome="done"}') == 1
+    assert sample(of_worker, "watchstep_evaluation_lag_seconds_count") == 2
+
+
+def check_logs(production: Production) -> None:
+    """Every line of every process is JSON; those of a run name it."""
+    for name in ("api", "worker", "scheduler"):
+        for line in (production.folder / f"{name}.log").read_text().splitlines():
+            assert {"time", "level", "logger", "message"} <= json.loads(line).keys()
 
 
 def test_a_nan_is_announced_judged_told_and_stopped(
@@ -191,6 +249,9 @@ def test_a_nan_is_announced_judged_told_and_stopped(
             lambda: {action["state"] for action in production.get(f"{RUN}/actions")["actions"]} == {"done"}
         )
         assert len(actions) == 2
+        check_figures(production)
+    check_one_trace(production)
+    check_logs(production)
 
 
 def test_a_broker_that_forgets_costs_no_event(production: Production) -> None:

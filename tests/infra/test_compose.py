@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
@@ -28,6 +28,7 @@ from tests.infra.compose import (
     services,
 )
 from watchstep.store import Store
+from watchstep_services.cli.app import app
 from watchstep_services.settings import PREFIX, Settings
 
 SCHEMA = Path(__file__).with_name("compose_spec") / "compose-spec.json"
@@ -81,11 +82,11 @@ def test_every_variable_of_watchstep_is_a_setting() -> None:
 def test_programs_and_modules_exist(name: str) -> None:
     program, *arguments = command_of(name)
     assert shutil.which(program, path=search_path()) is not None
-    if program == "uvicorn":
-        module, _, attribute = arguments[arguments.index("--factory") + 1].partition(":")
-        assert callable(getattr(importlib.import_module(module), attribute))
-    if program == "celery":
-        assert importlib.import_module(arguments[arguments.index("-A") + 1]).app.main == "watchstep"
+    if program == "watchstep":
+        known = typer.main.get_command(app)
+        assert isinstance(known, typer.core.TyperGroup)
+        taken = {option for parameter in known.commands[arguments[0]].params for option in parameter.opts}
+        assert {word for word in arguments if word.startswith("--")} <= taken
 
 
 @each_service
