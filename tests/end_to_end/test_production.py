@@ -166,7 +166,6 @@ def production(
             "WATCHSTEP_LISTING_SECONDS": "0.5",
             "WATCHSTEP_GRACE_SECONDS": "0.5",
             "WATCHSTEP_LOCAL_JOBS": "true",
-            "WATCHSTEP_LOCAL_JOBS": "true",
             "WATCHSTEP_LOG": "json",
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         }
