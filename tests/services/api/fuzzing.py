@@ -86,6 +86,11 @@ def fuzz(app: FastAPI, token: str, examples: int, number: int = 1) -> Tally:
         number: another one makes other requests.
     """
     tally = Tally()
+    for item in app.openapi()[
+        "paths"
+    ].values():  # who may is tested elsewhere: half of the requests would go without a token
+        for operation in item.values():
+            operation.pop("security", None)
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
     for result in schema.get_all_operations():
         assert isinstance(result, Ok), result
