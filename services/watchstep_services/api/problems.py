@@ -57,7 +57,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-PROBLEMS = documented(401, 403, 404, 409, 413, 422, 429, 503)
+PROBLEMS = documented(401, 403, 404, 409, 413, 414, 422, 429, 503)
 """Those that every endpoint may give."""
 
 _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
