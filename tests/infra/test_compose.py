@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator
 
 import watchstep
 from tests.conftest import S3

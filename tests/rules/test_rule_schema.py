@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft202012Validator, FormatChecker  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator, FormatChecker
 
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.presets import PRESETS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +21,7 @@ from watchstep_services.evaluator.lifecycle import ENDED
 router = APIRouter(prefix="/v1/projects/{project}", tags=["retention"])
 
 Seconds = Annotated[int, Field(ge=0, le=100 * 366 * 86400)]
-_POLICY = {"examples": [{"keep_tensors_s": 604800, "keep_runs_s": 31536000}]}
+_POLICY: dict[str, Any] = {"examples": [{"keep_tensors_s": 604800, "keep_runs_s": 31536000}]}
 _FIELDS = ("compact_after_s", "originals_s", "keep_tensors_s", "keep_runs_s")
 
 

@@ -16,8 +16,8 @@ from watchstep.store import checked_scheme
 from watchstep_services import exposition, logs, tracing
 from watchstep_services.cli import rule_words
 from watchstep_services.cli.telling import Teller
-from watchstep_services.dispatcher.receivers.secret_fields import read_secret
 from watchstep_services.database_figures import DatabaseFigures
+from watchstep_services.dispatcher.receivers.secret_fields import read_secret
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import yaml
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]  # has no types
+from jsonschema import Draft202012Validator
 
 from tests.rules.sandbox.programs import LOUD
 from watchstep import Hook

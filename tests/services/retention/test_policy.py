@@ -23,7 +23,7 @@ def lived(policy: Policy, kept: Kept) -> list[tuple[str, int]]:
         done.append(due)
         if due[0] == "delete_run":
             return done
-        kept = replace(kept, **{_MARKS[due[0]]: due[1]})
+        kept = replace(kept, **{_MARKS[due[0]]: due[1]})  # type: ignore[arg-type]
     return done
 
 
