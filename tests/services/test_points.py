@@ -241,3 +241,38 @@ def test_a_life_without_a_death_reaches_every_point(place: Place) -> None:
 
 def test_a_point_is_nothing_where_nobody_listens() -> None:
     reach("evaluate.claimed")
+
+
+@pytest.mark.parametrize("point", ["evaluate.claimed", "evaluate.read", "evaluate.judged"])
+def test_whoever_is_paused_past_its_lease_commits_nothing(place: Place, point: str) -> None:
+    run = f"paused-at-{point}"
+    driven = Driven(make_service(place.database, place.store))
+    recording = Recording(place.store, run).begin()
+    run_id = driven.register(run)
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    left: list[dict[str, Any]] = []
+
+    def pause(name: str, _subject: object) -> None:
+        if name != point or left:
+            return
+        left.append({})  # the other's own points are no pause
+        with place.database.write() as session:
+            session.get_one(Run, run_id).lease_until_ns = 0
+        assert driven.restarted().evaluate(run_id).outcome == "committed"
+        left[0] = told(driven, run_id)
+
+    with listening(pause):
+        assert driven.evaluate(run_id).outcome in {"fenced", "idle"}
+    assert told(driven, run_id) == left[0]
+
+
+def told(driven: Driven, run_id: int) -> dict[str, Any]:
+    """What an evaluation leaves."""
+    run = driven.run(run_id)
+    return {
+        "run": (run.cursor, run.ticks, run.journal, run.epoch, run.lease_until_ns),
+        "events": driven.events(run_id),
+        "findings": driven.findings(),
+        "memories": driven.memories(),
+        "actions": [(action.key, action.state) for action in driven.actions(run_id)],
+    }
