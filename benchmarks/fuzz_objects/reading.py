@@ -91,7 +91,7 @@ def main(folder: Path, kind: str, seed: int, count: int, mib: int) -> None:
     whole = [file.read_bytes() for file in sorted((folder / kind).iterdir())]
     dice, store, at = (
         random.Random(seed),
-        Store.open(folder / "store", create=True),
+        Store.open(folder / f"store-{kind}-{seed}", create=True),
         folder / f"{kind}-{seed}.at",
     )
     read = READERS[kind]
