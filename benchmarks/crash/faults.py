@@ -226,6 +226,8 @@ class Faults:
 
 def _age(process: psutil.Process) -> float:
     try:
+        if process.status() == psutil.STATUS_STOPPED:
+            return 0.0  # paused: its time is still to come
         return time.time() - process.create_time()
     except psutil.NoSuchProcess:
         return 0.0
