@@ -96,9 +96,7 @@ def try_mirror(service: Service, due: DueAction) -> Tried:
     """
     with service.database.read() as session:
         run, project = session.execute(
-            select(Run, Project)
-            .join(Project, Project.name == Run.project)
-            .where(Run.id == due.run_id)
+            select(Run, Project).join(Project, Project.name == Run.project).where(Run.id == due.run_id)
         ).one()
     run_store = service.stores.of_run(project.place, run.run)
     return Tried("done", f"version {mirror(service, due.run_id, run_store).version} is on the store")

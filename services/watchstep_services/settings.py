@@ -25,7 +25,9 @@ class Settings(BaseSettings):
         Path("~/.watchstep"), description="The service's own folder: database and service.json."
     )
     store: str = Field("watchstep-runs", description="URL or folder that holds <project>/<run>/.")
-    database_url: SecretStr = Field(SecretStr(""), description="SQLAlchemy URL; empty for SQLite in the home.")
+    database_url: SecretStr = Field(
+        SecretStr(""), description="SQLAlchemy URL; empty for SQLite in the home."
+    )
     new_projects: Literal["on_first_run", "by_admins"] = Field(
         "on_first_run",
         description="Whether a first run makes its project, on the service's own store, or only admins do: `on_first_run` or "
@@ -76,7 +78,8 @@ class Settings(BaseSettings):
     )
     access_log: bool = Field(False, description="Whether the API logs every request.")
     migrate: Literal["at_start", "never"] = Field(
-        "at_start", description="Whether processes bring the database's schema up to date: `at_start` or `never`."
+        "at_start",
+        description="Whether processes bring the database's schema up to date: `at_start` or `never`.",
     )
     drain_seconds: float = Field(20.0, gt=0, description="How long requests may run on after SIGTERM.")
     worker_processes: int = Field(2, ge=1, le=1024, description="Processes of one `watchstep worker`.")
@@ -94,7 +97,9 @@ class Settings(BaseSettings):
     grace_seconds: float = Field(5.0, ge=0, description="Between asking, terminating and killing a job.")
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(
-        8, ge=1, description="Tries of an action that fails before it is given up; a stop, only once its attempt is over."
+        8,
+        ge=1,
+        description="Tries of an action that fails before it is given up; a stop, only once its attempt is over.",
     )
     webhook_seconds: float = Field(10.0, gt=0, description="How long a receiver may take to answer.")
     query_seconds: float = Field(10.0, gt=0, description="How long one query over statistics may take.")
@@ -103,7 +108,9 @@ class Settings(BaseSettings):
         4, ge=1, description="Queries of one project that a process answers at once; more are refused."
     )
     tensor_mb: int = Field(64, ge=1, description="MiB of a tensor that one answer may hold.")
-    event_streams: int = Field(500, ge=1, description="Event streams that a process keeps open; more are refused.")
+    event_streams: int = Field(
+        500, ge=1, description="Event streams that a process keeps open; more are refused."
+    )
     python_rules: Demand = Field(
         DEFAULT,
         description="Rules that are programs: `refuse`, `full_only` where a machine shuts them in wholly, or "

@@ -42,7 +42,9 @@ def test_the_schemas_are_as_the_code_says() -> None:
 
 
 def test_the_schema_of_receivers_is_as_the_code_says() -> None:
-    assert tables.RECEIVERS.read_text(encoding="utf-8") == receiver_file.schema_text(), "python -m docs.tables"
+    assert tables.RECEIVERS.read_text(encoding="utf-8") == receiver_file.schema_text(), (
+        "python -m docs.tables"
+    )
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ class Announced(BaseModel):
 
     control: ControlData
     pause_seconds: float = Field(
-        0.0, description="The service lags: leave so long between two announcements, unless something is urgent."
+        0.0,
+        description="The service lags: leave so long between two announcements, unless something is urgent.",
     )
 
 

@@ -31,7 +31,9 @@ def test_what_a_stop_comes_to_is_waited_for() -> None:
     gone = {"heard": True, "job": JobStatus("gone", -15), "gone_for_ns": GRACE}
     assert state(**gone, stopping=True) == "running"
     assert state(**gone, stopped=True) == "stopped"
-    assert state(**gone, stopping=True, silent_ns=SILENT) == "failed"  # the stop itself does not come to an end
+    assert (
+        state(**gone, stopping=True, silent_ns=SILENT) == "failed"
+    )  # the stop itself does not come to an end
 
 
 def test_the_life_of_a_run() -> None:
