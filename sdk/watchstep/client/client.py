@@ -105,6 +105,31 @@ class Client:
         body = {"attempt": attempt} | ({"reason": reason} if reason else {})
         return read(Stop, self._transport.call("POST", f"{self._of(run)}/stop", body=body))
 
+    def ask_snapshot(self, run: str, step: int | None = None, attempt: str = "") -> str:
+        """Have a run's workers keep the full tensors of a step, or of the next one; returns the request's id."""
+        body = {"step": step, "attempt": attempt}
+        return str(self._transport.call("POST", f"{self._of(run)}/control/snapshots", body=body)["id"])
+
+    def set_cadence(self, run: str, every: Mapping[str, int]) -> None:
+        """Have collections measured every so many steps; those left out as the workers choose."""
+        self._transport.call("PUT", f"{self._of(run)}/control/cadence", body={"every": dict(every)})
+
+    def allow_restart(self, run: str, reason: str) -> None:
+        """Let new attempts of a stopped run start. The attempt that was stopped stays stopped."""
+        self._transport.call("POST", f"{self._of(run)}/control/restart", body={"reason": reason})
+
+    def hold(self, run: str, reason: str) -> None:
+        """Keep a run whole, whatever the project's policy says, until it is let go."""
+        self._transport.call("PUT", f"{self._of(run)}/hold", body={"reason": reason})
+
+    def let_go(self, run: str) -> None:
+        """Let the project's policy decide of a run again."""
+        self._transport.call("DELETE", f"{self._of(run)}/hold")
+
+    def delete(self, run: str) -> None:
+        """Have a run that has ended deleted, from the store and the service, soon. Needs an administrator's token."""
+        self._transport.call("DELETE", self._of(run))
+
     def rules(self, run: str) -> list[Rule]:
         """The rule configs that judge a run, and how they stand."""
         return [read(Rule, rule) for rule in self._transport.call("GET", f"{self._of(run)}/rules")["rules"]]

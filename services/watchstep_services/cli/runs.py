@@ -16,7 +16,7 @@ from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
 from watchstep.store import Store
 from watchstep.tensors import LOSSES, MODES, Mode
-from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_service, runs_stops
+from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console, figure, table
 from watchstep_services.cli.serve import DEFAULT_STORE
@@ -28,6 +28,12 @@ app.command("events")(runs_service.events)
 app.command("actions")(runs_service.actions)
 app.command("stop")(runs_service.stop)
 app.command("stops")(runs_stops.stops)
+app.command("allow-restart")(runs_control.allow_restart)
+app.command("snapshot")(runs_control.snapshot)
+app.command("cadence")(runs_control.cadence)
+app.command("hold")(runs_control.hold)
+app.command("let-go")(runs_control.let_go)
+app.command("delete")(runs_control.delete)
 
 StoreOption = Annotated[
     str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.client.transport import RefusedError
+from watchstep.errors import ConfigError
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig
 from watchstep_services.cli.app import app
@@ -66,3 +68,18 @@ def test_what_operators_do_with_an_alert(folder: Path) -> None:
     assert "silence 1 has ended" in told("silences", "expire", "1", *of)
     assert "a sweep" not in told("silences", "list", *of)
     assert "a sweep" in told("silences", "list", "--all", *of)
+
+
+def test_what_is_asked_of_a_run(folder: Path) -> None:
+    run = f"{PROJECT}/run-1"
+    assert "of its next step" in watchstep(folder, "runs", "snapshot", run)
+    assert "of step 90" in watchstep(folder, "runs", "snapshot", run, "--step", "90")
+    assert "weights every 50 steps" in watchstep(folder, "runs", "cadence", run, "weights=50")
+    assert "as its workers choose" in watchstep(folder, "runs", "cadence", run)
+    assert "new attempts may start" in watchstep(folder, "runs", "allow-restart", run, "--reason", "mended")
+    assert "held" in watchstep(folder, "runs", "hold", run, "--reason", "for the paper")
+    assert "let go" in watchstep(folder, "runs", "let-go", run)
+    with pytest.raises(ConfigError, match="not COLLECTION=STEPS"):
+        watchstep(folder, "runs", "cadence", run, "weights=often")
+    with pytest.raises(RefusedError, match="administer"):  # the token of `serve` is an operator's
+        watchstep(folder, "runs", "delete", run, "--yes")
