@@ -257,6 +257,8 @@ class Store:
                 for meta in batch:
                     yield Entry(str(meta["path"])[skip:], int(meta["size"]))
         except Exception as error:
+            if self._is_below_a_file(error):
+                return
             raise self._translated("list", prefix, error) from error
 
     def folders(self, prefix: str = "") -> list[str]:
@@ -274,6 +276,8 @@ class Store:
                 raise self._translated("list", prefix, error) from error
             return self._usable_folders(prefix)
         except Exception as error:
+            if self._is_below_a_file(error):
+                return []
             raise self._translated("list", prefix, error) from error
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
@@ -308,6 +312,10 @@ class Store:
         self.put(probe, b"")
         self.delete(probe)
 
+    def _is_below_a_file(self, error: Exception) -> bool:
+        """Whether what was asked for would lie below an object: in a folder nothing can, in a bucket nothing does."""
+        return self.is_local and "(os error 20)" in str(error)
+
     def _is_hidden(self, key: str, error: Exception) -> bool:
         """Whether a refusal only says that there is no such object: who may list its folder can tell."""
         if not self._hides_missing or not _is_denial(error):
@@ -332,6 +340,13 @@ class Store:
             return StoreError(f"store {self.url}: no such bucket", "create the bucket, or correct the URL")
         if isinstance(error, FileNotFoundError) or (verb == "read" and self._is_hidden(key, error)):
             return NotFoundError(f"object {named}: not found", "check the run's URL and the name")
+        if self._is_below_a_file(error):
+            if verb != "write":
+                return NotFoundError(f"object {named}: not found", "check the run's URL and the name")
+            return StoreError(
+                f"store {self.url}: cannot write {key!r} (a part of it is an object already)",
+                "choose another name, or remove that file",
+            )
         if _METADATA_SERVICE in str(error):
             return StoreError(
                 f"store {self.url}: no credentials found, cannot {verb} {key!r}",

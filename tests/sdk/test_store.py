@@ -92,6 +92,25 @@ def test_delete_removes_and_misses_nothing(store: Store) -> None:
     assert list(store.entries()) == []
 
 
+def test_below_an_object_there_is_nothing(store: Store) -> None:
+    store.put("a", b"1")
+    for read in (store.get, store.size, lambda key: store.get_range(key, 0, 1)):
+        with pytest.raises(NotFoundError):
+            read("a/b")
+    store.delete("a/b")
+    assert (list(store.entries("a/b/")), store.folders("a/b/")) == ([], [])
+    assert store.get("a") == b"1"
+
+
+def test_in_a_folder_nothing_is_written_below_an_object(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.put("a", b"1")
+    for write in (store.put, store.create):
+        with pytest.raises(StoreError, match="is an object already") as refused:
+            write("a/b", b"2")
+        assert not isinstance(refused.value, NotFoundError)
+
+
 def test_a_child_sees_only_what_is_below_it(store: Store) -> None:
     store.put("p/run/a", b"1")
     store.put("p/run-2/a", b"2")

@@ -196,6 +196,11 @@ class ConfinedFolder(Store):
                 raise StoreError(
                     f"object {named}: a symbolic link, which is not followed", "put the object itself there"
                 ) from error
+            if verb == "write" and error.errno == errno.ENOTDIR:
+                raise StoreError(
+                    f"store {self.url}: cannot write {key!r} (a part of it is an object already, or a link)",
+                    "choose another name, or remove that file",
+                ) from error
             if error.errno in {errno.ENOENT, errno.ENOTDIR}:
                 raise NotFoundError(
                     f"object {named}: not found",

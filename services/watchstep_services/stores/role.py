@@ -60,21 +60,30 @@ class RoleCredentials:
 
 def _sts(registration: Registration) -> Any:
     try:
-        return _client(registration.region, os.environ.get("AWS_ENDPOINT_URL", ""))
+        import boto3  # noqa: F401 - whether it is there
     except ImportError as error:
         raise ConfigError(
             f"store {registration.url}: has a role, and boto3 is not installed",
             "install watchstep[aws] where the service runs",
         ) from error
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        return _client(registration.region, os.environ.get("AWS_ENDPOINT_URL", ""))
+    except BotoCoreError as error:
+        raise _no_answer(registration, error) from error
 
 
 @functools.lru_cache(maxsize=64)  # one takes half a second of a processor to make
 def _client(region: str, _endpoint: str) -> Any:
     import boto3
     from botocore.config import Config
+    from botocore.exceptions import NoCredentialsError
 
     config = Config(connect_timeout=5, read_timeout=10, retries={"total_max_attempts": 3, "mode": "standard"})
     session = boto3.Session()
+    if session.get_credentials() is None:  # a client would have none for as long as it lives
+        raise NoCredentialsError
     return session.client("sts", region_name=region or session.region_name or "us-east-1", config=config)
 
 
@@ -98,8 +107,12 @@ def _assume(client: Any, registration: Registration, policy: str, session_name: 
             "let the role trust the service's own identity, with the external id that is registered",
         ) from error
     except BotoCoreError as error:
-        raise StoreError(
-            f"store {registration.url}: role {registration.role_arn} cannot be taken ({type(error).__name__})",
-            "see that the service has AWS credentials of its own, and that it reaches STS",
-        ) from error
+        raise _no_answer(registration, error) from error
     return given
+
+
+def _no_answer(registration: Registration, error: Exception) -> StoreError:
+    return StoreError(
+        f"store {registration.url}: role {registration.role_arn} cannot be taken ({type(error).__name__})",
+        "see that the service has AWS credentials of its own, and that it reaches STS",
+    )

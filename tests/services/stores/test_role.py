@@ -118,13 +118,16 @@ def test_no_other_credentials_are_tried_where_the_role_is_refused(
 
 
 def test_without_credentials_of_its_own_the_service_says_so(
-    registration: Registration, monkeypatch: pytest.MonkeyPatch
+    registration: Registration,
 ) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     role._client.cache_clear()
-    with pytest.raises(StoreError, match="NoCredentials"):
-        RoleCredentials(registration, project_policy(place(registration)), "watchstep")()
+    credentials = RoleCredentials(registration, project_policy(place(registration)), "watchstep")
+    with pytest.MonkeyPatch.context() as without:
+        without.delenv("AWS_ACCESS_KEY_ID")
+        without.delenv("AWS_SECRET_ACCESS_KEY")
+        with pytest.raises(StoreError, match="NoCredentials"):
+            credentials()
+    assert credentials()["token"]  # those that came later are found
 
 
 def test_a_store_is_tried_step_by_step(registration: Registration) -> None:
