@@ -1,10 +1,12 @@
-# The two commands: `make demo` shows the whole way, `make test` runs every check but those of `make test-faults`.
+# The two commands: `make demo` shows the whole way, `make test` runs every check but those that take long.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Two processes run tests, each whole files; what stands in one file shares its servers.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-faults test-life lint bench bench-service lock clean
+.PHONY: demo test test-slow test-faults test-life lint bench bench-service lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -26,7 +28,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest --ignore tests/sdk/faults
+	$(PYTEST) --ignore tests/sdk/faults -m "not slow"
+
+# Compilers, production's processes, campaigns: ten minutes.
+test-slow: $(STAMP)
+	$(PYTEST) --ignore tests/sdk/faults -m slow
 
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)

@@ -11,6 +11,8 @@ from benchmarks.crash.__main__ import report_of
 from benchmarks.crash.campaign import Wanted, running
 from benchmarks.crash.trainings import KINDS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(900)  # on a machine that does much else, everything starts slowly, again and again
 def test_a_service_that_is_killed_again_and_again_loses_nothing() -> None:
