@@ -58,7 +58,7 @@ class Service:
         base_url: where people reach the API, without a closing slash.
         owner_rules: judge every run; may stop jobs.
         notifier: whom to tell of work.
-        backends: kinds of jobs that can be stopped, by name.
+        backends: what stops jobs, by kind; a backend that is registered has one of these kinds.
         stores: opened stores.
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.

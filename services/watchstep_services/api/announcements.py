@@ -8,7 +8,7 @@ from watchstep.errors import ConfigError
 from watchstep.layout import SegmentKey, WriterId, check_name
 from watchstep_services import metrics
 from watchstep_services.api.access import Served, permits
-from watchstep_services.api.lookup import find_run
+from watchstep_services.api.lookup import find_open_run
 from watchstep_services.api.models import Announced, AnnouncementInput, ControlData
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.records import hint, put_segment
@@ -37,7 +37,7 @@ def pause_seconds(lag_ns: int) -> float:
 @router.post("", summary="Announce a segment")
 @permits("record")
 def announce(project: str, run: str, body: AnnouncementInput, service: Served) -> Announced:
-    """Put a segment into the inbox. Whether it exists, and what it holds, only the store says."""
+    """Put a segment into the inbox. Whether it exists, and what it holds, only the store says. Archived projects take none."""
     # The key is made here from checked parts; a recorder names no key.
     writer = WriterId(
         check_name("attempt", body.attempt), check_name("node", body.node), check_name("writer", body.writer)
@@ -46,7 +46,7 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         raise ConfigError(f"steps {body.first} to {body.last}: none", "announce the first and the last step")
     key = SegmentKey(writer, body.seq, body.first, body.last)
     with service.database.write() as session:
-        row = find_run(session, project, run)
+        row = find_open_run(session, project, run)
         now = read_clock(session)
         waiting = row.due_ns is not None and row.due_ns <= now
         pause = pause_seconds(now - (row.due_ns or now) if waiting else 0)

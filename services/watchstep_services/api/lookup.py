@@ -10,6 +10,7 @@ from watchstep.layout import check_name, run_prefix
 from watchstep.store import Store
 from watchstep_services.database.models import Project, Run, Standing
 from watchstep_services.service import Service
+from watchstep_services.tenancy.projects import archived
 
 
 def find_run(session: Session, project: str, run: str) -> Run:
@@ -22,8 +23,30 @@ def find_run(session: Session, project: str, run: str) -> Run:
     run_prefix(project, run)
     row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one_or_none()
     if row is None:
-        raise NotFoundError(f"run {project}/{run}: not known", "register it first, or check the name")
+        raise _unknown(project, run)
     return row
+
+
+def find_open_run(session: Session, project: str, run: str) -> Run:
+    """The run's row, of a project that takes what is recorded.
+
+    Raises:
+        BadNameError, NotFoundError: as `find_run`.
+        ConflictError: the project is archived.
+    """
+    run_prefix(project, run)
+    # One query: every announcement comes by here.
+    named = select(Run, Project.archived_ns).join(Project, Project.name == Run.project)
+    found = session.execute(named.where(Run.project == project, Run.run == run)).one_or_none()
+    if found is None:
+        raise _unknown(project, run)
+    if found[1] is not None:
+        raise archived(project)
+    return found[0]
+
+
+def _unknown(project: str, run: str) -> NotFoundError:
+    return NotFoundError(f"run {project}/{run}: not known", "register it first, or check the name")
 
 
 def run_store(service: Service, project: str, run: str) -> Store:

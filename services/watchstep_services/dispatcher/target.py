@@ -9,12 +9,13 @@ from sqlalchemy import func, select
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.store import Store
 from watchstep_services.control import change, mirror
-from watchstep_services.database.models import Attempt, Job, Project, Run, Segment
+from watchstep_services.database.models import Attempt, Project, Run, Segment
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.stores.place import StorePlace
+from watchstep_services.tenancy.jobs import bound_job
 
 _RECENT = 20
 _LEAST_MARGIN = 10
@@ -69,15 +70,16 @@ def load_target(service: Service, run_id: int, attempt: str) -> Target:
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
         place = session.get_one(Project, run.project).place
-        bound = session.execute(select(Job).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
+        found = bound_job(session, run_id, attempt)
     run_store = service.stores.of_run(place, run.run)
     row = attempts.load(service.database, run_store, run_id, attempt)
-    if bound is None:
+    if found is None:
         return Target(run, row, place, run_store, None, None, None)
+    bound, kind = found
     job = JobHandle(bound.backend, bound.job_id, bound.identity)
-    backend = service.backends.get(bound.backend)
+    backend = service.backends.get(kind)
     if backend is None:
-        status = JobStatus("unknown", detail=f"this service has no backend {bound.backend!r}")
+        status = JobStatus("unknown", detail=f"this service has no backend of kind {kind!r}")
     else:
         status = backend.status(job)
     return Target(run, row, place, run_store, job, status, backend)

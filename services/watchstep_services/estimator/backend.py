@@ -15,7 +15,7 @@ class JobHandle:
     """One job, so named that no other can be taken for it.
 
     Attributes:
-        backend: which kind.
+        backend: name of the backend that it runs on.
         id: as people know it.
         identity: what tells it from a later job with the same id, JSON-ready.
     """

@@ -18,6 +18,7 @@ from watchstep_services.events import make_event
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
+from watchstep_services.tenancy.jobs import bound_job
 
 RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
 ENDED = ("completed", "failed", "stopped")
@@ -84,10 +85,8 @@ def advance_run(service: Service, run_id: int) -> RunState:
     """Bring a run's state up to date, with events on its start and end; returns the state."""
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
-        bound = session.execute(
-            select(Job).filter_by(run_id=run_id, attempt=run.attempt)
-        ).scalar_one_or_none()
-    status = _job_status(service, bound)
+        bound, kind = bound_job(session, run_id, run.attempt) or (None, "")
+    status = _job_status(service, bound, kind)
     with service.database.write() as session:
         now = read_clock(session)
         run = session.get_one(Run, run_id, with_for_update=True)
@@ -131,12 +130,12 @@ def advance_run(service: Service, run_id: int) -> RunState:
     return state
 
 
-def _job_status(service: Service, bound: Job | None) -> JobStatus | None:
+def _job_status(service: Service, bound: Job | None, kind: str) -> JobStatus | None:
     if bound is None:
         return None
     if bound.state == "gone":
         return JobStatus("gone", bound.exit_code)
-    backend = service.backends.get(bound.backend)
+    backend = service.backends.get(kind)
     if backend is None:
         return JobStatus("unknown")
     return backend.status(JobHandle(bound.backend, bound.job_id, bound.identity))

@@ -7,15 +7,29 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
-from watchstep_services.database.models import JobHolder
+from watchstep_services.database.models import BackendRow, Job, JobHolder
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.estimator import local
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.tenancy.conflict import ConflictError
+
+
+def bound_job(session: Session, run_id: int, attempt: str) -> tuple[Job, str] | None:
+    """The job that is bound to an attempt, and the kind of its backend, whatever that is registered as.
+
+    Of a backend that is registered no more, its name stands for its kind.
+    """
+    bound = (
+        select(Job, func.coalesce(BackendRow.kind, Job.backend))
+        .outerjoin(BackendRow, BackendRow.name == Job.backend)
+        .where(Job.run_id == run_id, Job.attempt == attempt)
+    )
+    row = session.execute(bound).one_or_none()
+    return None if row is None else (row[0], row[1])
 
 
 def settled(kind: str, job: JobHandle) -> JobHandle:

@@ -38,10 +38,13 @@ def open_project(session: Session, name: str) -> Project:
     """
     row = find_project(session, name)
     if row.archived_ns is not None:
-        raise ConflictError(
-            f"project {name!r}: archived", "use another project, or have an admin take it back"
-        )
+        raise archived(name)
     return row
+
+
+def archived(name: str) -> ConflictError:
+    """What to say of a project that takes nothing more."""
+    return ConflictError(f"project {name!r}: archived", "use another project, or have an admin take it back")
 
 
 def make_project(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import select
 
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven
@@ -17,6 +18,9 @@ from tests.services.recording import Recording, nan_from
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store
 from watchstep_services.api.app import create_app
+from watchstep_services.database.models import Run
+from watchstep_services.dispatcher.dispatch import dispatch
+from watchstep_services.evaluator import attempts
 from watchstep_services.scheduler.sweep import sweep
 
 
@@ -43,6 +47,14 @@ def job(**changes: Any) -> dict[str, Any]:
 def bind(api: Api, project: str, run: str = "r", attempt: str = "a1", **changes: Any) -> Any:
     body = {"run": run, "attempt": attempt, "job": job(**changes)}
     return api.call("POST", f"/v1/projects/{project}/runs", body, project=project)
+
+
+def begun(api: Api, run: str) -> int:
+    """A run whose attempt the service knows; its id."""
+    with api.driven.service.database.write() as session:
+        run_id: int = session.execute(select(Run.id).filter_by(run=run)).scalar_one()
+        attempts.ensure(session, run_id, "a1")
+    return run_id
 
 
 def test_stores_are_registered_tried_changed_and_forgotten(shared: Api, tmp_path: Path) -> None:
@@ -113,7 +125,10 @@ def test_an_admin_of_one_project_reaches_no_store(shared: Api) -> None:
     own: dict[str, Any] = {"role": "admin", "project": "a"}
     assert shared.call("GET", "/v1/stores", **own).status_code == 403
     assert shared.call("POST", "/v1/projects", {"name": "x", "store": "store-b"}, **own).status_code == 403
-    for change in ({"store": "store-b"}, {"prefix": "x"}, {"backends": []}, {"archived": True}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"store": "store-b"}, {"prefix": "x"}, {"backends": []}, {"archived": True},
+    )  # fmt: skip
+    for change in changes:
         assert shared.call("PATCH", "/v1/projects/a", change, **own).status_code == 403
     said = shared.call("PATCH", "/v1/projects/a", {"description": "ours"}, **own)
     assert (said.status_code, said.json()["description"]) == (200, "ours")
@@ -153,6 +168,25 @@ def test_an_archived_project_takes_no_runs_and_is_read(shared: Api) -> None:
     assert shared.call("GET", "/v1/projects/a/runs/r").status_code == 200
     shared.call("PATCH", "/v1/projects/a", {"archived": False}, role="admin")
     assert shared.call("POST", "/v1/projects/a/runs", {"run": "s"}).status_code == 200
+
+
+def test_an_archived_project_takes_no_announcements(shared: Api) -> None:
+    path, said = (
+        "/v1/projects/a/runs/r/announcements",
+        {"attempt": "a1", "node": "n", "writer": "w0", "seq": 0, "first": 0, "last": 3},
+    )
+    shared.call("POST", "/v1/projects/a/runs", {"run": "r"})
+    begun(shared, "r")
+    shared.call("PATCH", "/v1/projects/a", {"archived": True}, role="admin")
+    refused = shared.call("POST", path, said, role="recorder", project="a")
+    assert (refused.status_code, refused.json()["detail"]) == (409, "project 'a': archived")
+    assert "admin" in refused.json()["mend"]
+    assert shared.driven.segments(1) == {}
+    assert shared.call("POST", path.replace("/r/", "/unknown/"), said, role="recorder").status_code == 404
+    assert shared.call("POST", "/v1/projects/a/runs/r/stop", {"attempt": "a1"}).status_code == 202
+    shared.call("PATCH", "/v1/projects/a", {"archived": False}, role="admin")
+    assert shared.call("POST", path, said, role="recorder", project="a").status_code == 200
+    assert shared.driven.segments(1) == {("w0", 0): "announced"}
 
 
 def test_a_job_is_bound_on_a_registered_backend_only(shared: Api) -> None:
@@ -240,12 +274,13 @@ def test_links_in_a_store_show_nothing_of_another_project(shared: Api, tmp_path:
             shared.driven.settle(run_id)
     runs = shared.call("GET", "/v1/projects/a/runs", project="a").json()["runs"]
     assert {run["run"]: (run["last_step"], run["alerts"]["firing"]) for run in runs} == {"run-2": (-1, 0)}
-    shared.call("POST", "/v1/projects/a/runs/run-2/stop", {"attempt": "a1"}, project="a")
-    for number in (1, 2, 3):
-        for action in shared.driven.actions(number) if number <= len(runs) + 1 else ():
-            from watchstep_services.dispatcher.dispatch import dispatch
-
-            dispatch(shared.driven.service, action.id)
+    run_id = begun(shared, "run-2")
+    asked = shared.call("POST", "/v1/projects/a/runs/run-2/stop", {"attempt": "a1"}, project="a")
+    assert asked.status_code == 202
+    (action,) = shared.driven.actions(run_id)
+    assert dispatch(shared.driven.service, action.id)
+    assert b"stop" in (mine / "run-2" / "control.json").read_bytes()
+    assert not (mine / "run-2" / "control.json").is_symlink()
     assert (tmp_path / "tenants" / "b" / "b" / "run-1" / "run.json").read_bytes() == before
 
 
