@@ -1,14 +1,12 @@
 """Figures as Prometheus reads them: on a port of their own, or as an answer of the API.
 
 A process that forks (a Celery worker, an API with several processes) shares a folder with its children, in which each
-keeps its figures; whoever is asked adds them up. `share_figures` decides that, before prometheus_client is imported.
+keeps its figures; whoever is asked adds them up. `figures_folder` names it, before prometheus_client is imported.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,20 +19,8 @@ from prometheus_client.registry import Collector
 import watchstep
 from watchstep.errors import ConfigError
 from watchstep_services import metrics
+from watchstep_services.figures_folder import FOLDER
 from watchstep_services.settings import PREFIX, Settings
-
-FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-
-
-def shared_folder() -> dict[str, str]:
-    """What to add to the environment of a program that is to share figures with its children: a new folder."""
-    return {FOLDER: tempfile.mkdtemp(prefix="watchstep-figures-")}
-
-
-def forget_folder() -> None:
-    """Remove the folder; at the end of the process that was started with it."""
-    if folder := os.environ.get(FOLDER):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Shared(Collector):

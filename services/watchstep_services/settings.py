@@ -174,6 +174,20 @@ def load_settings(**values: Any) -> Settings:
     return settings
 
 
+def require_production(settings: Settings) -> None:
+    """Refuse settings that production cannot run with.
+
+    Raises:
+        ConfigError: a setting that production needs is missing.
+    """
+    if not settings.broker_url:
+        raise ConfigError("WATCHSTEP_BROKER_URL is not set", "name the Redis, e.g. redis://redis:6379/0")
+    if not settings.database_url:
+        raise ConfigError(
+            "WATCHSTEP_DATABASE_URL is not set", "name the PostgreSQL, e.g. postgresql://user@host/watchstep"
+        )
+
+
 def _shown(name: str, value: object) -> str:
     field = Settings.model_fields.get(name)
     secret = field is not None and "SecretStr" in str(field.annotation)

@@ -1,11 +1,9 @@
-"""The API in production: ``watchstep api`` becomes this program."""
+"""The API in production: what ``watchstep api`` runs."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,9 +13,11 @@ from watchstep_services.api.app import create_app
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import prepare
 from watchstep_services.database_figures import DatabaseFigures
-from watchstep_services.exposition import FOLDER, forget_folder, registry, serve
-from watchstep_services.scheduler.celery_app import app as celery
+from watchstep_services.exposition import registry, serve
+from watchstep_services.figures_folder import forget_folder
+from watchstep_services.scheduler.celery_client import app as celery
 from watchstep_services.scheduler.production import production_service
+from watchstep_services.service import owner_receivers, owner_rules
 from watchstep_services.settings import load_settings
 
 
@@ -44,12 +44,21 @@ async def _lifespan(_app: FastAPI) -> AsyncIterator[None]:
 
 
 def main(host: str, port: int, processes: int) -> None:
-    """Serve until SIGTERM; then requests that run have ``WATCHSTEP_DRAIN_SECONDS`` to finish."""
+    """Serve until SIGTERM; then requests that run have ``WATCHSTEP_DRAIN_SECONDS`` to finish.
+
+    Raises:
+        ConfigError: as `create`, and where the port for figures cannot be listened on.
+    """
     settings = load_settings()
     logs.configure(settings.log, settings.log_level)
+    owner_rules(settings)
+    owner_receivers(settings)
     database = open_database(settings.resolved_database_url)
-    end = serve(settings, registry(DatabaseFigures(database)))
-    try:
+    with ExitStack() as stack:
+        stack.callback(forget_folder)
+        stack.callback(database.close)
+        prepare(database, settings)  # here too: a process that cannot start would be started again and again
+        stack.callback(serve(settings, registry(DatabaseFigures(database))))
         uvicorn.run(
             "watchstep_services.api.production:create",
             factory=True,
@@ -61,12 +70,3 @@ def main(host: str, port: int, processes: int) -> None:
             server_header=False,
             timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         )
-    finally:
-        end()
-        database.close()
-        if FOLDER in os.environ:
-            forget_folder()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

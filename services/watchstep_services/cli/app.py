@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 import watchstep
-from watchstep.errors import WatchstepError
 from watchstep.launch.run_command import parser as run_options
 from watchstep.launch.sync_command import parser as sync_options
 from watchstep_services.cli import (
@@ -25,7 +23,6 @@ from watchstep_services.cli import (
     tenancy,
     tokens,
 )
-from watchstep_services.redaction import redacted, redacted_fault
 
 app = typer.Typer(
     name="watchstep",
@@ -83,16 +80,3 @@ def _options(
     ] = False,
 ) -> None:
     """Options of the command itself."""
-
-
-def main(arguments: list[str]) -> None:
-    """Run the command line: the entry point ``watchstep.commands``.
-
-    Raises:
-        WatchstepError: what a user did wrong, for the caller to print.
-    """
-    sys.excepthook = redacted_fault
-    try:
-        app(arguments)
-    except WatchstepError as error:
-        raise redacted(error) from None

@@ -1,11 +1,13 @@
 """``watchstep api``, ``watchstep worker``, ``watchstep scheduler``: production's processes.
 
-Each checks its settings and the database's schema, and then becomes the program that does the work, in the same process:
-signals reach it, and nothing stands between it and whoever watches it.
+Each checks its settings and the database's schema, and then does its work in this very process: signals reach it, and
+nothing stands between it and whoever watches it. Each imports what it needs once its settings are known to be good, and
+nothing of the other commands.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -14,15 +16,11 @@ from typing import Annotated
 import typer
 
 from watchstep_services import logs
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.schema import prepare
-from watchstep_services.exposition import shared_folder
-from watchstep_services.scheduler.production import require_production
-from watchstep_services.service import owner_rules
-from watchstep_services.settings import Settings, load_settings
+from watchstep_services.figures_folder import share_figures
+from watchstep_services.settings import Settings, load_settings, require_production
 from watchstep_services.unknown_variables import warn_of_unknown
 
-_CELERY = ["-m", "celery", "-A", "watchstep_services.scheduler.celery_app"]
+_MODULES = "watchstep_services.scheduler"
 
 
 def api(
@@ -34,9 +32,10 @@ def api(
 ) -> None:
     """The API of a production service. SIGTERM lets requests that run finish."""
     settings = _checked()
-    _migrated(settings)
-    address = [host or settings.host, str(settings.port or 8642 if port is None else port)]
-    _become(["-m", "watchstep_services.api.production", *address, str(processes)])
+    share_figures()
+    from watchstep_services.api.production import main
+
+    main(host or settings.host, settings.port or 8642 if port is None else port, processes)
 
 
 def worker(
@@ -46,12 +45,22 @@ def worker(
 ) -> None:
     """A worker of a production service: evaluates runs, tries actions. SIGTERM lets what runs finish."""
     settings = _checked()
+    share_figures()
+    from watchstep_services.database.engine import open_database
+    from watchstep_services.database.schema import prepare
+    from watchstep_services.service import owner_receivers, owner_rules
+
     owner_rules(settings)
-    _migrated(settings)
+    owner_receivers(settings)
+    database = open_database(settings.resolved_database_url)
+    try:
+        prepare(database, settings)
+    finally:
+        database.close()
     count = str(processes or settings.worker_processes)
     # Workers learn of each other through the database alone: their gossip would only cost the broker.
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-    _become([*_CELERY, "worker", "--concurrency", count, "--loglevel", settings.log_level, *quiet])
+    _celery("celery_app", "worker", "--concurrency", count, "--loglevel", settings.log_level, *quiet)
 
 
 def scheduler(
@@ -61,27 +70,30 @@ def scheduler(
 ) -> None:
     """The scheduler of a production service, of which there is one: tells workers when to look for work."""
     settings = _checked()
-    _become([*_CELERY, "beat", "--schedule", str(schedule), "--pidfile=", "--loglevel", settings.log_level])
+    file = ["--schedule", str(schedule), "--pidfile="]
+    _celery("celery_client", "beat", *file, "--loglevel", settings.log_level)
+
+
+app = typer.Typer(name="watchstep", add_completion=False, pretty_exceptions_enable=False)
+for command in (api, worker, scheduler):
+    app.command()(command)
 
 
 def _checked() -> Settings:
     settings = load_settings()
     logs.configure(settings.log, settings.log_level)
+    logging.captureWarnings(capture=True)
     warn_of_unknown(os.environ)
     require_production(settings)
     return settings
 
 
-def _migrated(settings: Settings) -> None:
-    database = open_database(settings.resolved_database_url)
-    try:
-        prepare(database, settings)
-    finally:
-        database.close()
+def _celery(module: str, *words: str) -> None:
+    from celery.bin.celery import celery
 
-
-def _become(arguments: list[str]) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The interpreter that runs now, whatever PATH says.
-    os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **shared_folder()})  # noqa: S606
+    # No banner, and no word at the end: they are no lines of a log. Celery says the latter past sys.stdout.
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        setattr(sys, "__stdout__", nowhere)  # noqa: B010 - typed as final
+        celery(
+            ["--quiet", "-A", f"{_MODULES}.{module}", *words], prog_name="celery", auto_envvar_prefix="CELERY"
+        )

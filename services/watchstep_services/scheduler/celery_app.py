@@ -1,4 +1,4 @@
-"""Celery's entry: ``celery -A watchstep_services.scheduler.celery_app worker`` (or ``beat``).
+"""Celery's application with its tasks, for workers: ``celery -A watchstep_services.scheduler.celery_app worker``.
 
 Tasks are hints: they carry an id, and what is to be done stands in the database. A task that is lost is found by the
 sweep, one that comes twice finds nothing to do.
@@ -11,61 +11,22 @@ import logging
 import os
 from dataclasses import replace
 
-from celery import Celery
-
 from watchstep.errors import WatchstepError
 from watchstep_services.points import reach
 from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
-from watchstep_services.scheduler.production import (
-    BACKTEST,
-    DISPATCH,
-    EVALUATE,
-    SWEEP,
-    UPKEEP,
-    production_service,
-)
+from watchstep_services.scheduler.celery_client import app
+from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, SWEEP, UPKEEP
+from watchstep_services.scheduler.production import production_service
 from watchstep_services.scheduler.sweep import Work, find_due, note_asked
 from watchstep_services.scheduler.sweep import sweep as look_for_work
 from watchstep_services.scheduler.turns import take_turn
 from watchstep_services.service import Service
-from watchstep_services.settings import Settings, load_settings
+from watchstep_services.settings import load_settings
 
 UPKEEP_AT_ONCE = 4
 
 _log = logging.getLogger(__name__)
-
-
-def make_celery(settings: Settings) -> Celery:
-    """A Celery application for these settings."""
-    celery = Celery("watchstep", broker=settings.broker_url.get_secret_value() or None)
-    celery.conf.update(
-        task_serializer="json",
-        accept_content=["json"],
-        task_ignore_result=True,
-        task_acks_late=True,
-        task_reject_on_worker_lost=True,
-        task_default_queue="watchstep",
-        worker_prefetch_multiplier=1,
-        worker_hijack_root_logger=False,
-        broker_connection_retry_on_startup=True,
-        broker_transport_options={"visibility_timeout": 60 + int(settings.lease_seconds)},
-        beat_schedule={
-            "sweep": {
-                "task": SWEEP,
-                "schedule": settings.sweep_seconds,
-            },
-            "upkeep": {
-                "task": UPKEEP,
-                "schedule": settings.upkeep_seconds,
-            },
-        },
-    )
-    return celery
-
-
-app = make_celery(load_settings())
-celery_processes.connect()
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""What Celery's processes do at their start and end beside their tasks: schema, log, figures, traces."""
+"""What Celery's processes do at their start and end beside their tasks: log, figures, traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from celery.signals import (
     beat_init,
     celeryd_after_setup,
     setup_logging,
-    worker_init,
     worker_process_init,
     worker_process_shutdown,
     worker_ready,
@@ -17,10 +16,9 @@ from celery.signals import (
 )
 
 from watchstep_services import logs, tracing
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.schema import prepare
-from watchstep_services.exposition import forget_folder, registry, serve
-from watchstep_services.scheduler.production import queue_of
+from watchstep_services.exposition import registry, serve
+from watchstep_services.figures_folder import forget_folder
+from watchstep_services.scheduler.messages import queue_of
 from watchstep_services.settings import load_settings
 
 worker_name = ""
@@ -33,7 +31,6 @@ def connect() -> None:
     """Have Celery call these; safe to repeat."""
     setup_logging.connect(_log)
     celeryd_after_setup.connect(_own_queue)
-    worker_init.connect(_main_process)
     worker_ready.connect(_forked)
     worker_process_init.connect(_child)
     worker_process_shutdown.connect(_child_ends)
@@ -51,16 +48,6 @@ def _own_queue(sender: str, instance: Any, **_signal: Any) -> None:
     global worker_name  # noqa: PLW0603 - a process is one worker, and its tasks have nothing else to know it by
     worker_name = sender
     instance.app.amqp.queues.select_add(queue_of(sender))
-
-
-def _main_process(**_signal: Any) -> None:
-    """Before any worker process is forked: what is opened here is closed before that."""
-    settings = load_settings()
-    database = open_database(settings.resolved_database_url)
-    try:
-        prepare(database, settings)
-    finally:
-        database.close()
 
 
 def _forked(**_signal: Any) -> None:

@@ -7,29 +7,17 @@ import queue
 import threading
 from typing import Any
 
-from watchstep.errors import ConfigError
 from watchstep_services import metrics
 from watchstep_services.database.engine import open_database
+from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, queue_of
 from watchstep_services.service import Service, owner_receivers, owner_rules
-from watchstep_services.settings import Settings
-
-EVALUATE = "watchstep.evaluate"
-DISPATCH = "watchstep.dispatch"
-BACKTEST = "watchstep.backtest"
-SWEEP = "watchstep.sweep"
-QUEUE = "watchstep"
-UPKEEP = "watchstep.upkeep"
+from watchstep_services.settings import Settings, require_production
 
 _WAITING_HINTS = 1000
 _HOLDER_SECONDS = 60
 """So long a message to one worker stands; a sweep has long since told the others, should that one be gone."""
 
 _log = logging.getLogger(__name__)
-
-
-def queue_of(worker: str) -> str:
-    """The queue that only one worker takes messages from, beside the one of all."""
-    return f"{QUEUE}.{worker}"
 
 
 class CeleryNotifier:
@@ -71,20 +59,6 @@ class CeleryNotifier:
             except Exception as error:  # noqa: BLE001 - whatever the broker's client raises, hints go on
                 metrics.HINTS_DROPPED.inc()
                 _log.warning("no hint for %s %d, the sweep will find it: %s", task, number, error)
-
-
-def require_production(settings: Settings) -> None:
-    """Refuse settings that production cannot run with.
-
-    Raises:
-        ConfigError: a setting that production needs is missing.
-    """
-    if not settings.broker_url:
-        raise ConfigError("WATCHSTEP_BROKER_URL is not set", "name the Redis, e.g. redis://redis:6379/0")
-    if not settings.database_url:
-        raise ConfigError(
-            "WATCHSTEP_DATABASE_URL is not set", "name the PostgreSQL, e.g. postgresql://user@host/watchstep"
-        )
 
 
 def production_service(settings: Settings, celery: Any) -> Service:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.services.redis import Broker, free_port, running_redis
-from watchstep_services.scheduler.celery_app import make_celery
+from watchstep_services.scheduler.celery_client import make_celery
 from watchstep_services.scheduler.turns import take_turn
 from watchstep_services.settings import load_settings
 
