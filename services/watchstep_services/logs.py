@@ -28,7 +28,10 @@ _fields: ContextVar[Mapping[str, Value]] = ContextVar("watchstep_log_fields", de
 FILTERS: list[logging.Filter] = [Redacted()]
 """Pass over every record before it is written; they may change it. For secrets to be taken out of it."""
 
-_QUIET = ("httpx", "httpcore", "botocore", "urllib3", "alembic")
+_QUIET = (
+    "alembic", "botocore", "httpcore", "httpx", "urllib3",
+    "celery.app.trace", "celery.beat", "celery.worker.strategy",  # several lines a second, of sweeps that find nothing
+)  # fmt: skip
 _MAX_TEXT = 16_384
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from watchstep_services import logs, metrics, tracing
 from watchstep_services.dispatcher.outbox import DueAction, Tried
+
+_LONGEST = 500
+
+_log = logging.getLogger(__name__)
 
 
 class Trying:
@@ -27,6 +32,9 @@ class Trying:
         self._span.say(outcome=tried.result, stage=tried.stage)
         if tried.result in {"error", "failed"}:
             self._span.fail(tried.result)  # the detail may hold what the receiver said
+            _log.warning("%s not done: %s", self._due.kind, tried.detail[:_LONGEST])
+        else:
+            _log.info("%s %s", self._due.kind, tried.result)
 
 
 @contextmanager
