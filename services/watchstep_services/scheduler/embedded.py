@@ -27,6 +27,7 @@ from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import NANOSECONDS, Settings
+from watchstep_services.tenancy.stores import own_store
 from watchstep_services.token_register import forget_named
 from watchstep_services.tokens import create_token
 
@@ -125,6 +126,8 @@ class EmbeddedService:
         upgrade(database)
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
+        with database.write() as session:
+            own_store(session, store.location)
         self.service = Service(settings, database, self.url, rules, self._queue, receiver_file=receivers)
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._queue.start(self.service)

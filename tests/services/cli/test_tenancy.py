@@ -1,0 +1,96 @@
+"""``watchstep stores``, ``backends`` and ``projects``, against a service that runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from watchstep.errors import ServiceError, WatchstepError
+from watchstep_services.cli.app import app
+from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.settings import load_settings
+from watchstep_services.tokens import create_token
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tenants")
+    (folder / "a").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, tenants: Path) -> Iterator[EmbeddedService]:
+    home = tmp_path_factory.mktemp("home")
+    settings = load_settings(home=home, store=str(home / "store"), local_stores=tenants)
+    with EmbeddedService(settings) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _admin(service: EmbeddedService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("WATCHSTEP_SERVICE", service.url)
+    monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(service.database, "admin"))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def said(*arguments: str) -> str:
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def refused(*arguments: str) -> WatchstepError:
+    with pytest.raises(WatchstepError) as told:
+        run(*arguments)
+    return told.value
+
+
+def test_the_services_own_store_is_there_before_the_first_run(service: EmbeddedService) -> None:
+    (line,) = [line for line in said("stores", "list").splitlines() if service.settings.store in line]
+    assert "default" in line
+
+
+def test_from_a_store_to_an_archived_project(tenants: Path) -> None:
+    assert "store team-a is registered" in said("stores", "add", "team-a", str(tenants / "a"))
+    steps = said("stores", "check", "team-a").splitlines()
+    assert [line.split() for line in steps] == [
+        [step, "ok"] for step in ("list", "write", "read", "create_once", "delete")
+    ]
+    assert "backend box is registered" in said("backends", "add", "box", "local")
+    assert "box" in said("backends", "list")
+    made = said("projects", "create", "vision", "--store", "team-a", "--prefix", "x", "--backend", "box")
+    assert made.strip() == f"project vision lies at {tenants / 'a'}/x/vision"
+    (line,) = [line for line in said("projects", "list").splitlines() if "vision" in line]
+    assert {"team-a", "box"} <= set(line.split())
+    assert "use it" in str(refused("stores", "remove", "team-a"))
+    said("projects", "archive", "vision")
+    (line,) = [line for line in said("projects", "list").splitlines() if "vision" in line]
+    assert any(part.isdecimal() for part in line.split())
+    said("backends", "remove", "box")
+    assert "box" not in said("backends", "list")
+
+
+def test_a_store_that_fails_is_told_by_its_step(tenants: Path) -> None:
+    (tenants / "gone").mkdir()
+    said("stores", "add", "gone", str(tenants / "gone"))
+    shutil.rmtree(tenants / "gone")
+    assert "store gone: list: " in str(refused("stores", "check", "gone"))
+    said("stores", "remove", "gone")
+    assert "not registered" in str(refused("stores", "check", "gone"))
+
+
+@pytest.mark.parametrize("command", [("stores", "list"), ("backends", "list")])
+def test_an_operator_is_refused(
+    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, command: tuple[str, str]
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_TOKEN", service.operator_token)
+    assert isinstance(refused(*command), ServiceError)
