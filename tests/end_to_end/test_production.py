@@ -34,6 +34,7 @@ from watchstep_services.database.engine import open_database
 from watchstep_services.estimator.local import LocalBackend
 from watchstep_services.tokens import create_token
 
+CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
 
 
@@ -63,7 +64,7 @@ class Production:
     worker_figures: str
 
     @contextmanager
-    def process(self, name: str, *command: str, figures: str = "") -> Iterator[None]:
+    def process(self, name: str, *command: str, figures: str = "") -> Iterator[subprocess.Popen[bytes]]:
         """One part as a process of its own; it must end by SIGTERM."""
         environment = {**self.environment}
         if figures:
@@ -73,11 +74,11 @@ class Production:
                 command, env=environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
             )
         try:
-            yield
+            yield running
         finally:
             running.send_signal(signal.SIGTERM)
             try:
-                running.wait(30)
+                running.wait(60)
             except subprocess.TimeoutExpired:
                 running.kill()
                 running.wait()
@@ -88,8 +89,9 @@ class Production:
     def api(self) -> Iterator[None]:
         """The API, once it is ready."""
         here = ["--host", "127.0.0.1", "--port", self.port]  # the last word of each counts
-        with self.process("api", *command_of("api"), *here):
-            eventually(self.is_ready, 90)
+        with self.process("api", *command_of("api"), *here) as running:
+            eventually(lambda: self.is_ready() or running.poll() is not None, 120)
+            assert running.poll() is None
             yield
 
     @contextmanager
@@ -113,12 +115,12 @@ class Production:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/readyz").is_success
+            return CLIENT.get(f"{self.url}/readyz").is_success
         except httpx.TransportError:
             return False
 
     def get(self, path: str) -> Any:
-        answer = httpx.get(self.url + path, headers={"authorization": f"Bearer {self.operator}"})
+        answer = CLIENT.get(self.url + path, headers={"authorization": f"Bearer {self.operator}"})
         assert answer.is_success, answer.text
         return answer.json()
 
@@ -166,6 +168,7 @@ def production(
             "WATCHSTEP_LISTING_SECONDS": "0.5",
             "WATCHSTEP_GRACE_SECONDS": "0.5",
             "WATCHSTEP_LOCAL_JOBS": "true",
+            "WATCHSTEP_ALLOWED_ADDRESSES": "loopback",
             "WATCHSTEP_LOG": "json",
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         }
@@ -201,11 +204,11 @@ def check_one_trace(production: Production) -> None:
 def check_figures(production: Production) -> None:
     """Those of the API, of its port, and of a worker's processes together."""
     headers = {"authorization": f"Bearer {production.operator}"}
-    of_api = httpx.get(f"{production.url}/metrics", headers=headers).text
-    assert httpx.get(f"{production.url}/metrics").status_code == 401
+    of_api = CLIENT.get(f"{production.url}/metrics", headers=headers).text
+    assert CLIENT.get(f"{production.url}/metrics").status_code == 401
     assert sample(of_api, 'watchstep_announcements_total{result="fresh"}') == 2
     assert sample(of_api, "watchstep_database_up") == 1
-    of_worker = httpx.get(production.worker_figures).text
+    of_worker = CLIENT.get(production.worker_figures).text
     assert sample(of_worker, 'watchstep_evaluations_total{outcome="committed"}') >= 1
     assert sample(of_worker, 'watchstep_action_tries_total{kind="stop",outcome="done"}') == 1
     assert sample(of_worker, "watchstep_evaluation_lag_seconds_count") == 2
@@ -232,8 +235,8 @@ def test_a_nan_is_announced_judged_told_and_stopped(
         receiver.answers = [500]
         assert recorder.announce("run-1", recording.write(0, 0, 3), {}) == ControlDocument()
         recorder.announce("run-1", recording.write(1, 4, 7, nan_from(6)), {"dropped": 0})
-        eventually(lambda: "run.ended" in production.event_types(), 90)
-        eventually(lambda: len(receiver.events) == 2, 90)
+        eventually(lambda: "run.ended" in production.event_types(), 120)
+        eventually(lambda: len(receiver.events) == 2, 120)
 
         assert backend.status(job).exit_code == -signal.SIGKILL
         assert production.get(RUN)["state"] == "stopped"
@@ -262,8 +265,8 @@ def test_a_broker_that_forgets_costs_no_event(production: Production) -> None:
         production.broker.client.flushall()
         recording.write(1, 4, 7, nan_from(2))  # and this one nobody announced
         with production.workers():
-            eventually(lambda: "alert.firing" in production.event_types(), 90)
-            eventually(lambda: production.get(RUN)["last_step"] == 7, 90)
+            eventually(lambda: "alert.firing" in production.event_types(), 120)
+            eventually(lambda: production.get(RUN)["last_step"] == 7, 120)
 
 
 def test_health_checks_tell_running_parts_from_missing_ones(production: Production) -> None:
@@ -271,7 +274,7 @@ def test_health_checks_tell_running_parts_from_missing_ones(production: Producti
     assert not any(map(production.is_healthy, parts))
     with production.api(), production.workers():
         for name in parts:
-            eventually(functools.partial(production.is_healthy, name), 90)
+            eventually(functools.partial(production.is_healthy, name), 120)
         for written in production.folder.glob("beat-schedule*"):
             os.utime(written, (0, 0))
         assert not production.is_healthy("scheduler")
@@ -285,12 +288,12 @@ def test_a_backtest_is_judged_by_a_worker(production: Production) -> None:
         production.client(production.recorder).register({"run": "run-1", "attempt": "a1"})
         body = {"runs": ["run-*"], "rules": [{"rule": "nan_or_inf"}], "sweep": ["max_elements=0,1"]}
         headers = {"authorization": f"Bearer {production.operator}"}
-        asked = httpx.post(production.url + place, json=body, headers=headers)
+        asked = CLIENT.post(production.url + place, json=body, headers=headers)
         assert asked.status_code == 202, asked.text
         number = asked.json()["id"]
         production.broker.client.flushall()  # the sweep finds it
         with production.workers():
-            eventually(lambda: production.get(f"{place}/{number}")["state"] == "done", 90)
+            eventually(lambda: production.get(f"{place}/{number}")["state"] == "done", 120)
         report = production.get(f"{place}/{number}")["report"]
     (run,) = report["runs"]
     assert run["location"] == "s3://runs/some/prefix/vision/run-1"
