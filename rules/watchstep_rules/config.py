@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -276,8 +278,22 @@ class RuleConfig(_Model):
     @property
     def parameters(self) -> Params:
         """The rule's parameters, checked, with defaults filled in."""
+        rule, checked = self._checked
+        return checked if rule is self.implementation else self._check()
+
+    @functools.cached_property
+    def _checked(self) -> tuple[AnyRule, Params]:
+        return self.implementation, self._check()
+
+    def _check(self) -> Params:
         checked: Params = self.implementation.params_type.model_validate(self.params)
         return checked
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RuleConfig:
+        """As pydantic's; what was worked out from the parameters is not copied."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_checked", None)
+        return copied
 
     @property
     def timing(self) -> Timing:

@@ -46,16 +46,25 @@ class Needs:
         probes: extra columns that capture must add.
         about: roles that findings are about; the others are evidence, which a rule config's ``tensors`` does not narrow.
             Empty for all.
+        evidence_rows: earlier rows of evidence that the context holds, of each series; None for as many as the lookback. A
+            rule that looks back far on losses, and remembers what it needs of all weights, keeps most rows from being kept.
     """
 
     collections: tuple[str, ...]
     roles: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
     about: tuple[str, ...] = ()
+    evidence_rows: int | None = None
 
     def is_evidence(self, role: str) -> bool:
         """Whether tensors of a role are only held beside those that are judged."""
         return bool(self.about) and role not in self.about
+
+    def earlier_rows(self, role: str, lookback: int) -> int:
+        """How many earlier rows of a series the context holds, by the role of its tensor and the rule's lookback."""
+        if self.evidence_rows is None or not self.is_evidence(role):
+            return lookback
+        return min(self.evidence_rows, lookback)
 
 
 class Advice(NamedTuple):
@@ -124,7 +133,7 @@ class Rule(ABC, Generic[P, S]):
         Args:
             params: as configured.
             state: as the last call returned it; a new one at the start of an attempt.
-            context: the last ``lookback`` rows of each series before the block.
+            context: the last ``lookback`` rows of each series before the block; of evidence as ``needs`` say.
             block: rows not judged before, steps ascending within each series; whole steps if ``sealed``.
             now: the stored clock tick of this evaluation, nanoseconds since the epoch.
 

@@ -11,7 +11,9 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep.block_view import view
 from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
@@ -104,7 +106,7 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         silent, all_silent = _silence(state.silent, block, numbers)
         none = np.full(len(block), np.nan)
         channels, dead = (block.probes.get(name, none) for name in ("channels", "dead_channels"))
-        is_output = block.mask_of_tensors([info.role == "output" for info in block.catalogue])
+        is_output = rows_where(block, has_role, "output")
         layers = np.flatnonzero(is_output & (channels > 0) & np.isfinite(dead))
         share = dead[layers] / channels[layers]
         stuck = ~courses.any_converged(params.converged)
@@ -166,8 +168,7 @@ def _silence(
     kept: dict[str, bool], block: Block, numbers: NDArray[np.intp]
 ) -> tuple[dict[str, bool], NDArray[np.bool_]]:
     """Which parameters had no gradient at all when it was last seen, and whether that is all of them, by step."""
-    wide = [info.role not in ("output", "loss") and len(info.shape) > 1 for info in block.catalogue]
-    rows = np.flatnonzero(block.mask_of_tensors(wide))
+    rows = np.flatnonzero(rows_where(block, _is_parameters))
     rows = rows[block.statistics.finite[rows] > 0]
     steps = int(numbers[-1]) + 1 if len(numbers) else 0
     by_series = SeriesRows.of(view(block, rows))
@@ -184,6 +185,10 @@ def _silence(
         **{name: not last for name, last in zip(by_series.names, by_series.last(alive), strict=True)},
     }
     return silent, (known_now > 0) & (alive_now == 0)
+
+
+def _is_parameters(info: TensorInfo) -> bool:
+    return info.role not in ("output", "loss") and len(info.shape) > 1
 
 
 def _by_step(changes: NDArray[np.int64], numbers: NDArray[np.intp], steps: int) -> NDArray[np.int64]:

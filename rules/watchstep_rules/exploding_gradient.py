@@ -11,19 +11,20 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep.block_view import together
+from watchstep.block_view import together, view
 from watchstep.derived import l2
 from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats
 from watchstep.tensors import MODES, Mode
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.chosen_tensors import has_role, is_matrix_of, rows_where
 from watchstep_rules.figures.lasting_flags import Flags, both
 from watchstep_rules.figures.robust import medians_of_known
-from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
 
 _MOST = 0.5
 _SAID = 3
+_ROWS_AT_ONCE = 4096
 
 
 class ExplodingGradientParams(Params):
@@ -126,6 +127,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         roles=("gradient", "loss", "update"),
         probes=("update_ratio",),
         about=("gradient",),
+        evidence_rows=1,
     )
     merge = "sealed"
     usual_causes = (
@@ -321,7 +323,7 @@ class _Past:
 
 
 def _gradients(block: Block) -> Block:
-    return block.where(block.mask_of_tensors([info.role == "gradient" for info in block.catalogue]))
+    return view(block, np.flatnonzero(rows_where(block, has_role, "gradient")))
 
 
 def _risen(
@@ -329,8 +331,7 @@ def _risen(
 ) -> tuple[dict[str, float], Flags]:
     """The first value of each loss, and by mode whether some loss is many times that; a loss of NaN says nothing."""
     first, risen = dict(state.losses), Flags(state.risen)
-    is_loss = block.mask_of_tensors([info.role == "loss" for info in block.catalogue])
-    rows = np.flatnonzero(is_loss & (block.statistics.finite > 0))
+    rows = np.flatnonzero(rows_where(block, has_role, "loss") & (block.statistics.finite > 0))
     now: dict[Mode, tuple[int, bool]] = {}
     for row in map(int, rows[np.argsort(block.step[rows], kind="stable")]):
         mode, step, size = block.mode_name(row), int(block.step[row]), abs(float(block.statistics.mean[row]))
@@ -345,7 +346,7 @@ def _risen(
 def _overwritten(params: ExplodingGradientParams, state: ExplodingGradientState, block: Block) -> Flags:
     """By mode, whether the last finite updates of most weights were as large as these."""
     flags = Flags(state.overwritten)
-    wide = block.mask_of_tensors([info.role == "update" and len(info.shape) > 1 for info in block.catalogue])
+    wide = rows_where(block, is_matrix_of, "update")
     ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
     rows = np.flatnonzero(wide & np.isfinite(ratio) & (block.statistics.nonfinite == 0))
     step, mode = block.step[rows], block.mode[rows]
@@ -369,13 +370,15 @@ def _trailing_medians(context: Block, block: Block, window: int) -> Floats:
     rows_of_both = together(context, block)
     held = rows_of_both.statistics
     norm = np.where(held.nonfinite == 0, l2(held), np.nan)
-    places, parts = [np.empty(0, np.intp)], [np.empty((0, window))]
-    for rows in SeriesRows.of(rows_of_both, by_mode=True).rows():
-        padded = np.concatenate([np.full(window, np.nan), norm[rows[:-1]]])
-        judged = int(np.searchsorted(rows, len(context)))  # a series' rows of the context come first
-        places.append(rows[judged:] - len(context))
-        parts.append(np.lib.stride_tricks.sliding_window_view(padded, window)[judged:])
-    place, windows = np.concatenate(places), np.concatenate(parts)
+    key = sort_key(rows_of_both.tensor, rows_of_both.worker, rows_of_both.mode)
+    order = np.argsort(key, kind="stable")  # a series' rows of the context come first
+    starts = np.searchsorted(key[order], key[order])
+    ordered = norm[order]
+    judged = np.flatnonzero(order >= len(context))
     medians = np.full(len(block), np.nan)
-    medians[place] = medians_of_known(windows)
+    for first in range(0, len(judged), _ROWS_AT_ONCE):
+        part = judged[first : first + _ROWS_AT_ONCE]
+        before = part[:, None] + np.arange(-window, 0)
+        windows = np.where(before >= starts[part][:, None], ordered[np.maximum(before, 0)], np.nan)
+        medians[order[part] - len(context)] = medians_of_known(windows)
     return medians

@@ -8,7 +8,9 @@ from pydantic import Field
 
 from watchstep.block import Block
 from watchstep.block_view import view
+from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Advice, Needs, Params, Rule, State
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
 
@@ -76,9 +78,7 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         bad = held.nan.copy()
         still_at_its_start, state = _not_yet_finite(block, state)
         if not params.only_nan:
-            masked = block.mask_of_tensors(
-                [info.role in params.allow_negative_infinity_in for info in block.catalogue]
-            )
+            masked = rows_where(block, has_role, *params.allow_negative_infinity_in)
             infinite = held.pos_inf + np.where(masked, 0, held.neg_inf)
             bad += np.where(still_at_its_start, 0, infinite)
         return state, [
@@ -108,9 +108,13 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         )
 
 
+def _is_logged(info: TensorInfo) -> bool:
+    return info.role == "loss" and not info.derived
+
+
 def _not_yet_finite(block: Block, state: NanOrInfState) -> tuple[NDArray[np.bool_], NanOrInfState]:
     """Which rows are of a logged loss that has never been finite, and the state after them."""
-    logged = block.mask_of_tensors([info.role == "loss" and not info.derived for info in block.catalogue])
+    logged = rows_where(block, _is_logged)
     waiting = np.zeros(len(block), np.bool_)
     rows = np.flatnonzero(logged)
     is_finite = block.statistics.finite[rows] > 0

@@ -10,8 +10,10 @@ from pydantic import Field
 
 from watchstep.block import Block
 from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures import constant_prediction
+from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.figures.constant_prediction import LabelState
 from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
 from watchstep_rules.figures.robust import medians, quantiles
@@ -144,9 +146,14 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
                 cause = constant_prediction.in_order_at(baselines, series.steps) | _kept_at(
                     gradients, series.steps
                 )
-                swings = _overshoots(params, series, origin, known) | _alternates(params, series, origin)
-                swings |= cause & _swings_wide(params, series, origin, known)
+                ends = _Ends.of(series, width)
+                swings = _overshoots(params, series, origin, known, ends)
+                swings |= _alternates(params, series, origin, ends)
+                if cause.any():
+                    swings |= cause & _swings_wide(params, series, origin, known, ends)
             swings &= is_whole(series, names) & ~np.array([each.signed for each in origin])
+            if not swings.any():
+                continue
             low, high = _ends(series, width)
             for place in map(int, np.flatnonzero(swings)):
                 row = int(series.rows[place])
@@ -176,6 +183,18 @@ def _origins(series: LossSeries, past: Origin) -> list[Origin]:
         )
         found.append(past)
     return found
+
+
+class _Ends(NamedTuple):
+    """Of the last losses at each row the median, and the tenth and ninetieth percentile, float64 of shape (n,)."""
+
+    median: Floats
+    low: Floats
+    high: Floats
+
+    @classmethod
+    def of(cls, series: LossSeries, width: int) -> _Ends:
+        return cls(series.trailing(width, medians), *_ends(series, width))
 
 
 def _ends(series: LossSeries, width: int) -> tuple[Floats, Floats]:
@@ -210,14 +229,14 @@ def _overshoots(
     series: LossSeries,
     origin: list[Origin],
     known: list[tuple[float, ...] | None],
+    ends: _Ends,
 ) -> NDArray[np.bool_]:
     def turns(windows: Floats) -> Floats:
         above = windows > medians(windows)[:, None]
         often = (above[:, 1:] != above[:, :-1]).sum(axis=1) >= params.window / 5
         return np.where(often & ~_climbs(windows) & _goes_on(windows, 0.5), 1.0, 0.0)
 
-    median = series.trailing(params.window, medians)
-    low, high = _ends(series, params.window)
+    median, low, high = ends
     first = np.array([np.nan if each.first is None else each.first for each in origin])
     bar = np.array(
         [
@@ -226,6 +245,8 @@ def _overshoots(
         ]
     )
     swings: NDArray[np.bool_] = (high - low >= params.swing * median) & (median >= bar) & (median > 0)
+    if not swings.any():
+        return swings
     found: NDArray[np.bool_] = swings & (series.trailing(params.window, turns) == 1)
     return found
 
@@ -235,9 +256,9 @@ def _swings_wide(
     series: LossSeries,
     origin: list[Origin],
     known: list[tuple[float, ...] | None],
+    ends: _Ends,
 ) -> NDArray[np.bool_]:
-    median = series.trailing(params.window, medians)
-    low, high = _ends(series, params.window)
+    median, low, high = ends
     goes_on = series.trailing(params.window, lambda windows: np.where(_goes_on(windows, 0.5), 1.0, 0.0)) == 1
     first = [np.nan if each.first is None else each.first for each in origin]
     guess = np.array(
@@ -252,13 +273,17 @@ def _swings_wide(
 
 def _kept_gradients(before: bool, block: Block) -> list[tuple[int, bool]]:
     """From which step on gradients are kept, or no more; first what was before."""
-    is_metric = block.mask_of_tensors(
-        [_KEPT in info.name and info.role == "metric" for info in block.catalogue]
-    )
+    is_metric = rows_where(block, _tells_of_kept_gradients)
+    if not is_metric.any():
+        return [(-1, before)]
     rows = np.flatnonzero(is_metric & (block.statistics.finite > 0))
     rows = rows[np.argsort(block.step[rows], kind="stable")]
     kept = (block.statistics.mean[rows] > 0).tolist()
     return [(-1, before), *zip(block.step[rows].tolist(), kept, strict=True)]
+
+
+def _tells_of_kept_gradients(info: TensorInfo) -> bool:
+    return _KEPT in info.name and info.role == "metric"
 
 
 def _kept_at(found: list[tuple[int, bool]], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -266,7 +291,9 @@ def _kept_at(found: list[tuple[int, bool]], steps: NDArray[np.int64]) -> NDArray
     return np.array([found[place][1] for place in places.tolist()], np.bool_)
 
 
-def _alternates(params: OscillatingLossParams, series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
+def _alternates(
+    params: OscillatingLossParams, series: LossSeries, origin: list[Origin], ends: _Ends
+) -> NDArray[np.bool_]:
     def regular(windows: Floats) -> Floats:
         apart = windows - windows.mean(axis=1, keepdims=True)
         whole = (apart**2).mean(axis=1)
@@ -280,10 +307,11 @@ def _alternates(params: OscillatingLossParams, series: LossSeries, origin: list[
             alternates |= (near < -params.alternation) & (far > params.alternation)
         return np.where(alternates & _goes_on(windows, 0.8), 1.0, 0.0)
 
-    median = series.trailing(params.window, medians)
-    low, high = _ends(series, params.window)
+    median, low, high = ends
     begun = np.array([each.high for each in origin])
     wide: NDArray[np.bool_] = (high - low >= 0.1 * median) & (median >= begun / 2) & (median > 0)
+    if not wide.any():
+        return wide
     found: NDArray[np.bool_] = wide & (series.trailing(params.window, regular) == 1)
     return found
 

@@ -13,11 +13,13 @@ from watchstep.block_view import view
 from watchstep.statistics import Floats
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.figures.layers import is_weighted
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
 from watchstep_rules.finding import Finding, finding_at
+from watchstep_rules.judging.of_catalogue import OfCatalogue
 
 _MIDDLE_AND_HALF = {"Sigmoid": (0.5, 0.5), "Tanh": (0.0, 1.0)}
 """Where these activations are steepest, and how far from there their bounds are."""
@@ -119,7 +121,7 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         last = _last_layer(state.last, block, numbers)
         slope, share, values = _slopes(block), *_shares(block)
         judged = np.flatnonzero(~(np.isnan(slope) & np.isnan(share)))
-        order = np.array([info.order for info in block.catalogue], np.int64)[block.tensor[judged]]
+        order = _orders(block.catalogue)[block.tensor[judged]]
         step = numbers[judged]
         stuck = ~courses.any_converged(params.converged)[step]
         at_start = (courses.known & ~courses.any_converged(params.stuck))[step]
@@ -162,10 +164,9 @@ def _is_layer(info: TensorInfo) -> bool:
 
 def _last_layer(before: int, block: Block, numbers: NDArray[np.intp]) -> NDArray[np.int64]:
     """Where in the model the last weighted layer stands that was seen up to each step."""
-    order = np.array([info.order if _is_layer(info) else -1 for info in block.catalogue], np.int64)
     last = np.full(int(numbers[-1]) + 1 if len(numbers) else 0, before, np.int64)
-    rows = np.flatnonzero(block.mask_of_tensors([_is_layer(info) for info in block.catalogue]))
-    np.maximum.at(last, numbers[rows], order[block.tensor[rows]])
+    rows = np.flatnonzero(rows_where(block, _is_layer))
+    np.maximum.at(last, numbers[rows], _orders(block.catalogue)[block.tensor[rows]])
     return np.maximum.accumulate(last)
 
 
@@ -186,13 +187,27 @@ def _follow(
     return streaks, found
 
 
-def _slopes(block: Block) -> Floats:
-    """Mean slope over the greatest one; NaN for what is no sigmoid or tanh."""
+_bounds_of: OfCatalogue[Floats] = OfCatalogue()
+_orders_of: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+
+
+def _bounds(catalogue: tuple[TensorInfo, ...]) -> Floats:
+    """Middle and half of what each tensor's function gives, shape (tensors, 2); NaN for what is no sigmoid or tanh."""
     bounds = [
         _MIDDLE_AND_HALF.get(info.module_type, (np.nan, np.nan)) if info.role == "output" else (np.nan,) * 2
-        for info in block.catalogue
+        for info in catalogue
     ]
-    middle, half = np.array(bounds).reshape(-1, 2)[block.tensor].T
+    return np.array(bounds).reshape(-1, 2)
+
+
+def _orders(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
+    """Where in the model each tensor stands."""
+    return _orders_of.get(catalogue, "", lambda: np.array([info.order for info in catalogue], np.int64))
+
+
+def _slopes(block: Block) -> Floats:
+    """Mean slope over the greatest one; NaN for what is no sigmoid or tanh."""
+    middle, half = _bounds_of.get(block.catalogue, "", lambda: _bounds(block.catalogue))[block.tensor].T
     held = block.statistics
     with np.errstate(invalid="ignore", divide="ignore"):
         from_middle = held.m2 / held.finite + (held.mean - middle) ** 2

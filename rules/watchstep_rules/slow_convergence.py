@@ -9,8 +9,10 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep.derived import rms
 from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures import constant_prediction
+from watchstep_rules.figures.chosen_tensors import is_matrix_of, rows_where
 from watchstep_rules.figures.constant_prediction import LabelState, against_labels
 from watchstep_rules.figures.loss_progress import Beginning, Progress, lookback, progress
 from watchstep_rules.figures.loss_series import first_steps, is_whole, loss_series
@@ -74,6 +76,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         roles=("loss", "label", "update", "input"),
         probes=("update_ratio", "class_counts"),
         about=("loss",),
+        evidence_rows=_RECORDS,
     )
     merge = "sealed"
     usual_causes = (
@@ -157,7 +160,7 @@ def _slow(
 
 def _updates(kept: tuple[float, ...], block: Block) -> tuple[tuple[float, ...], list[tuple[int, float]]]:
     """The fastest weight's last relative updates, and at each step with a record what counts of them from then on."""
-    wide = block.mask_of_tensors([info.role == "update" and len(info.shape) > 1 for info in block.catalogue])
+    wide = rows_where(block, is_matrix_of, "update")
     ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
     rows = np.flatnonzero(wide & np.isfinite(ratio))
     found = [(-1, _counting(kept))]
@@ -172,15 +175,19 @@ def _updates(kept: tuple[float, ...], block: Block) -> tuple[tuple[float, ...], 
 
 def _inputs(kept: float, block: Block) -> tuple[float, list[tuple[int, float]]]:
     """How large a model's inputs are that are no numbers of tokens, at each step with a record from then on."""
-    known = block.mask_of_tensors(
-        [info.role == "input" and "float" in info.dtype for info in block.catalogue]
-    )
+    known = rows_where(block, _is_measured_input)
+    if not known.any():
+        return kept, [(-1, kept)]
     rows = np.flatnonzero(known & (block.statistics.finite > 0))
     steps, place = np.unique(block.step[rows], return_inverse=True)
     largest = np.zeros(len(steps))
     np.maximum.at(largest, place, rms(block.statistics)[rows])
     found = [(-1, kept), *zip(steps.tolist(), largest.tolist(), strict=True)]
     return found[-1][1], found
+
+
+def _is_measured_input(info: TensorInfo) -> bool:
+    return info.role == "input" and "float" in info.dtype
 
 
 def _counting(updates: tuple[float, ...]) -> float:

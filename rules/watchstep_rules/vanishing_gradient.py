@@ -7,10 +7,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.block_view import view
 from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats, StatisticsBatch
-from watchstep.tensors import MODES
+from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
 
@@ -93,10 +95,8 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[VanishingGradientState, list[Finding]]:
         """Judge each step's layers against each other, on whatever worker they are."""
-        wide = block.mask_of_tensors(
-            [info.role == "gradient" and len(info.shape) >= params.min_dimensions for info in block.catalogue]
-        )
-        judged = block.where(wide & (block.statistics.finite > 0))
+        wide = rows_where(block, _is_judged, params.min_dimensions)
+        judged = view(block, np.flatnonzero(wide & (block.statistics.finite > 0)))
         if not len(judged):
             return state, []
         size = _size(judged.statistics)
@@ -124,11 +124,15 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         return finding_at(self.name, block, row, value=size, threshold=limit, message=message)
 
 
+def _is_judged(info: TensorInfo, least: int) -> bool:
+    return info.role == "gradient" and len(info.shape) >= least
+
+
 def _steps_without_loss(block: Block) -> NDArray[np.int64]:
     """Steps whose losses are all exactly zero."""
-    losses = block.where(block.mask_of_tensors([info.role == "loss" for info in block.catalogue]))
-    lost = losses.statistics.mean != 0
-    return np.setdiff1d(losses.step, losses.step[lost])
+    rows = np.flatnonzero(rows_where(block, has_role, "loss"))
+    step, lost = block.step[rows], block.statistics.mean[rows] != 0
+    return np.setdiff1d(step, step[lost])
 
 
 def _size(statistics: StatisticsBatch) -> Floats:

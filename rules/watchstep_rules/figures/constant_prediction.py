@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from watchstep.block import Block
 from watchstep.statistics import Floats
 from watchstep_rules.contract import State
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 
 _ENOUGH = 32
 _NEAR = 0.03
@@ -68,7 +69,7 @@ def follow(state: LabelState, block: Block) -> tuple[LabelState, list[Baselines]
         The state afterwards, and the baselines of each step with labels, ascending; first what the state had.
     """
     found = [] if state.last is None else [Baselines(-1, state.last, state.in_order)]
-    rows = np.flatnonzero(block.mask_of_tensors([info.role == "label" for info in block.catalogue]))
+    rows = np.flatnonzero(rows_where(block, has_role, "label"))
     done = -1
     for row in map(int, rows[np.argsort(block.step[rows], kind="stable")]):
         step = int(block.step[row])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block
 from watchstep.statistics import Floats
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 
 Kind = Literal["train", "eval"]
 _VALIDATION = ("val", "eval", "test", "dev")
 _WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
 _ROWS_AT_ONCE = 4096
-_WORKER = 0xFFFFFFF << 4
-"""Where a series' key has its worker."""
+_KEPT_NUMBERS = 1 << 16
+"""So many numbers of windows are kept for the next figure of the same width, as in a run that goes on."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class LossSeries:
     steps: NDArray[np.int64]
     values: Floats
     before: Floats
+    _windows: dict[int, Floats] = field(default_factory=dict, repr=False, compare=False)
 
     def trailing(self, width: int, figure: Callable[[Floats], Floats]) -> Floats:
         """A figure of the last ``width`` losses at each row, the row's own included; NaN where there are fewer.
@@ -48,18 +51,23 @@ class LossSeries:
             width: how many losses; the rule's lookback must be at least that, less one.
             figure: of a matrix of shape (rows, width), one number for each row.
         """
+        with np.errstate(all="ignore"):
+            if len(self.values) * width <= _KEPT_NUMBERS:
+                if width not in self._windows:
+                    self._windows[width] = next(self._parts(width))
+                return figure(self._windows[width])
+            return np.concatenate([figure(windows) for windows in self._parts(width)])
+
+    def _parts(self, width: int) -> Iterator[Floats]:
+        """The windows of rows after rows; not to be changed."""
         lacking = max(0, width - 1 - len(self.before))
         padded = np.concatenate(
             [np.full(lacking, np.nan), self.before[len(self.before) + lacking - width + 1 :], self.values]
         )
         # Copied, so that sums run in the same order however many rows there are: findings must not depend on the split.
-        windows = np.lib.stride_tricks.sliding_window_view(padded, width)
-        with np.errstate(all="ignore"):
-            parts = [
-                figure(np.ascontiguousarray(windows[first : first + _ROWS_AT_ONCE]))
-                for first in range(0, len(windows), _ROWS_AT_ONCE)
-            ]
-        return np.concatenate(parts)
+        for first in range(0, len(self.values), _ROWS_AT_ONCE):
+            starts = np.arange(first, min(first + _ROWS_AT_ONCE, len(self.values)))
+            yield padded[starts[:, None] + np.arange(width)]
 
 
 def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
@@ -72,39 +80,50 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
             part of the name begins as ``val`` does (``val_loss``, ``loss/validation``).
     """
     past = _by_key(context, kind)
-    losses = _losses(block)
     return [
         LossSeries(
             key=key,
             name=block.info(int(rows[0])).name,
             rows=rows,
             steps=block.step[rows],
-            values=losses[rows],
-            before=_losses(context)[past[key]] if key in past else np.empty(0),
+            values=_losses(block, rows),
+            before=_losses(context, past[key]) if key in past else np.empty(0),
         )
         for key, rows in sorted(_by_key(block, kind).items())
     ]
 
 
-def _losses(block: Block) -> Floats:
+def _losses(block: Block, rows: NDArray[np.intp]) -> Floats:
     held = block.statistics
-    whole = (held.finite > 0) & (held.nonfinite == 0)
-    return np.where(whole, held.mean, np.nan)
+    nonfinite = held.nan[rows] + held.pos_inf[rows] + held.neg_inf[rows]
+    whole = (held.count[rows] > nonfinite) & (nonfinite == 0)
+    return np.where(whole, held.mean[rows], np.nan)
 
 
 def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
-    chosen = np.flatnonzero(block.mask_of_tensors([info.role == "loss" for info in block.catalogue]))
-    series = block.series_key()[chosen] & ~_WORKER
+    chosen = np.flatnonzero(rows_where(block, has_role, "loss"))
+    if not len(chosen):
+        return {}
+    series = (block.tensor[chosen].astype(np.int64) << 32) | block.mode[chosen]
     found = {}
     for number in np.unique(series):
         rows = chosen[series == number]
         name, mode = block.info(int(rows[0])).name, block.mode_name(int(rows[0]))
         if _kind(name, mode) == kind:
-            rows = rows[np.lexsort((block.worker[rows], block.step[rows]))]
-            found[f"{name}/{mode}"] = rows[np.unique(block.step[rows], return_index=True)[1]]
+            found[f"{name}/{mode}"] = _first_of_each_step(block, rows)
     return found
 
 
+def _first_of_each_step(block: Block, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Rows by step, of each the lowest worker's."""
+    step = block.step[rows]
+    if bool((np.diff(step) > 0).all()):
+        return rows
+    rows = rows[np.lexsort((block.worker[rows], step))]
+    return rows[np.unique(block.step[rows], return_index=True)[1]]
+
+
+@functools.lru_cache(maxsize=4096)
 def _kind(name: str, mode: str) -> Kind | None:
     if mode == "predict":
         return None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from watchstep.block import Block
 from watchstep.block_view import view
 from watchstep.statistics import Floats
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.series import SeriesRows
 
 _FIRST = 5
@@ -90,8 +91,7 @@ def follow(
         What is to be kept of each loss, and how they go from step to step.
     """
     steps = int(numbers[-1]) + 1 if len(numbers) else 0
-    is_loss = block.mask_of_tensors([info.role == "loss" for info in block.catalogue])
-    rows = np.flatnonzero(is_loss)
+    rows = np.flatnonzero(rows_where(block, has_role, "loss"))
     rows = rows[block.statistics.finite[rows] > 0]
     losses, courses = dict(kept), Courses(np.zeros(steps, np.bool_), [], [])
     held = view(block, rows)

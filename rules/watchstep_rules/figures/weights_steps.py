@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -11,12 +12,15 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block
 from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where, tensors_where
 from watchstep_rules.figures.four_digits import four_digits, short
 from watchstep_rules.figures.layers import is_weighted
 from watchstep_rules.figures.progress import Progress
 from watchstep_rules.figures.steps import step_numbers
 from watchstep_rules.figures.unheld import Held
 from watchstep_rules.figures.weights_past import DENSE, FORGET, HALF, Figures, Pace, Past, Weights
+from watchstep_rules.judging.of_catalogue import OfCatalogue
 
 Flags = NDArray[np.bool_]
 Rows = NDArray[np.intp]
@@ -78,8 +82,7 @@ class StepsOfWeights:
     def of(cls, block: Block, figures: Figures, limits: Limits) -> StepsOfWeights:
         """The steps of a block."""
         is_gradient, is_update = (
-            block.mask_of_tensors([info.role == role for info in block.catalogue])
-            & (block.statistics.finite > 0)
+            rows_where(block, has_role, role) & (block.statistics.finite > 0)
             for role in ("gradient", "update")
         )
         names, parameter = _parameters(block, is_gradient | is_update)
@@ -130,21 +133,20 @@ class StepsOfWeights:
         self._take_in_updates(past, updates)
         rows = np.arange(stretch.first, stretch.end)
         rows = rows[statistics.finite[stretch.first : stretch.end] > 0]
-        is_loss = np.array([info.role == "loss" for info in block.catalogue], np.bool_)[block.tensor[rows]]
+        is_loss = tensors_where(block.catalogue, has_role, "loss")[block.tensor[rows]]
         for row in rows[is_loss].tolist():
             name, value = f"{block.info(row).name}@{block.worker[row]}", float(statistics.mean[row])
             past.nothing_lost[name] = value == 0
             past.losses[name] = past.losses.get(name, Progress()).after(value)
-        others = ("update", "gradient", "loss")
-        computes = [info.role not in others and is_weighted(info) for info in block.catalogue]
-        seen = block.tensor[rows[np.array(computes, np.bool_)[block.tensor[rows]]]]
+        computes = tensors_where(block.catalogue, _is_computed)
+        seen = block.tensor[rows[computes[block.tensor[rows]]]]
         found, first = np.unique(seen, return_index=True)
         for tensor in found[np.argsort(first)].tolist():
             past.computed[block.catalogue[tensor].module] = block.catalogue[tensor].order
 
     def _judged(self) -> Rows:
         """Updates of matrices; of all where a step has no matrix."""
-        wide = np.array([len(info.shape) > 1 for info in self.block.catalogue], np.bool_)
+        wide = tensors_where(self.block.catalogue, _is_wide)
         is_wide = wide[self.block.tensor[self.updates]]
         some = self._by_step(self.updates[is_wide])
         return self.updates[is_wide | ~some[self.numbers[self.updates]]]
@@ -161,9 +163,9 @@ class StepsOfWeights:
         infos, tensor = self.block.catalogue, self.block.tensor
         judged = self._judged()
         none = self.figures.ratio[judged] <= self.limits.threshold
-        half = np.array([info.dtype in HALF for info in infos], np.bool_)[tensor[judged]]
+        half = tensors_where(infos, _is_half)[tensor[judged]]
         lost = half & (self.figures.zero[judged] >= self.limits.rounded)
-        vector = np.array([len(info.shape) <= 1 for info in infos], np.bool_)[tensor[judged]]
+        vector = ~tensors_where(infos, _is_wide)[tensor[judged]]
         first = np.full(len(self.names), len(self.block), np.int64)
         np.minimum.at(first, self.parameter[self.gradients], self.numbers[self.gradients])
         known = [past.parameters.get(name, Past()).last >= 0 for name in self.names]
@@ -171,7 +173,7 @@ class StepsOfWeights:
         starved = first[self.parameter[judged]] > self.numbers[judged]
         found = self._by_step(judged[none | lost | vector | starved])
         if "changed" in self.block.probes:
-            unheld = self.block.mask_of_tensors([info.role == "unheld" for info in infos])
+            unheld = rows_where(self.block, has_role, "unheld")
             found |= self._by_step(np.flatnonzero(unheld))
         return found
 
@@ -182,7 +184,7 @@ class StepsOfWeights:
 
     def _held(self, before: Held, updates: Rows) -> Held:
         infos = self.block.catalogue
-        size = np.array([int(np.prod(info.shape)) for info in infos], np.int64)
+        size = _sizes.get(infos, "", lambda: np.array([math.prod(info.shape) for info in infos], np.int64))
         place = self.numbers[updates].astype(np.int64) * len(infos) + self.block.tensor[updates]
         there = np.zeros(int(place.max()) + 1 - (base := int(place.min())), np.bool_)
         there[place - base] = True  # of several workers one
@@ -224,6 +226,21 @@ class StepsOfWeights:
             past.parameters[self.names[one]] = before._replace(
                 ratio=float(last[one]), usual=float(usual[one])
             )
+
+
+_sizes: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+
+
+def _is_wide(info: TensorInfo) -> bool:
+    return len(info.shape) > 1
+
+
+def _is_half(info: TensorInfo) -> bool:
+    return info.dtype in HALF
+
+
+def _is_computed(info: TensorInfo) -> bool:
+    return info.role not in ("update", "gradient", "loss") and is_weighted(info)
 
 
 def _parameters(block: Block, chosen: Flags) -> tuple[list[str], Rows]:

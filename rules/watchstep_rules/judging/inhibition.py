@@ -129,10 +129,10 @@ def inhibit(told: Sequence[Told], sealed: int) -> list[Told]:
         memory = one.memory
         if memory.fired or kept:
             memory = memory.model_copy(update={"fired": tuple(kept[-MOST_INTERVALS:])})
-        if sources or memory.quiet is not None:
+        if (sources and one.transitions) or memory.quiet is not None:
             result.append(_followed(replace(one, memory=memory), sources, sealed))
         else:
-            result.append(replace(one, memory=memory))
+            result.append(one if memory is one.memory else replace(one, memory=memory))
     return result
 
 

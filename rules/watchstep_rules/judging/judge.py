@@ -8,12 +8,15 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from watchstep.block import Block
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.contract import Needs
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert import AlertMemory, Transition, advance
+from watchstep_rules.judging.of_catalogue import OfCatalogue
 from watchstep_rules.judging.prepared import Prepared
 from watchstep_rules.judging.streaks import Tick
 
@@ -131,8 +134,7 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
     state, findings = rule.evaluate(params, state, context, block, clock_ns)
     problem = rule.problem(state)
     needs = rule.needed(params)
-    of_these = [not needs.is_evidence(info.role) for info in block.catalogue]
-    judged = memory.judged + int(np.count_nonzero(block.mask_of_tensors(of_these)))
+    judged = memory.judged + _number_judged(block, needs)
     tick = Tick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = advance(memory.alert, config.timing, block, findings, tick)
     kept = RuleMemory(
@@ -144,6 +146,22 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
         judged=judged,
     )
     return Verdict(kept, findings, transitions)
+
+
+def _number_judged(block: Block, needs: Needs) -> int:
+    """Rows that are judged, and are no evidence."""
+    if not needs.about:
+        return len(block)
+    catalogue = block.catalogue
+    of_these = _judged_tensors.get(
+        catalogue,
+        needs,
+        lambda: np.array([not needs.is_evidence(info.role) for info in catalogue], np.bool_),
+    )
+    return int(np.count_nonzero(of_these[block.tensor]))
+
+
+_judged_tensors: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()
 
 
 def due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:

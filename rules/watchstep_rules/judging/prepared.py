@@ -12,6 +12,7 @@ from watchstep.block import Block
 from watchstep.block_view import together, view
 from watchstep.tensors import TensorInfo
 from watchstep_rules.judging.of_catalogue import OfCatalogue
+from watchstep_rules.judging.reach import depths
 from watchstep_rules.judging.shards import merge_shards
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Prepared:
         self._history = history
         self._arrived = arrived
         self._rows: dict[tuple[int, bytes], NDArray[np.intp]] = {}
+        self._from_end: dict[int, NDArray[np.intp]] = {}
 
     def block(self, config: RuleConfig) -> Block:
         """The rows that a rule config judges now."""
@@ -47,10 +49,24 @@ class Prepared:
     def context(self, config: RuleConfig) -> Block:
         """As many earlier rows of each series as its rule looks back on."""
         earlier = self._parts(config)[0]
-        reach = config.implementation.lookback(config.parameters)
+        rule, params, catalogue = config.implementation, config.parameters, earlier.catalogue
+        reach = rule.lookback(params)
         if reach <= 0 or not len(earlier):
             return view(earlier, np.empty(0, np.intp))
-        return self._in_scope(config, earlier).tail(reach)
+        key = (config.tensors, rule.needed(params), reach)
+        depth = _reaches.get(catalogue, key, lambda: depths(catalogue, *key))
+        return view(earlier, self._last_rows(earlier, depth))
+
+    def _last_rows(self, earlier: Block, depth: NDArray[np.int64]) -> NDArray[np.intp]:
+        """Of each series as many last rows as the depth of its tensor says, in the order in which they stand."""
+        key = (id(earlier), depth.tobytes())
+        rows = self._rows.get(key)
+        if rows is None:
+            places = self._from_end.get(id(earlier))
+            if places is None:
+                places = self._from_end[id(earlier)] = _from_end(earlier.series_key())
+            rows = self._rows[key] = np.flatnonzero(places < depth[earlier.tensor])
+        return rows
 
     def _parts(self, config: RuleConfig) -> tuple[Block, Block]:
         if config.implementation.merged(config.parameters) == "per_worker":
@@ -80,6 +96,16 @@ class Prepared:
 
 
 _scopes: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()
+_reaches: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+
+
+def _from_end(key: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Of each row how many of the same key stand after it."""
+    order = np.argsort(key, kind="stable")
+    held = key[order]
+    places = np.empty(len(key), np.intp)
+    places[order] = np.searchsorted(held, held, side="right") - np.arange(len(held)) - 1
+    return places
 
 
 def _mask(catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs) -> NDArray[np.bool_]:

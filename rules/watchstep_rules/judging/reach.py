@@ -16,6 +16,14 @@ from watchstep_rules.judging.of_catalogue import OfCatalogue
 _depths: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
 
 
+def depths(
+    catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs, lookback: int
+) -> NDArray[np.int64]:
+    """How many earlier rows of a series one rule needs, for each tensor of a catalogue; 0 for those out of scope."""
+    held = [needs.earlier_rows(info.role, lookback) if scope.holds(info, needs) else 0 for info in catalogue]
+    return np.array(held, np.int64)
+
+
 @dataclass(frozen=True)
 class Reach:
     """Of each scope, how many earlier rows of a series its rules need. Hashable; equal ones keep the same rows."""
@@ -42,8 +50,7 @@ class Reach:
     def _rows_of(self, catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
         depth = np.zeros(len(catalogue), np.int64)
         for scope, needs, rows in self.scopes:
-            held = np.array([scope.holds(info, needs) for info in catalogue], np.bool_)
-            depth[held] = np.maximum(depth[held], rows)
+            depth = np.maximum(depth, depths(catalogue, scope, needs, rows))
         return depth
 
 

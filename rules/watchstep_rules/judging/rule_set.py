@@ -33,5 +33,7 @@ def judge_set(remembered: Sequence[tuple[RuleConfig, RuleMemory]], rows: Prepare
 
 
 def _quieted(verdict: Verdict, told: Told) -> Verdict:
+    if told.memory is verdict.memory.alert and told.transitions is verdict.transitions:
+        return verdict
     memory = verdict.memory.model_copy(update={"alert": told.memory})
     return replace(verdict, memory=memory, transitions=list(told.transitions))

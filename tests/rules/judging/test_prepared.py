@@ -21,6 +21,13 @@ def in_scope(config: RuleConfig, block: Block) -> Block:
     return block.where(block.mask_of_tensors([config.tensors.holds(info, needs) for info in block.catalogue]))
 
 
+def of_roles(block: Block, roles: tuple[str, ...], others: bool) -> Block:
+    """Rows of tensors with some roles, all where there are none; or the others."""
+    return block.where(
+        block.mask_of_tensors([(not roles or info.role in roles) != others for info in block.catalogue])
+    )
+
+
 @given(runs(), st.integers(-1, 24), st.integers(0, 8))
 def test_rows_that_rules_share_are_those_that_each_would_take_alone(
     events: list[Event], before: int, further: int
@@ -34,8 +41,12 @@ def test_rows_that_rules_share_are_those_that_each_would_take_alone(
         due = (pool.step > before) & (pool.step <= before + further)
         reach = config.implementation.lookback(config.parameters)
         assert rows_of(shared.block(config)) == rows_of(merge_shards(pool.where(due)))
-        assert rows_of(shared.context(config)) == rows_of(
-            merge_shards(pool.where(pool.step <= before)).tail(reach)
-        )
+        context, earlier = shared.context(config), merge_shards(pool.where(pool.step <= before))
+        roles = ("gradient",) if config is GRADIENTS else ()
+        for evidence in (False, True):
+            depth = 1 if config is GRADIENTS and evidence else reach
+            assert rows_of(of_roles(context, roles, evidence)) == rows_of(
+                of_roles(earlier, roles, evidence).tail(depth)
+            )
     assert rows_of(shared.block(NAN)) == rows_of(in_scope(NAN, arrived))
     assert len(shared.context(NAN)) == 0
