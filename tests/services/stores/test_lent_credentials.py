@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import S3
+from tests.services.jobs import eventually
 from watchstep import Hook, open_run
 from watchstep.capture import lent_credentials
 from watchstep.capture.config import Bounds, CaptureConfig
@@ -100,6 +101,7 @@ def test_without_any_credentials_training_goes_on(
     with Hook("s3://plain/runs", project="plain", run="r", config=config) as hook:
         hook.log(loss=1.0)
         hook.step()
+        eventually(lambda: "store" in hook.health["faults"], 60)
     assert "no credentials" in hook.health["faults"]["store"]
 
 
