@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 
-_REFERENCE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<name>[A-Z0-9_]+):-(?P<default>[^{}$]+)\})")
+_REFERENCE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<name>[A-Z0-9_]+):-(?P<default>[^{}$]*)\})")
 
 
 def interpolated(text: str) -> str:
@@ -25,7 +25,7 @@ def interpolated(text: str) -> str:
     """
     if "$" in _REFERENCE.sub("", text):
         raise ValueError(f"{text!r}: write ${{NAME:-default}}")
-    return _REFERENCE.sub(lambda found: found["default"] or "$", text)
+    return _REFERENCE.sub(lambda found: "$" if found["escaped"] else found["default"], text)
 
 
 def _filled(value: Any) -> Any:
