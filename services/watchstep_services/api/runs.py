@@ -113,7 +113,10 @@ def get_run(project: str, run: str, service: Served) -> RunOutput:
 @router.post("/{run}/stop", summary="Stop a run", status_code=202)
 @permits("operate")
 def stop_run(project: str, run: str, body: StopInput, service: Served, caller: Caller) -> StopOutput:
-    """Ask the workers to stop, then end the job. An attempt is stopped once, however often it is asked."""
+    """Ask the workers to stop, then end the job. An attempt is stopped once, however often it is asked.
+
+    Where a stop came to nothing, as with no job bound yet, and the attempt goes on, asking again tries again.
+    """
     with service.database.write() as session:
         row = find_run(session, project, run)
         attempt = check_name("attempt", body.attempt or row.attempt) if body.attempt or row.attempt else ""

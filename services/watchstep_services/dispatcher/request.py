@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep_services.database.clock import read_clock
-from watchstep_services.database.models import Run
+from watchstep_services.database.models import Action, Run
 from watchstep_services.database.records import add_action, add_event
 from watchstep_services.dispatcher.audit import Subject, note
+from watchstep_services.dispatcher.stages import UNCONFIRMED
 from watchstep_services.events import make_event
 
 
@@ -46,7 +48,8 @@ def request_stop(
         asked: for the audit log; an operator where it is left out.
 
     Returns:
-        The action's id; None where the attempt has been asked to stop already.
+        The action's id; None where the attempt has been asked to stop already. One that goes on though it was asked, for
+        the stop could reach nothing, is asked anew: its job may have been bound since.
     """
     cause_id, reason = because
     run = session.get_one(Run, run_id)
@@ -61,10 +64,26 @@ def request_stop(
         stop_key(run_id, attempt),
         {"event_id": event.id, "at_ns": now, "payload": payload},
     )
+    if action is None:
+        action = _again(session, run, attempt, {"event_id": event.id, "at_ns": now, "payload": payload})
     if action is not None:
         add_event(session, run_id, event, now)
     _audit(session, Subject(run.project, run.run, attempt), asked, now, data, repeated=action is None)
     return action
+
+
+def _again(session: Session, run: Run, attempt: str, cause: dict[str, Any]) -> int | None:
+    """Take up a stop that came to nothing; None where it is on its way, did end the attempt, or there is nothing to stop."""
+    row = session.execute(
+        select(Action).where(Action.key == stop_key(run.id, attempt)).with_for_update()
+    ).scalar_one()
+    in_vain = row.state in ("failed", "skipped") or (row.state == "done" and row.stage == UNCONFIRMED)
+    goes_on = run.attempt == attempt and (run.ended_ns is None or run.state == "lost")
+    if not (in_vain and goes_on):
+        return None
+    row.state, row.stage, row.stage_since_ns, row.finished_ns = "pending", 0, cause["at_ns"], None
+    row.next_ns, row.event_id, row.payload = cause["at_ns"], cause["event_id"], dict(cause["payload"])
+    return row.id
 
 
 def _audit(

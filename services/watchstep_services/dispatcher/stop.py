@@ -7,6 +7,7 @@ import logging
 from watchstep.control import StopRequest
 from watchstep.errors import StoreError
 from watchstep_services.dispatcher.outbox import DueAction, Tried
+from watchstep_services.dispatcher.stages import ASK, ASKED, KILLED, TERMINATED, UNCONFIRMED
 from watchstep_services.dispatcher.target import Target, common_step, load_target, write_control
 from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.evaluator.discover import discover, listing_due
@@ -14,7 +15,6 @@ from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS, nanoseconds
 
-ASK, ASKED, TERMINATED, KILLED = 0, 1, 2, 3
 _HOW = {ASK: "already ended", ASKED: "cooperative", TERMINATED: "terminated", KILLED: "killed"}
 _POLL_NS = NANOSECONDS // 5
 _LONGEST_POLL_NS = 5 * NANOSECONDS
@@ -79,7 +79,7 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     return Tried(
         "done",
         "no job bound: asked cooperatively; the program has not agreed to be stopped so",
-        ASKED,
+        UNCONFIRMED,
         facts=facts,
     )
 
@@ -93,7 +93,7 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
             return _out_of_reach(target)
         facts = {"how": "asked", "stopped_at_step": None}
         return Tried(
-            "done", "no job bound: asked cooperatively; the workers did not confirm", ASKED, facts=facts
+            "done", "no job bound: asked cooperatively; the workers did not confirm", UNCONFIRMED, facts=facts
         )
     if listing_due(service, target.place, target.run.listed_ns, due.now_ns) and discover(service, due.run_id):
         return _again(due, 0)
