@@ -68,9 +68,14 @@ def load(database: Database, run_store: Store, run_id: int, attempt: str) -> Att
             return row
     document = read_document(run_store, attempt)
     with database.write() as session:
-        row = ensure(session, run_id, attempt)
+        run = session.get_one(Run, run_id, with_for_update=True)
         if document is not None:
-            describe(row, document)
+            found(session, run, document)
+            return ensure(session, run_id, attempt)
+        newest = run.attempt
+        row = ensure(session, run_id, attempt)
+        # Nobody knows when one without a document began: it takes no other's place.
+        run.attempt = newest or attempt
         return row
 
 

@@ -64,16 +64,40 @@ def collect(service: Service, held: Claim, run_store: Store) -> Collected:
     plan, attempts = _plan(service, held)
     if not plan.readable:
         return _without_segments(held, plan, attempts)
-    attempt = plan.readable[0].key.writer.attempt
-    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=attempts)
-    mine = [entry for entry in plan.readable if entry.key.writer.attempt == attempt]
-    found.more = len(mine) < len(plan.readable)
-    absent = _read_all(service, held, run_store, mine, found)
+    found, absent = _first_there(service, held, run_store, plan, attempts)
     if absent:
         found.waiting += tuple(absent)
         if _may_list(service, held, found.waiting):
             found.more |= discover(service, held.run_id)
     return found
+
+
+def _first_there(
+    service: Service, held: Claim, run_store: Store, plan: Plan, attempts: dict[str, Attempt]
+) -> tuple[Collected, list[Gap]]:
+    """Read the first attempt of which something is there, and say what is not.
+
+    Announcements are hearsay: those of which nothing is there hold up no other attempt, and make none of which no more is
+    known than that somebody announced it. Attempts that are known come first.
+    """
+    began = time.monotonic()
+    names = dict.fromkeys(entry.key.writer.attempt for entry in plan.readable)
+    chosen: Collected | None = None
+    absent: list[Gap] = []
+    for place, attempt in enumerate(sorted(names, key=lambda name: name not in attempts), 1):
+        found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=attempts)
+        mine = [entry for entry in plan.readable if entry.key.writer.attempt == attempt]
+        absent += _read_all(service, held, run_store, mine, found)
+        there = bool(found.blocks or found.corrupt)
+        if there or chosen is None:
+            chosen = found
+        if there or time.monotonic() - began >= SLICE_SECONDS:
+            chosen.more |= place < len(names)
+            break
+    assert chosen is not None
+    if not (chosen.blocks or chosen.corrupt or chosen.attempt in attempts):
+        chosen.attempt = ""
+    return chosen, absent
 
 
 def _without_segments(held: Claim, plan: Plan, attempts: dict[str, Attempt]) -> Collected:
@@ -123,9 +147,11 @@ def _read_all(
     size, renewed = 0, time.monotonic()
     began = renewed
     absent: dict[WriterId, Gap] = {}
-    for number, entry in enumerate(entries):
+    for entry in entries:
         writer = entry.key.writer
-        full = number >= service.settings.max_segments or size >= service.settings.max_bytes
+        # What is not there does not count: else made-up announcements keep what is from its turn.
+        read = len(found.blocks) + len(found.corrupt)
+        full = read >= service.settings.max_segments or size >= service.settings.max_bytes
         if full or time.monotonic() - began >= SLICE_SECONDS:
             found.more = True
             break

@@ -1,0 +1,43 @@
+"""Attempts that are only announced: whoever may announce must not decide which attempt of a run is its newest."""
+
+from __future__ import annotations
+
+from tests.services.driving import Driven
+from tests.services.recording import Recording
+from watchstep.layout import SegmentKey, WriterId
+from watchstep.store import Store
+from watchstep_services.evaluator.discover import discover
+
+
+def test_an_attempt_of_which_nothing_lies_on_the_store_is_none(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    recording.write(0, 0, 7)
+    run_id = driven.register()
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+
+    driven.announce(run_id, SegmentKey(WriterId("made-up", "node", "w0"), 0, 0, 10**18 - 1))
+    driven.settle(run_id)
+
+    run = driven.run(run_id)
+    assert (run.attempt, run.last_step) == ("a1", 7)
+    driven.announce(run_id, recording.write(1, 8, 9))
+    driven.settle(run_id)
+    assert driven.run(run_id).last_step == 9, "what is real is judged all the same"
+
+
+def test_an_attempt_without_a_document_does_not_become_the_newest(
+    driven: Driven, folder_store: Store
+) -> None:
+    Recording(folder_store).begin().write(0, 0, 7)
+    run_id = driven.register()
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+
+    stray = Recording(folder_store, attempt="made-up")
+    driven.announce(run_id, stray.write(0, 0, 9))
+    driven.settle(run_id)
+
+    run = driven.run(run_id)
+    assert (run.attempt, run.last_step) == ("a1", 9)
+    assert driven.segments(run_id) == {("w0", 0): "read"}
