@@ -92,14 +92,18 @@ def due_ns(progress: AttemptProgress, deadline_ns: int) -> int | None:
 
 
 def _live(progress: AttemptProgress) -> list[tuple[int, int]]:
-    """(last passed step, last heard) of each rank that has not ended; (-1, start) for one never heard."""
+    """(last passed step, last heard) of each rank that has not ended; one (-1, start) for those never heard."""
     ranks: dict[int, tuple[int, int]] = {}
     for writer in progress.writers.values():
         for rank in writer.workers:
             step, heard = ranks.get(rank, (-1, 0))
             ranks[rank] = (max(step, writer.last), max(heard, writer.heard_ns))
-    expected = set(range(progress.world_size)) | set(ranks)
-    return [ranks.get(rank, (-1, progress.first_heard_ns)) for rank in sorted(expected - progress.ended)]
+    live = [held for rank, held in ranks.items() if rank not in progress.ended]
+    known = {*ranks, *progress.ended}
+    # One stands for all that were never heard: how many there are is only what somebody wrote, and may be any number.
+    if progress.world_size > sum(0 <= rank < progress.world_size for rank in known):
+        live.append((-1, progress.first_heard_ns))
+    return live
 
 
 def writers_as_data(writers: dict[str, WriterProgress]) -> dict[str, Any]:

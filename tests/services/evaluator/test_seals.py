@@ -124,3 +124,15 @@ def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven, folde
     assert driven.segments(run_id) == {("node-1", 0): "read", ("node-1", 1): "read"}
     driven.with_settings(gap_seconds=0.0).settle(run_id)
     assert driven.segments(run_id)["node-1", 2] == "missing"
+
+
+def test_a_world_of_any_size_costs_nothing() -> None:
+    told = progress(2**62, (7, 140), (7, 140), sealed=5)
+    assert decide(told, 149, 50) is None
+    assert decide(told, 150, 50) == SealDecision(7, "deadline")
+    assert due_ns(told, 50) == 150
+
+
+def test_an_ended_rank_that_was_never_heard_holds_nothing_up() -> None:
+    assert decide(progress(3, (7, 100), (7, 100), ended=(2,)), 110, 50) == SealDecision(7, "passed")
+    assert decide(progress(4, (7, 100), (7, 100), ended=(2,)), 110, 50) is None
