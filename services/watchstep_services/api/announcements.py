@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from fastapi import APIRouter
 
 from watchstep.errors import ConfigError
@@ -18,6 +20,7 @@ from watchstep_services.settings import NANOSECONDS
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/announcements", tags=["recording"])
 
 _WRITERS_WITH_HEALTH = 1024
+_HEALTH_BYTES = 1024 * 1024  # of all writers of a run: its row is read whenever the run is looked at
 _LAGS_SECONDS = 1.0
 _LONGEST_PAUSE = 10.0
 
@@ -57,8 +60,8 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         if body.health:
             held = dict(row.health.get("recorders", {}))
             before = held.get(f"{writer.node}/{writer.writer}", {})
-            if len(held) < _WRITERS_WITH_HEALTH or f"{writer.node}/{writer.writer}" in held:
-                held[f"{writer.node}/{writer.writer}"] = body.health
+            held[f"{writer.node}/{writer.writer}"] = body.health
+            if len(held) <= _WRITERS_WITH_HEALTH and len(json.dumps(held)) <= _HEALTH_BYTES:
                 row.health = {**row.health, "recorders": held}
         session.flush()
         fresh = put_segment(session, row.id, key, now)

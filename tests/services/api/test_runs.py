@@ -224,3 +224,17 @@ def test_rules_that_cannot_be_used_are_refused(api: Api, rule: dict[str, Any]) -
     refused = api.call("POST", RUNS, {"run": "run-1", "rules": [rule]})
     assert refused.status_code == 422
     assert "rules.0" in refused.text
+
+
+def test_what_recorders_say_of_themselves_does_not_grow_without_bound(api: Api) -> None:
+    run = "/v1/projects/vision/runs/run-1"
+    api.driven.register()
+    for number in range(20):
+        body = {
+            "attempt": "a1", "node": f"n{number}", "writer": "w0", "seq": 0, "first": 0, "last": 0,
+            "health": {"said": "x" * 60_000},
+        }  # fmt: skip
+        assert api.call("POST", f"{run}/announcements", body, role="recorder").is_success
+    shown = api.call("GET", run)
+    assert 10 < len(shown.json()["health"]["recorders"]) < 20
+    assert len(shown.content) < 1_100_000
