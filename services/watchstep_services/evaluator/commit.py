@@ -36,6 +36,7 @@ FINDINGS_KEPT = 1000
 """Findings of one rule config on one attempt that are kept; the rest are counted."""
 
 _MISSING_ROWS = 1000
+"""Rows of missing segments that one evaluation writes; the rest are counted. What comes late is found by a listing anyway."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,10 @@ def _segments(session: Session, held: Claim, collected: Collected, now: int) -> 
         session.execute(
             update(Segment).where(Segment.id == entry.row_id).values(state="corrupt", problem=problem[:2000])
         )
-    missing = sum(_mark_missing(session, held.run_id, gap, now) for gap in collected.missing)
+    missing, room = 0, _MISSING_ROWS
+    for gap in collected.missing:
+        missing += gap.until - gap.start
+        room -= _mark_missing(session, held.run_id, gap, now, room)
     run = session.get_one(Run, held.run_id)
     run.last_step = max([run.last_step, *(entry.key.last for entry, _ in collected.blocks)])
     health = {key: value for key, value in run.health.items() if key != "evaluation"}
@@ -155,15 +159,16 @@ def _ranks(block: Block) -> list[list[int]]:
     ]
 
 
-def _mark_missing(session: Session, run_id: int, gap: Gap, now: int) -> int:
-    who = gap.writer
-    for seq in range(gap.start, min(gap.until, gap.start + _MISSING_ROWS)):
+def _mark_missing(session: Session, run_id: int, gap: Gap, now: int, most: int) -> int:
+    """Note what is missing, so that it is taken up if it comes after all; returns how many rows that were."""
+    who, until = gap.writer, min(gap.until, gap.start + most)
+    for seq in range(gap.start, until):
         values = {
             "run_id": run_id, "attempt": who.attempt, "node": who.node, "writer": who.writer, "seq": seq,
             "first": -1, "last": -1, "state": "missing", "found_ns": now, "problem": "waited for until the deadline",
         }  # fmt: skip
         insert_missing(session, Segment, values)
-    return gap.until - gap.start
+    return until - gap.start
 
 
 def _attempt(session: Session, held: Claim, outcome: Outcome) -> None:

@@ -41,3 +41,15 @@ def test_an_attempt_without_a_document_does_not_become_the_newest(
     run = driven.run(run_id)
     assert (run.attempt, run.last_step) == ("a1", 9)
     assert driven.segments(run_id) == {("w0", 0): "read"}
+
+
+def test_numbers_that_leave_everything_out_cost_no_rows(driven_sqlite: Driven, folder_store: Store) -> None:
+    driven = driven_sqlite.with_settings(gap_seconds=0.0)
+    recording = Recording(folder_store).begin()
+    for worker in range(3):
+        recording.write(900_000_000, 0, 7, worker=worker)
+    run_id = driven.register()
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert len(driven.segments(run_id)) == 3 + 1000
+    assert driven.run(run_id).health["missing_segments"] == 2_700_000_000
