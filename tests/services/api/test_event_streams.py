@@ -217,3 +217,17 @@ def test_the_server_ends_while_clients_follow(driven_sqlite: Driven) -> None:
         threading.Thread(target=follow, args=(url,), daemon=True).start()
         assert began.wait(WAIT)
     assert ended.wait(WAIT)
+
+
+def test_a_place_that_no_event_has_come_to_is_now(driven: Driven, token: str) -> None:
+    run_id = driven.register()
+    publish(driven, run_id, "before")
+    with (
+        serving(driven.service) as url,
+        following(f"{url}{PROJECT}/events/stream", token, 2**62 - 1) as events,
+    ):
+        ((place, _, _),) = take(events, 1)
+        assert place < 2**62 - 1
+        publish(driven, run_id, "after")
+        ((number, _, name),) = take(events, 1)
+    assert (number > place, name) == (True, "after")

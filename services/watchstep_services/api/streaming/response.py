@@ -84,7 +84,7 @@ class EventStream(Response):
         tail = self._streams.tail(self._followed.project)
         now = await tail.join()
         try:
-            after = now if self._followed.after is None else self._followed.after
+            after = now if self._followed.after is None else await tail.place(self._followed.after)
             await _send(send, f"retry: {_RETRY_MS}\nid: {after}\n\n".encode())
             loop = asyncio.get_running_loop()
             beat = loop.time() + HEARTBEAT_SECONDS

@@ -55,6 +55,16 @@ class Tail:
             raise
         return self.reach
 
+    async def place(self, after: int) -> int:
+        """Where to go on for one who has reached a place; what no event of the project has come to yet is now.
+
+        Raises:
+            SQLAlchemyError: the database does not answer.
+        """
+        if after <= self.reach:
+            return after
+        return min(after, await run_in_threadpool(last_number, self._database, self._project))
+
     def leave(self) -> None:
         """Follow no more; the last one ends the reading."""
         self.followers -= 1
