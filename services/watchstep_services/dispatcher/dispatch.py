@@ -26,6 +26,9 @@ from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
 _KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook, NOTIFY: try_notify}
+POSTS = ("webhook", NOTIFY)
+"""Kinds of actions that tell people."""
+
 _LONGEST_BACKOFF = 300.0
 _MOST_DOUBLINGS = 30
 _FINAL = {"done", "skipped", "failed"}
@@ -34,16 +37,21 @@ _log = logging.getLogger(__name__)
 
 
 def due_actions(service: Service, limit: int = 100) -> list[int]:
-    """Ids of actions that are due, the longest due first."""
+    """Ids of actions that are due: what runs are asked for, and then so many of what people are told, the longest due first.
+
+    However many receivers do not answer, no stop waits behind what they are to be told.
+    """
+    due = select(Action.id).where(Action.state == "pending", Action.next_ns <= now_ns())
+    due = due.order_by(Action.next_ns).limit(limit)
     with service.database.read() as session:
-        return list(
-            session.execute(
-                select(Action.id)
-                .where(Action.state == "pending", Action.next_ns <= now_ns())
-                .order_by(Action.next_ns)
-                .limit(limit)
-            ).scalars()
-        )
+        asked = session.execute(due.where(Action.kind.not_in(POSTS))).scalars().all()
+        return [*asked, *session.execute(due.where(Action.kind.in_(POSTS))).scalars()]
+
+
+def is_post(service: Service, action_id: int) -> bool:
+    """Whether an action goes out to an address that somebody named, which may take its time to answer."""
+    with service.database.read() as session:
+        return session.execute(select(Action.kind).filter_by(id=action_id)).scalar_one_or_none() in POSTS
 
 
 def next_due_ns(service: Service) -> int | None:

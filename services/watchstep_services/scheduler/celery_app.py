@@ -11,13 +11,17 @@ import logging
 import os
 from dataclasses import replace
 
+from celery.signals import worker_process_shutdown
+
 from watchstep.errors import WatchstepError
+from watchstep_services.dispatcher.dispatch import is_post
 from watchstep_services.points import reach
 from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
 from watchstep_services.scheduler.celery_client import app
 from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, SWEEP, UPKEEP
 from watchstep_services.scheduler.production import production_service
+from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, note_asked
 from watchstep_services.scheduler.sweep import sweep as look_for_work
 from watchstep_services.scheduler.turns import take_turn
@@ -25,6 +29,7 @@ from watchstep_services.service import Service
 from watchstep_services.settings import load_settings
 
 UPKEEP_AT_ONCE = 4
+_POSTS_AT_ONCE = 4
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +44,14 @@ def service() -> Service:
     return _service_of(os.getpid())
 
 
+@functools.lru_cache(maxsize=1)
+def _posts_of(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads do not outlive a fork
+    posts = WorkQueue(_POSTS_AT_ONCE)
+    posts.start(service())
+    worker_process_shutdown.connect(lambda **_signal: posts.close(), weak=False)
+    return posts
+
+
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
 def evaluate_run(run_id: int) -> None:
     """Evaluate a run."""
@@ -50,8 +63,14 @@ def evaluate_run(run_id: int) -> None:
 
 @app.task(name=DISPATCH)  # type: ignore[untyped-decorator]
 def dispatch_action(action_id: int) -> None:
-    """Try an action."""
-    work.do_action(service(), action_id)
+    """Try an action. What goes out to receivers is tried by threads, so that no evaluation and no stop waits for them.
+
+    Its message is acknowledged before: what such a thread does not come to, a sweep finds.
+    """
+    if is_post(service(), action_id):
+        _posts_of(os.getpid()).action_due(action_id)
+    else:
+        work.do_action(service(), action_id)
 
 
 @app.task(name=BACKTEST)  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from watchstep.errors import WatchstepError
+from watchstep_services.dispatcher.dispatch import is_post
 from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_run
 from watchstep_services.service import Service
 
@@ -28,6 +29,8 @@ class WorkQueue:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-work")
         # Backtests have a thread of their own: a run that goes on never waits for one that is over.
         self._backtests = ThreadPoolExecutor(1, thread_name_prefix="watchstep-backtest")
+        # So has what goes out to receivers, which may take their time: no evaluation and no stop waits for them.
+        self._posts = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-post")
         self._condition = threading.Condition()
         self._busy: set[_Key] = set()
         self._again: set[_Key] = set()
@@ -62,7 +65,7 @@ class WorkQueue:
         with self._condition:
             self._closed = True
             self._again.clear()
-        for pool in (self._backtests, self._pool):
+        for pool in (self._backtests, self._posts, self._pool):
             pool.shutdown(wait=True, cancel_futures=True)
         self.tell()
 
@@ -80,7 +83,23 @@ class WorkQueue:
                 return
             self._busy.add(key)
             pool = self._backtests if key[0] == "backtest" else self._pool
-            pool.submit(self._do, key)
+            pool.submit(self._sort if key[0] == "action" else self._do, key)
+
+    def _sort(self, key: _Key) -> None:
+        """Pass an action on to the threads of its kind."""
+        assert self._service is not None
+        try:
+            apart = is_post(self._service, key[1])
+        except Exception:  # noqa: BLE001 - trying it meets the same, and says so
+            apart = False
+        if not apart:
+            self._do(key)
+            return
+        with self._condition:
+            if self._closed:
+                self._busy.discard(key)
+            else:
+                self._posts.submit(self._do, key)
 
     def _do(self, key: _Key) -> None:
         service = self._service
