@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import case, select, update
+from sqlalchemy import BigInteger, bindparam, case, or_, select, update
 
-from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project, Run
 from watchstep_services.points import reach
+from watchstep_services.settings import NANOSECONDS
 from watchstep_services.stores.place import StorePlace
+
+MESSAGE_NS = 5 * NANOSECONDS
+"""So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
 
 
 @dataclass(frozen=True)
@@ -50,34 +54,87 @@ class Claim:
 def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
     """Claim a run; None where another holds it, or there is none."""
     reach("evaluate.claiming", run_id)
+    return _claimed(database, _CLAIM, {"run_id": run_id, "lease_ns": lease_ns})
+
+
+def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: int) -> Claim | None:
+    """Claim the run that has been due for longest; None where none is that this worker is to take.
+
+    It is to take those whose earlier rows it holds, those that nobody holds, those that have been due for longer than a
+    worker that lives lets them wait, and the one that it was asked for. So it matters little in which order messages come,
+    and a run whose worker is gone is taken by whoever works next, whatever became of its message.
+
+    Args:
+        database: the database.
+        run_id: the one that it was asked for.
+        worker: its name.
+        lease_ns: how long it is held.
+    """
+    reach("evaluate.claiming", run_id)
+    named = {"asked_id": run_id, "worker": worker, "lease_ns": lease_ns}
+    return _claimed(database, _CLAIM_LONGEST_DUE, named)
+
+
+def _claimed(database: Database, statement: Any, named: dict[str, Any]) -> Claim | None:
     with database.once() as session:
-        epoch = session.execute(
-            update(Run)
-            .where(Run.id == run_id, Run.lease_until_ns <= now_ns())
-            .values(epoch=Run.epoch + 1, lease_until_ns=now_ns() + lease_ns)
-            .returning(Run.epoch)
-            .execution_options(synchronize_session=False)
-        ).scalar_one_or_none()
-    if epoch is None:
+        run = session.execute(statement, named).one_or_none()
+    if run is None:
         return None
     with database.read() as session:
-        run, project = session.execute(
-            select(Run, Project).join(Project, Project.name == Run.project).where(Run.id == run_id)
-        ).one()
+        project = session.execute(_PROJECT, {"name": run.project}).scalar_one()
         return Claim(
-            run_id=run_id,
+            run_id=run.id,
             project=run.project,
             run=run.run,
             place=project.place,
-            epoch=epoch,
+            epoch=run.epoch,
             cursor=run.cursor,
             journal=run.journal,
             tick=run.ticks,
-            now_ns=read_clock(session),
+            now_ns=clock_of(run),
             hints=run.hints,
             state=run.state,
             attempt=run.attempt,
         )
+
+
+def clock_of(row: Any) -> int:
+    """The database's clock, as a claim's statement gave it."""
+    return int(row.now_ns)
+
+
+# Made once: every evaluation begins with these.
+_ANY = (
+    update(Run)
+    .where(Run.lease_until_ns <= now_ns())
+    .values(epoch=Run.epoch + 1, lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()))
+    .returning(
+        Run.id, Run.project, Run.run, Run.epoch, Run.cursor, Run.journal, Run.ticks, Run.hints, Run.state, Run.attempt,
+        now_ns().label("now_ns"),
+    )
+    .execution_options(synchronize_session=False)
+)  # fmt: skip
+_CLAIM = _ANY.where(Run.id == bindparam("run_id"))
+_NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
+_CLAIM_LONGEST_DUE = _ANY.where(
+    Run.id
+    == select(Run.id)
+    .where(
+        Run.due_ns <= _NOW,
+        Run.lease_until_ns <= _NOW,
+        or_(
+            Run.id == bindparam("asked_id"),
+            Run.holder.in_(["", bindparam("worker")]),
+            Run.due_ns <= _NOW - MESSAGE_NS,
+        ),
+    )
+    .order_by(Run.due_ns)
+    .limit(1)
+    # One that is being written, were it by a worker that stands still, keeps nobody from the others.
+    .with_for_update(skip_locked=True)
+    .scalar_subquery()
+)
+_PROJECT = select(Project).where(Project.name == bindparam("name"))
 
 
 def renew(database: Database, held: Claim, lease_ns: int) -> bool:

@@ -17,7 +17,7 @@ from watchstep_rules.judging.reach import Reach
 from watchstep_services.database.models import Attempt, Run, Segment
 from watchstep_services.evaluator import attempts, seals, ticks
 from watchstep_services.evaluator import cursor as cursors
-from watchstep_services.evaluator.claim import Claim, claim, release
+from watchstep_services.evaluator.claim import Claim, claim, claim_longest_due, release
 from watchstep_services.evaluator.collect import Collected, FencedError, collect, decode, fetch, run_store_of
 from watchstep_services.evaluator.commit import Outcome, commit
 from watchstep_services.evaluator.discover import discover, key_of
@@ -59,13 +59,36 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
         StoreError, ConfigError: the store did not answer; the run is let go and looked at again later.
     """
     with observing() as seen:
-        evaluation = _evaluate(service, run_id, seen)
+        held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
+        evaluation = _evaluate(service, held, seen)
     came_to(evaluation.outcome)
     return evaluation
 
 
-def _evaluate(service: Service, run_id: int, seen: Observation) -> Evaluation:
-    held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
+def evaluate_longest_due(service: Service, run_id: int) -> tuple[int, Evaluation]:
+    """Read and judge what is new of the run that has been due for longest, among those that this worker is to take.
+
+    Args:
+        service: the service.
+        run_id: the run that was asked for, which is evaluated where none is due.
+
+    Returns:
+        The run's id, and what its evaluation did.
+
+    Raises:
+        StoreError, ConfigError: as `evaluate`.
+    """
+    with observing() as seen:
+        lease_ns = nanoseconds(service.settings.lease_seconds)
+        held = claim_longest_due(service.database, run_id, service.worker, lease_ns)
+        if held is None:
+            held = claim(service.database, run_id, lease_ns)
+        evaluation = _evaluate(service, held, seen)
+    came_to(evaluation.outcome)
+    return (run_id if held is None else held.run_id), evaluation
+
+
+def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evaluation:
     if held is None:
         return Evaluation("busy")
     seen.claimed(held)

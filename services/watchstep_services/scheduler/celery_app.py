@@ -54,9 +54,9 @@ def _posts_of(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads do
 
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
 def evaluate_run(run_id: int) -> None:
-    """Evaluate a run."""
+    """Evaluate the run that has been due for longest; the message only says that there is one."""
     try:
-        work.evaluate_run(service(), run_id)
+        work.evaluate_longest_due(service(), run_id)
     except WatchstepError as error:
         _log.warning("run %d: %s", run_id, error)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select, update
+from sqlalchemy import Select, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
@@ -16,14 +16,11 @@ from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import due_actions
 from watchstep_services.dispatcher.grouping.flush import flush_due
+from watchstep_services.evaluator.claim import MESSAGE_NS
 from watchstep_services.evaluator.journal import unwritten, write_journal
 from watchstep_services.registration import discover_runs
 from watchstep_services.scheduler.looks import do_looks, tell
 from watchstep_services.service import Service
-from watchstep_services.settings import NANOSECONDS
-
-MESSAGE_NS = 5 * NANOSECONDS
-"""So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
 
 _LOOKING_SECONDS = 5.0
 _MOST_RUNS = 1000
@@ -85,10 +82,15 @@ def note_asked(service: Service, runs: Sequence[int]) -> None:
         with service.database.once() as session:
             session.execute(
                 update(Run)
-                .where(Run.id.in_(runs))
+                .where(Run.id.in_(_free(runs)))
                 .values(asked_ns=now_ns())
                 .execution_options(synchronize_session=False)
             )
+
+
+def _free(runs: Sequence[int]) -> Select[int]:
+    """Those that nobody is writing: a worker that stands still in the middle of that must not hold up the sweep."""
+    return select(Run.id).where(Run.id.in_(runs)).order_by(Run.id).with_for_update(skip_locked=True)
 
 
 def find_due(service: Service) -> Work:
@@ -97,15 +99,11 @@ def find_due(service: Service) -> Work:
     Runs whose message was sent a moment ago are left to it: under load it only waits for its turn.
     """
     flush_due(service)
+    now = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
     with service.database.read() as session:
         runs = session.execute(
             select(Run.id)
-            .where(
-                Run.due_ns.is_not(None),
-                Run.due_ns <= now_ns(),
-                Run.lease_until_ns <= now_ns(),
-                Run.asked_ns <= now_ns() - MESSAGE_NS,
-            )
+            .where(Run.due_ns <= now, Run.lease_until_ns <= now, Run.asked_ns <= now - MESSAGE_NS)
             .order_by(Run.due_ns)
             .limit(_MOST_RUNS)
         ).scalars()

@@ -8,6 +8,7 @@ from watchstep_services.backtests import judge_next
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.dispatcher.outbox import Tried
+from watchstep_services.evaluator import evaluate as evaluating
 from watchstep_services.evaluator.evaluate import Evaluation, evaluate
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.service import Service
@@ -19,7 +20,19 @@ def evaluate_run(service: Service, run_id: int) -> Evaluation:
     Raises:
         StoreError, ConfigError: as `evaluate`.
     """
-    result = evaluate(service, run_id)
+    return _followed_up(service, run_id, evaluate(service, run_id))
+
+
+def evaluate_longest_due(service: Service, run_id: int) -> Evaluation:
+    """The same for the run that has been due for longest, of those that this worker is to take; the one named if none is.
+
+    Raises:
+        StoreError, ConfigError: as `evaluate`.
+    """
+    return _followed_up(service, *evaluating.evaluate_longest_due(service, run_id))
+
+
+def _followed_up(service: Service, run_id: int, result: Evaluation) -> Evaluation:
     for action_id in result.actions:
         service.notifier.action_due(action_id)
     if result.more:

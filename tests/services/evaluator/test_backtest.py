@@ -99,7 +99,8 @@ def live_service(
         return actions
 
     monkeypatch.setattr(evaluating, "commit", told)
-    for module in (claiming, discovering, driving):
+    monkeypatch.setattr(claiming, "clock_of", lambda _row: current[-1].now_ns)
+    for module in (discovering, driving):
         monkeypatch.setattr(module, "read_clock", lambda _session: current[-1].now_ns)
 
     def make(number: int) -> tuple[Live, Recording]:

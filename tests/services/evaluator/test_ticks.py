@@ -28,7 +28,7 @@ def watch(database: Database, folder_store: Store, monkeypatch: pytest.MonkeyPat
     watch = Watch(driven)
     with database.read() as session:
         watch.start_ns = read_clock(session)
-    monkeypatch.setattr(claiming, "read_clock", lambda _session: watch.now_ns)
+    monkeypatch.setattr(claiming, "clock_of", lambda _row: watch.now_ns)
     return watch
 
 
