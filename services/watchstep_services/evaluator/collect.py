@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 
 from watchstep import segment
 from watchstep.block import Block
@@ -130,14 +130,17 @@ def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
 
 def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan, dict[str, Attempt]]:
     with service.database.read() as session:
-        rows = session.execute(select(Segment).filter_by(run_id=held.run_id, state="announced")).scalars()
+        of = {"of_run": held.run_id}
+        rows = session.execute(_ANNOUNCED, of).scalars()
         entries = [Entry(row.id, key_of(row), row.found_ns, row.traceparent) for row in rows]
-        attempts = {
-            row.attempt: row
-            for row in session.execute(select(Attempt).filter_by(run_id=held.run_id)).scalars()
-        }
+        attempts = {row.attempt: row for row in session.execute(_ATTEMPTS, of).scalars()}
     ends = {name: row.ends for name, row in attempts.items()}
     return make_plan(cursors.decode(held.cursor), entries, ends, patience), attempts
+
+
+# Made once: every evaluation asks them.
+_ANNOUNCED = select(Segment).where(Segment.run_id == bindparam("of_run"), Segment.state == "announced")
+_ATTEMPTS = select(Attempt).where(Attempt.run_id == bindparam("of_run"))
 
 
 def _read_all(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from sqlalchemy import func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import BigInteger, Boolean, bindparam, case, func, insert, or_, select, update
+from sqlalchemy.orm import Session, defer
 
 from watchstep.block import Block
 from watchstep_services.database.clock import now_ns
@@ -15,6 +16,7 @@ from watchstep_services.database.models import (
     Attempt,
     FindingRow,
     Memory,
+    RuleConfigRow,
     Run,
     Seal,
     Segment,
@@ -22,9 +24,10 @@ from watchstep_services.database.models import (
 )
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.alerting import publish
-from watchstep_services.evaluator.claim import Claim, asked_if_hinted, due_unless_hinted
+from watchstep_services.evaluator.claim import Claim
 from watchstep_services.evaluator.collect import Collected
 from watchstep_services.evaluator.judging import Judged
+from watchstep_services.evaluator.memories import write_memories
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.plan import Gap
 from watchstep_services.evaluator.rule_health import tell_health
@@ -87,13 +90,18 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
         if moved is None:
             session.rollback()
             return None
-        hints, now = moved
-        _segments(session, held, outcome.collected, now)
+        hints, now, health = moved
+        _segments(session, held, outcome.collected, now, health)
         _attempt(session, held, outcome)
         _journal(session, held, outcome)
         place = Place.of(service.base_url, held, outcome.collected.attempt, now)
         sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
-        known = _memories(session, outcome)
+        known = _memories(session, held.run_id, outcome)
+        write_memories(
+            session,
+            place.attempt,
+            {one.row.id: one.kept for one in outcome.judged if one.changed and one.row.id in known},
+        )
         for judged in outcome.judged:
             memory = _remember(session, place.attempt, judged, known.get(judged.row.id))
             tell_health(session, place, judged, memory, sealed)
@@ -102,33 +110,65 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
         return Committed(actions, hints != held.hints)
 
 
-def _move(session: Session, held: Claim, outcome: Outcome, holder: str) -> tuple[int, int] | None:
-    """Take the cursor further; the hints that have come, and the time."""
-    moved = session.execute(
-        update(Run)
-        .where(Run.id == held.run_id, Run.epoch == held.epoch, Run.cursor == held.cursor)
-        .values(
-            cursor=outcome.cursor,
-            journal=held.journal + len(outcome.collected.blocks),
-            ticks=held.tick + 1,
-            lease_until_ns=0,
-            holder=holder,
-            due_ns=due_unless_hinted(held, outcome.due_ns),
-            asked_ns=now_ns() if outcome.collected.more else asked_if_hinted(held),
-        )
-        .returning(Run.hints, now_ns())
-        .execution_options(synchronize_session=False)
-    ).one_or_none()
-    return None if moved is None else (int(moved[0]), int(moved[1]))
+_RUN = Run.__table__.c
+_HINTED = _RUN.hints != bindparam("known_hints")
+_MOVE = (
+    update(Run.__table__)  # type: ignore[arg-type]
+    .where(_RUN.id == bindparam("of_run"), _RUN.epoch == bindparam("mine"), _RUN.cursor == bindparam("read"))
+    .values(
+        cursor=bindparam("cursor"),
+        journal=bindparam("journal"),
+        ticks=bindparam("ticks"),
+        lease_until_ns=0,
+        last_step=case(
+            (_RUN.last_step < bindparam("last", type_=BigInteger()), bindparam("last", type_=BigInteger())),
+            else_=_RUN.last_step,
+        ),
+        holder=bindparam("holder"),
+        due_ns=case((_HINTED, now_ns()), else_=bindparam("due", type_=BigInteger())),
+        # Whoever lets a run go that has more to read, or was hinted at meanwhile, sends the next message.
+        asked_ns=case((or_(_HINTED, bindparam("more", type_=Boolean())), now_ns()), else_=_RUN.asked_ns),
+    )
+    .returning(_RUN.hints, now_ns(), _RUN.health)
+)
 
 
-def _segments(session: Session, held: Claim, collected: Collected, now: int) -> None:
+def _move(
+    session: Session, held: Claim, outcome: Outcome, holder: str
+) -> tuple[int, int, dict[str, Any]] | None:
+    """Take the cursor further; the hints that have come, the time, and the run's health."""
+    last = max([-1, *(entry.key.last for entry, _ in outcome.collected.blocks)])
+    values = {
+        "of_run": held.run_id,
+        "mine": held.epoch,
+        "read": held.cursor,
+        "cursor": outcome.cursor,
+        "journal": held.journal + len(outcome.collected.blocks),
+        "ticks": held.tick + 1,
+        "last": last,
+        "holder": holder,
+        "known_hints": held.hints,
+        "due": outcome.due_ns,
+        "more": outcome.collected.more,
+    }
+    moved = session.connection().execute(_MOVE, values).one_or_none()
+    return None if moved is None else (int(moved[0]), int(moved[1]), dict(moved[2]))
+
+
+_READ = (
+    update(Segment.__table__)  # type: ignore[arg-type]
+    .where(Segment.__table__.c.id == bindparam("row_id"))
+    .values(state="read", position=bindparam("position"), ranks=bindparam("ranks"))
+)
+
+
+def _segments(session: Session, held: Claim, collected: Collected, now: int, before: dict[str, Any]) -> None:
     read = [
-        {"id": entry.row_id, "state": "read", "position": held.journal + place, "ranks": _ranks(block)}
+        {"row_id": entry.row_id, "position": held.journal + place, "ranks": _ranks(block)}
         for place, (entry, block) in enumerate(collected.blocks)
     ]
     if read:
-        session.execute(update(Segment), read)
+        session.connection().execute(_READ, read)
     for entry, problem in collected.corrupt:
         session.execute(
             update(Segment).where(Segment.id == entry.row_id).values(state="corrupt", problem=problem[:2000])
@@ -137,16 +177,19 @@ def _segments(session: Session, held: Claim, collected: Collected, now: int) -> 
     for gap in collected.missing:
         missing += gap.until - gap.start
         room -= _mark_missing(session, held.run_id, gap, now, room)
-    run = session.get_one(Run, held.run_id)
-    run.last_step = max([run.last_step, *(entry.key.last for entry, _ in collected.blocks)])
-    health = {key: value for key, value in run.health.items() if key != "evaluation"}
+    health = {key: value for key, value in before.items() if key != "evaluation"}
     if missing:
         health["missing_segments"] = int(health.get("missing_segments", 0)) + missing
     if collected.corrupt:
         health["corrupt_segments"] = int(health.get("corrupt_segments", 0)) + len(collected.corrupt)
         health["last_corrupt"] = collected.corrupt[-1][1][:500]
-    if health != run.health:
-        run.health = health
+    if health != before:
+        session.execute(
+            update(Run)
+            .where(Run.id == held.run_id)
+            .values(health=health)
+            .execution_options(synchronize_session=False)
+        )
 
 
 def _ranks(block: Block) -> list[list[int]]:
@@ -171,59 +214,70 @@ def _mark_missing(session: Session, run_id: int, gap: Gap, now: int, most: int) 
     return until - gap.start
 
 
+# What is written at every evaluation is made once, and written without the session: putting statements together, and
+# looking for what to write, cost more than the writing.
+_ATTEMPT = (
+    update(Attempt.__table__)  # type: ignore[arg-type]
+    .where(
+        Attempt.__table__.c.run_id == bindparam("of_run"), Attempt.__table__.c.attempt == bindparam("named")
+    )
+    .values(
+        {
+            name: bindparam(name)
+            for name in ("writers", "first_heard_ns", "largest", "ticks", "sealed", "context")
+        }
+    )
+)
+_TICK, _SEAL = insert(Tick.__table__), insert(Seal.__table__)  # type: ignore[arg-type]
+
+
 def _attempt(session: Session, held: Claim, outcome: Outcome) -> None:
     progress = outcome.progress
-    session.execute(
-        update(Attempt)
-        .where(Attempt.run_id == held.run_id, Attempt.attempt == outcome.collected.attempt)
-        .values(
-            writers=writers_as_data(progress.writers),
-            first_heard_ns=progress.first_heard_ns,
-            largest=progress.largest,
-            ticks=held.tick + 1,
-            sealed=outcome.seal.step if outcome.seal else progress.sealed,
-            context=outcome.context,
-        )
-    )
+    values = {
+        "writers": writers_as_data(progress.writers),
+        "first_heard_ns": progress.first_heard_ns,
+        "largest": progress.largest,
+        "ticks": held.tick + 1,
+        "sealed": outcome.seal.step if outcome.seal else progress.sealed,
+        "context": outcome.context,
+    }
+    named = {"of_run": held.run_id, "named": outcome.collected.attempt}
+    session.connection().execute(_ATTEMPT, {**named, **values})
 
 
 def _journal(session: Session, held: Claim, outcome: Outcome) -> None:
-    attempt = outcome.collected.attempt
-    session.add(
-        Tick(
-            run_id=held.run_id,
-            tick=held.tick,
-            attempt=attempt,
-            position=held.journal + len(outcome.collected.blocks),
-            at_ns=held.now_ns,
-            ended=outcome.ended,
-        )
-    )
+    of = {
+        "run_id": held.run_id,
+        "tick": held.tick,
+        "attempt": outcome.collected.attempt,
+        "at_ns": held.now_ns,
+    }
+    position = held.journal + len(outcome.collected.blocks)
+    session.connection().execute(_TICK, {**of, "position": position, "ended": outcome.ended})
     if outcome.seal:
-        session.add(
-            Seal(
-                run_id=held.run_id,
-                tick=held.tick,
-                attempt=attempt,
-                step=outcome.seal.step,
-                cause=outcome.seal.cause,
-                at_ns=held.now_ns,
-            )
-        )
+        session.connection().execute(_SEAL, {**of, "step": outcome.seal.step, "cause": outcome.seal.cause})
 
 
-def _memories(session: Session, outcome: Outcome) -> dict[int, Memory]:
+def _memories(session: Session, run_id: int, outcome: Outcome) -> dict[int, Memory]:
     """What the rules remembered, by rule config, read at once."""
-    configs = [judged.row.id for judged in outcome.judged]
-    rows = select(Memory).where(Memory.attempt == outcome.collected.attempt, Memory.config_id.in_(configs))
-    return {row.config_id: row for row in session.execute(rows).scalars()} if configs else {}
+    named = {"of_run": run_id, "named": outcome.collected.attempt}
+    return {row.config_id: row for row in session.execute(_MEMORIES, named).scalars()}
+
+
+_MEMORIES = (
+    select(Memory)
+    .where(
+        Memory.attempt == bindparam("named"),
+        Memory.config_id.in_(select(RuleConfigRow.id).where(RuleConfigRow.run_id == bindparam("of_run"))),
+    )
+    .options(defer(Memory.memory))  # it is only written over, by `write_memories`
+)
 
 
 def _remember(session: Session, attempt: str, judged: Judged, row: Memory | None) -> Memory:
     if row is None:
-        row = Memory(config_id=judged.row.id, attempt=attempt, memory="", findings=0, told_health="")
+        row = Memory(config_id=judged.row.id, attempt=attempt, memory=judged.kept, findings=0, told_health="")
         session.add(row)
-    row.memory = judged.kept
     if not judged.findings:
         return row
     kept = session.execute(

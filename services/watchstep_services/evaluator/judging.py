@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -20,17 +22,18 @@ from watchstep_services.database.models import RuleConfigRow
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rule config of a run with what it remembers; no config where its data is no longer valid."""
+    """A rule config of a run with what it remembers, also as the text that is kept; no config where its data is no longer valid."""
 
     row: RuleConfigRow
     config: RuleConfig | None
     memory: RuleMemory
     problem: str = ""
+    kept: str = ""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What one rule config said; its memory also as the JSON text that is kept."""
+    """What one rule config said; its memory also as the JSON text that is kept, and whether that is another than before."""
 
     row: RuleConfigRow
     config: RuleConfig | None
@@ -39,15 +42,22 @@ class Judged:
     findings: list[Finding]
     transitions: list[Transition]
     seconds: float = 0.0
+    changed: bool = True
 
 
 def load_config(row: RuleConfigRow, memory: str | None) -> Loaded:
     """A rule config from the database. One that this version cannot read is told as the rule's health."""
     held = memory_of(memory)
     try:
-        return Loaded(row, RuleConfig.model_validate(row.data), held)
+        return Loaded(row, _config_of(json.dumps(row.data, sort_keys=True)), held, kept=memory or "")
     except Exception as error:  # noqa: BLE001 - one that cannot be read must not stop the others
-        return Loaded(row, None, held, str(error).replace("\n", " ")[:500])
+        return Loaded(row, None, held, str(error).replace("\n", " ")[:500], memory or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _config_of(data: str) -> RuleConfig:
+    """Most runs have the same few rule configs: each is checked once, and what follows from it is worked out once."""
+    return RuleConfig.model_validate(json.loads(data))
 
 
 def memory_of(text: str | None) -> RuleMemory:
@@ -74,6 +84,8 @@ def judge_all(configs: list[Loaded], history: Block, arrived: Block, progress: P
 
 
 def _judged(held: Loaded, verdict: Verdict) -> Judged:
+    if verdict.memory is held.memory and held.kept:
+        return Judged(held.row, held.config, held.memory, held.kept, [], [], verdict.seconds, changed=False)
     try:
         kept = verdict.memory.model_dump_json()
     except Exception as error:  # noqa: BLE001 - a state that cannot be kept is its rule's fault, and must not stop the others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from sqlalchemy import select, update
+from sqlalchemy import bindparam, select, update
 from sqlalchemy.orm import Session
 
 from watchstep_rules.judging.alert import Phase, Transition
@@ -122,6 +122,14 @@ def _close(
     return "closed"
 
 
+# Made once: every evaluation asks it.
+_FIRING = (
+    select(Standing)
+    .where(Standing.run_id == bindparam("of_run"), Standing.phase == Phase.FIRING.value)
+    .order_by(Standing.id)
+)
+
+
 def left_behind(
     session: Session, place: Place, judged: list[Judged], sealed: int
 ) -> list[tuple[Standing, str]]:
@@ -136,13 +144,7 @@ def left_behind(
         judged: all rule configs of the run, as they were judged on ``place.attempt``.
         sealed: the last step of it that every worker has passed.
     """
-    rows = list(
-        session.execute(
-            select(Standing)
-            .where(Standing.run_id == place.run_id, Standing.phase == Phase.FIRING.value)
-            .order_by(Standing.id)
-        ).scalars()
-    )
+    rows = list(session.execute(_FIRING, {"of_run": place.run_id}).scalars())
     if not rows or session.get_one(Run, place.run_id).attempt != place.attempt:
         return []
     of = {fingerprint(place.project, place.run, one.row): one for one in judged}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from sqlalchemy import select
+from sqlalchemy import String, bindparam, select
 
 from watchstep.errors import RuleError
 from watchstep_rules.config import RuleConfig
@@ -32,13 +32,20 @@ class Remembered(Protocol):
 def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bool = False) -> list[Loaded]:
     """The rule configs of a run, with what they remember of an attempt; all, or those that watch the clock."""
     with service.database.read() as session:
-        rows = session.execute(
-            select(RuleConfigRow, Memory.memory)
-            .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == attempt))
-            .where(RuleConfigRow.run_id == run_id, ~RuleConfigRow.origin.startswith("retired"))
-            .order_by(RuleConfigRow.id)
-        ).all()
+        rows = session.execute(_CONFIGS, {"of_run": run_id, "named": attempt}).all()
     return [load_config(row, memory) for row, memory in rows if not only_clocks or _watches(row.rule)]
+
+
+# Made once: every evaluation asks it.
+_CONFIGS = (
+    select(RuleConfigRow, Memory.memory)
+    .outerjoin(
+        Memory,
+        (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == bindparam("named", type_=String())),
+    )
+    .where(RuleConfigRow.run_id == bindparam("of_run"), ~RuleConfigRow.origin.startswith("retired"))
+    .order_by(RuleConfigRow.id)
+)
 
 
 def _watches(rule: str) -> bool:
