@@ -148,7 +148,8 @@ def test_a_restart_rebuilds_the_history_from_the_store(driven: Driven, folder_st
     again = cold.service.histories.get((run_id, "a1"), cold.run(run_id).cursor, REACH)
     assert again is not None
     assert again.positions == [7, 8, 9, 10, 11][-len(again.positions) :]
-    assert len(warm.block) == len(again.block) == 20 * 2 + 1  # two gradients over the window, one loss beside them
+    # Two gradients over the window, and of the loss beside them the last row.
+    assert len(warm.block) == len(again.block) == 20 * 2 + 1
 
 
 def test_an_evaluation_reads_up_to_its_limit(driven: Driven, folder_store: Store) -> None:
