@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from fastapi import APIRouter
+from sqlalchemy import update
 
 from watchstep.errors import ConfigError
 from watchstep.layout import SegmentKey, WriterId, check_name
@@ -13,6 +15,7 @@ from watchstep_services.api.access import Served, permits
 from watchstep_services.api.lookup import find_open_run
 from watchstep_services.api.models import Announced, AnnouncementInput, ControlData
 from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import Run
 from watchstep_services.database.records import hint, put_segment
 from watchstep_services.points import reach
 from watchstep_services.settings import NANOSECONDS
@@ -53,20 +56,26 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         now = read_clock(session)
         waiting = row.due_ns is not None and row.due_ns <= now
         pause = pause_seconds(now - (row.due_ns or now) if waiting else 0)
-        row.heard_ns = now
+        said: dict[str, Any] = {"heard_ns": now}
         if row.quiet_ns:
-            row.look_ns = now + row.quiet_ns
+            said["look_ns"] = now + row.quiet_ns
         before = None
         if body.health:
             held = dict(row.health.get("recorders", {}))
             before = held.get(f"{writer.node}/{writer.writer}", {})
             held[f"{writer.node}/{writer.writer}"] = body.health
             if len(held) <= _WRITERS_WITH_HEALTH and len(json.dumps(held)) <= _HEALTH_BYTES:
-                row.health = {**row.health, "recorders": held}
-        session.flush()
+                said["health"] = {**row.health, "recorders": held}
         fresh = put_segment(session, row.id, key, now)
         if fresh:
-            hint(session, row.id, asked=True)
+            hint(session, row.id, asked=True, also=said)
+        else:
+            session.execute(
+                update(Run)
+                .where(Run.id == row.id)
+                .values(**said)
+                .execution_options(synchronize_session=False)
+            )
         reach("announce.accepting", row.id)
         run_id, control, holder = row.id, row.control, row.holder
     reach("announce.accepted", run_id)

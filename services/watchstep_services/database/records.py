@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import and_, case, select, update
@@ -96,7 +97,9 @@ def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, l
     return False
 
 
-def hint(session: Session, run_id: int, *, asked: bool = False) -> None:
+def hint(
+    session: Session, run_id: int, *, asked: bool = False, also: Mapping[str, Any] | None = None
+) -> None:
     """Say that a run has work, so that a sweep finds it whatever becomes of other hints.
 
     One that is due already keeps its place in the line.
@@ -105,9 +108,10 @@ def hint(session: Session, run_id: int, *, asked: bool = False) -> None:
         session: the transaction.
         run_id: whose.
         asked: a message follows, or is on its way: the sweep need not send one at once.
+        also: further columns of the run, so that its row is written once.
     """
     waiting = and_(Run.due_ns.is_not(None), Run.due_ns <= now_ns())
-    values: dict[str, Any] = {"hints": Run.hints + 1, "due_ns": case((waiting, Run.due_ns), else_=now_ns())}
+    values = {**(also or {}), "hints": Run.hints + 1, "due_ns": case((waiting, Run.due_ns), else_=now_ns())}
     if asked:
         values["asked_ns"] = case((waiting, Run.asked_ns), else_=now_ns())
     session.execute(
