@@ -82,6 +82,20 @@ def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(
     assert taken(driven, mine) == stuck
 
 
+def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_ever(
+    driven: Driven, folder_store: Store
+) -> None:
+    late = 2 * MESSAGE_NS / NANOSECONDS
+    others, longest, mine = runs(
+        driven,
+        folder_store,
+        {"ago": late + 1, "holder": "other"},
+        {"ago": 2 * late, "holder": "dead"},
+        {"ago": late, "holder": "mine"},
+    )
+    assert [taken(driven, others) for _ in range(4)] == [longest, mine, others, None]
+
+
 def test_a_message_about_one_run_has_the_bad_step_of_another_judged(
     driven: Driven, folder_store: Store
 ) -> None:
