@@ -16,7 +16,7 @@ from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
-from watchstep_services import rule_configs
+from watchstep_services import recorders_rules, rule_configs
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Job, Project, Run
 from watchstep_services.database.records import hint
@@ -52,8 +52,11 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
     Raises:
         BadNameError: a name cannot be used.
         NotFoundError, ConflictError: as of `ensure_project`.
+        RuleError: a recorder asks for more than it may (`recorders_rules`).
     """
     layout.run_prefix(project, run)
+    if origin == "recorder":
+        recorders_rules.check(asked)
     with service.database.write() as session:
         ensure_project(session, service, project)
         now = read_clock(session)

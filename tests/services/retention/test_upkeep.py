@@ -104,6 +104,8 @@ def test_a_run_goes_whole_and_is_not_found_again(driven: Driven, folder_store: S
     assert not list(folder_store.entries(f"{PROJECT}/run-1/"))
     assert not Path(folder_store.location, PROJECT, "run-1").exists()
     assert list(other.store.entries())
+    Recording(folder_store).begin()  # another run of that name
+    assert len(discover_runs(driven.service)) == 1
 
 
 def test_what_a_held_run_has_stays(driven: Driven, folder_store: Store) -> None:
