@@ -94,7 +94,11 @@ class Settings(BaseSettings):
     gap_seconds: float = Field(60.0, ge=0, description="How long a missing segment is waited for.")
     seal_seconds: float = Field(60.0, ge=0, description="How long a silent worker holds up a step's seal.")
     silent_seconds: float = Field(300.0, gt=0, description="After so long without a sign a run is lost.")
-    grace_seconds: float = Field(5.0, ge=0, description="Between asking, terminating and killing a job.")
+    grace_seconds: float = Field(
+        30.0,
+        ge=0,
+        description="Between asking, terminating and killing a job: time to hear of it, to end a step, and to write.",
+    )
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(
         8,

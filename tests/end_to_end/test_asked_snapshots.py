@@ -10,6 +10,7 @@ from torch import nn
 
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.capture.config import Bounds
+from watchstep.errors import NotFoundError
 from watchstep.snapshot import Snapshot
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
@@ -43,9 +44,10 @@ def train_until_taken(hook: Hook) -> Snapshot:
         hook.log(loss=float("nan") if step == 3 else 1.0)
         optimizer.step()
         step += 1
-        if step < 4:
-            continue
-        run = open_run(hook.run_url)
+        try:
+            run = open_run(hook.run_url)
+        except NotFoundError:
+            continue  # nothing is written yet
         for key in run.snapshots():
             held = run.open_snapshot(key)
             if held.metadata["reason"] == "request":

@@ -86,7 +86,7 @@ class Gate:
             raise RefusedError(
                 401,
                 "no token, or one that is not known, was revoked or has expired",
-                "send 'Authorization: Bearer TOKEN' with a valid token",
+                "send a valid one as bearer token; the command line and the client take it from WATCHSTEP_TOKEN",
             )
         self._limits.note_success(token)
         self._limits.take(identity, permission)
@@ -110,7 +110,9 @@ def _check(identity: Identity, policy: Policy, permission: Permission, values: d
     if not identity.may(permission):
         roles = [role for role, held in PERMISSIONS.items() if permission in held]
         raise RefusedError(
-            403, f"a {identity.role} token may not {permission}", f"use a token of role {' or '.join(roles)}"
+            403,
+            f"a token of role {identity.role} may not {permission}",
+            f"use a token of role {' or '.join(roles)}",
         )
     if identity.project is None:
         return

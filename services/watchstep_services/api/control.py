@@ -13,8 +13,10 @@ from watchstep.control import SnapshotRequest
 from watchstep.errors import ConfigError
 from watchstep.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import ControlData
+from watchstep_services.api.problems import documented
 from watchstep_services.control import allow_restart, ask_for_snapshot, set_cadence
 from watchstep_services.database.models import Run
 from watchstep_services.service import Service
@@ -82,7 +84,13 @@ def get_control(project: str, run: str, service: Served, response: Response) -> 
     return ControlData.model_validate(control)
 
 
-@router.post("/snapshots", summary="Ask for full tensors", status_code=202)
+@router.post(
+    "/snapshots",
+    summary="Ask for full tensors",
+    status_code=202,
+    dependencies=[Once],
+    responses=documented(409),
+)
 @permits("operate")
 def ask_snapshot(project: str, run: str, body: SnapshotInput, service: Served) -> SnapshotAsked:
     """Have each worker of an attempt take the weights and gradients of a step."""

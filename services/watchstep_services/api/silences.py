@@ -12,8 +12,10 @@ from sqlalchemy.orm import Session
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.filters import time_ns
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_project
 from watchstep_services.api.paging import Order, Paged, PageOutput
+from watchstep_services.api.problems import documented
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Run, Silence
 from watchstep_services.dispatcher.grouping import silences
@@ -114,7 +116,7 @@ class PreviewOutput(BaseModel):
     alerts: list[SilencedAlert]
 
 
-@router.post("", summary="Begin a silence", status_code=201)
+@router.post("", summary="Begin a silence", status_code=201, dependencies=[Once], responses=documented(409))
 @permits("operate")
 def create_silence(project: str, body: SilenceInput, service: Served, caller: Caller) -> SilenceOutput:
     """From its start to its end nobody is told of alerts that match. Jobs are still stopped, unless `holds_stop` says otherwise."""

@@ -23,6 +23,9 @@ from watchstep_services.tenancy.jobs import bound_job
 RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
 ENDED = ("completed", "failed", "stopped")
 
+_LAST_WORDS_SECONDS = 5.0
+"""What a job that is gone has written is on its store by then."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -123,7 +126,8 @@ def advance_run(service: Service, run_id: int) -> RunState:
             silent_ns=now - run.heard_ns,
         )
         settings = service.settings
-        state = next_state(facts, nanoseconds(settings.grace_seconds), nanoseconds(settings.silent_seconds))
+        grace = nanoseconds(min(settings.grace_seconds, _LAST_WORDS_SECONDS))
+        state = next_state(facts, grace, nanoseconds(settings.silent_seconds))
         _change(service, run, state, now, session)
         reach("lifecycle.writing", run_id)
     reach("lifecycle.written", run_id)

@@ -125,7 +125,9 @@ def _do(service: Service, held: Held) -> None:
         with service.database.write() as session:
             if _mine(session, held) is not None:
                 delete_rows(session, held.run_id)
-        service.known.discard((held.project, held.run))  # a run of that name that comes later is found by listing
+        service.known.discard(
+            (held.project, held.run)
+        )  # a run of that name that comes later is found by listing
         _log.info(
             "run %s/%s: deleted, as its project's policy says: %d objects", held.project, held.run, deleted
         )

@@ -111,7 +111,9 @@ class EmbeddedService:
     def _start(self) -> None:
         home = self.settings.home_folder
         try:
-            home.mkdir(parents=True, exist_ok=True)
+            home.mkdir(
+                mode=0o700, parents=True, exist_ok=True
+            )  # hashes of tokens and addresses of webhooks lie there
         except OSError as error:
             raise ConfigError(
                 f"home {home}: the folder cannot be made ({error.strerror})",

@@ -112,7 +112,7 @@ def test_a_router_within_a_router_is_told_at_the_start() -> None:
 @pytest.mark.parametrize(
     ("role", "project", "said"),
     [
-        ("viewer", None, "a viewer token may not record"),
+        ("viewer", None, "a token of role viewer may not record"),
         ("operator", "language", "belongs to project 'language', not 'vision'"),
     ],
 )

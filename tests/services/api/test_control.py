@@ -125,3 +125,18 @@ def test_a_store_that_refuses_is_told_later(
     [mirrored] = api.driven.actions(1)
     assert api.driven.finish(mirrored.id).state == "done"
     assert on_store(recording.store).cadence == (("weights", 2),)
+
+
+def test_a_request_that_is_sent_again_asks_once(api: Api, recording: Recording) -> None:
+    headers = {
+        "authorization": f"Bearer {api.token('operator')}",
+        "content-type": "application/json",
+        "idempotency-key": "twice-by-a-proxy",
+    }
+    first, second = (
+        api.client.request("POST", f"{RUN}/control/snapshots", content="{}", headers=headers)
+        for _ in range(2)
+    )
+    assert first.json()["id"] == second.json()["id"]
+    assert second.headers["idempotency-replayed"] == "true"
+    assert len(api.call("GET", f"{RUN}/control").json()["snapshots"]) == 1

@@ -41,6 +41,7 @@ from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.journal import unwritten, write_journal
 from watchstep_services.evaluator.judging import Judged
 from watchstep_services.scheduler.sweep import sweep
+from watchstep_services.stores.confined_folder import ConfinedFolder
 
 SECOND = 1_000_000_000
 RULES = (
@@ -351,7 +352,7 @@ def test_a_store_that_refuses_is_asked_again_later(
         raise StoreError("store: access denied", "allow it")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "create", refused)
+        patched.setattr(ConfinedFolder, "create", refused)
         with pytest.raises(StoreError, match="access denied"):
             live.write_journal()
     assert unwritten(service) == []

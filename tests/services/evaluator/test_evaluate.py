@@ -240,4 +240,4 @@ def test_a_state_that_cannot_be_kept_silences_no_other_rule(driven: Driven, fold
     assert driven.evaluate(run_id).outcome == "committed"
     assert driven.alerts(run_id)["nan_or_inf"][:2] == ("firing", 5)
     kept = [json.loads(memory) for _, _, memory, _ in driven.memories()]
-    assert [one["health"] for one in kept] == ["ok", "ok", "error"]
+    assert sorted(one["health"] for one in kept) == ["error", "ok", "ok"]
