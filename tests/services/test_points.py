@@ -101,6 +101,12 @@ class Mortal:
     def go_on(self) -> None:
         """One round of everything that is due."""
         found: list[Any] = []
+        with (
+            self.driven.service.database.write() as session
+        ):  # time goes by: the run is looked at, messages are lost
+            session.execute(
+                update(Run).filter_by(id=self.run_id).values(look_ns=0, quiet_ns=0, listed_ns=0, asked_ns=0)
+            )
         self.do(lambda: found.append(sweep(self.driven.service)))
         for work in found:
             for run_id in work.runs:
