@@ -34,6 +34,8 @@ from watchstep_services.database.engine import open_database
 from watchstep_services.estimator.local import LocalBackend
 from watchstep_services.tokens import create_token
 
+pytestmark = pytest.mark.slow
+
 CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
 
