@@ -12,7 +12,7 @@ from watchstep_rules.registry import KINDS, RULES
 from watchstep_rules.rule_file import RuleFile
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_ACTIONS = ("StopAction", "WebhookAction", "NotifyAction")
+_ACTIONS = ("StopAction", "SnapshotAction", "WebhookAction", "NotifyAction")
 
 
 def rule_file_schema() -> dict[str, Any]:

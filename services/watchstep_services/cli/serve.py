@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -46,6 +47,9 @@ def serve(
     named = {} if receivers is None else {"receivers_file": receivers}
     settings = settings_for(store, home, rules_file=rules, host=host, port=port, **named)
     logs.configure(settings.log, settings.log_level)
+    logging.getLogger("uvicorn.error").setLevel(
+        logging.WARNING
+    )  # that it began and ended, the lines below say
     warn_of_unknown(os.environ)
     tracing.start("serve")
     with EmbeddedService(settings) as service, _figures(service):

@@ -24,8 +24,8 @@ from watchstep_services.api.filters import time_ns
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.paging import Order, Paged
 from watchstep_services.database.engine import Database
-from watchstep_services.database.models import ApiRequest, Project, Run
-from watchstep_services.registration import register
+from watchstep_services.database.models import ApiRequest, Run
+from watchstep_services.registration import ensure_project, register
 
 router = APIRouter()
 CREATED: list[str] = []
@@ -142,11 +142,9 @@ def test_what_has_changed_meanwhile_is_not_overwritten(client: Client) -> None:
     assert put(4) == 200
 
 
-def add_runs(database: Database, names: list[str], state: str = "created") -> None:
-    with database.write() as session:
-        if session.get(Project, "vision") is None:
-            session.add(Project(name="vision", store_url="x"))
-            session.flush()
+def add_runs(driven: Driven, names: list[str], state: str = "created") -> None:
+    with driven.service.database.write() as session:
+        ensure_project(session, driven.service, "vision")
         for name in names:
             session.add(Run(project="vision", run=name, state=state, control={}, created_ns=1, heard_ns=1))
 
@@ -155,9 +153,8 @@ def add_runs(database: Database, names: list[str], state: str = "created") -> No
 def test_pages_neither_skip_nor_double_what_was_there(
     client: Client, driven: Driven, descending: bool
 ) -> None:
-    database = driven.service.database
-    add_runs(database, [f"a{n}" for n in range(7)], "running")
-    add_runs(database, [f"b{n}" for n in range(6)], "created")
+    add_runs(driven, [f"a{n}" for n in range(7)], "running")
+    add_runs(driven, [f"b{n}" for n in range(6)], "created")
     seen: list[str] = []
     place: str | None = f"/v1/runs?limit=3&descending={descending}"
     page = 0
@@ -165,7 +162,7 @@ def test_pages_neither_skip_nor_double_what_was_there(
         answer = client.get(place)
         seen += answer.json()["runs"]
         page += 1
-        add_runs(database, [f"new{page}"], "completed")  # sorts first
+        add_runs(driven, [f"new{page}"], "completed")  # sorts first
         token = answer.json()["next"]
         assert (token is not None) == ("link" in answer.headers)
         place = answer.headers["link"].partition(">")[0].removeprefix("<") if token else None

@@ -99,6 +99,14 @@ def test_bad_input_is_told_in_two_lines(store: Path, arguments: list[str], says:
     assert "Traceback" not in done.stderr
 
 
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that is for people: the log, whose lines begin with a date, goes to the same place here."""
+    assert process.stdout is not None
+    while (line := process.stdout.readline())[:4].isdecimal():
+        pass
+    return line
+
+
 @contextmanager
 def serving(store: Path) -> Iterator[subprocess.Popen[str]]:
     with started(store, len(DEFAULT_RULES)) as (process, told):
@@ -120,7 +128,7 @@ def started(
     )
     assert process.stdout is not None
     try:
-        told = [process.stdout.readline() for _ in range(lines + 2)]
+        told = [line_of(process) for _ in range(lines + 2)]
         assert "watching" in told[0]
         assert "http://127.0.0.1:" in told[-1]
         yield process, [line.removeprefix("watchstep: ").rstrip() for line in told[1:-1]]
@@ -147,7 +155,7 @@ def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
                 hook.log(loss=float("nan") if step == 2 else 1.0)
                 hook.step()
         assert process.stdout is not None
-        block = [process.stdout.readline() for _ in range(6)]
+        block = [line_of(process) for _ in range(6)]
         assert block[0] == "watchstep: vision/ill: nan_or_inf (critical) firing at step 2\n"
         assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
         shown = watchstep("runs", "alerts", "vision/ill", "--store", tmp_path)
@@ -183,7 +191,7 @@ def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: 
                 hook.log(loss=1.0)
                 hook.step()
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("watchstep: vision/well: rule mine cannot be evaluated: ")
+        assert line_of(process).startswith("watchstep: vision/well: rule mine cannot be evaluated: ")
         shown = watchstep("runs", "alerts", "vision/well", "--store", tmp_path / "runs")
     assert shown.stdout.startswith("vision/well: no alert has fired\nerror: rule mine cannot be evaluated: ")
 
