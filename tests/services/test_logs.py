@@ -60,10 +60,14 @@ def test_text_lines_end_with_the_fields() -> None:
 
 
 def test_uvicorn_and_celery_go_the_same_way_and_once() -> None:
+    names = ("uvicorn.error", "uvicorn.access", "celery.worker", "celery.redirected")
+    for name in names:  # as in a new process: a server of another test may have made them quiet
+        logging.getLogger(name).setLevel(logging.NOTSET)
+        logging.getLogger(name).propagate = True
     stream = io.StringIO()
     for _ in range(2):
         logs.configure("json", "INFO", stream)
-    for name in ("uvicorn.error", "uvicorn.access", "celery.worker", "celery.redirected"):
+    for name in names:
         logging.getLogger(name).info("from %s", name)
     logging.getLogger("httpx").info("HTTP Request: …")
     assert [line["logger"] for line in lines(stream)] == [
