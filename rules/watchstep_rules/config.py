@@ -329,11 +329,6 @@ class RuleConfig(_Model):
         """The same, but it keeps no other quiet: what a recorder may ask for. Whether it stops, the service decides."""
         return self.model_copy(update={"inhibits": ()})
 
-    def without_stop(self) -> RuleConfig:
-        """The same, but it stops and inhibits nothing: what a recorder may ask for."""
-        actions = tuple(action for action in self.actions if not isinstance(action, StopAction))
-        return self.model_copy(update={"actions": actions, "inhibits": ()})
-
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready form that reads back as the same config."""
         return self.model_dump(mode="json", by_alias=True)

@@ -51,11 +51,8 @@ def test_parameters_are_checked_and_filled_in() -> None:
     assert config.parameters == ExplodingGradientParams(growth=50)
 
 
-def test_a_recorder_cannot_stop() -> None:
-    config = RuleConfig.model_validate(WHOLE)
-    assert config.stops
-    assert not config.without_stop().stops
-    assert len(config.without_stop().actions) == 1
+def test_only_an_action_stops() -> None:
+    assert RuleConfig.model_validate(WHOLE).stops
     assert not RuleConfig(rule="nan_or_inf").stops
 
 
@@ -94,8 +91,8 @@ def test_actions_name_addresses_and_receivers() -> None:
     config = RuleConfig.model_validate({**WHOLE, "actions": actions, "inhibits": ["overfit"]})
     assert (config.webhooks, config.receivers) == (("https://example.org/a",), ("ml-oncall",))
     assert RuleConfig.model_validate(config.as_data()) == config
-    asked = config.without_stop()
-    assert (asked.stops, asked.inhibits, asked.receivers) == (False, (), ("ml-oncall",))
+    asked = config.without_inhibits()
+    assert (asked.stops, asked.inhibits, asked.receivers) == (True, (), ("ml-oncall",))
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_a_rule_over_losses_stops_when_its_step_is_over(tmp_path: Path) -> None:
 
 def test_rules_that_stop_nothing_only_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hook = Hook(tmp_path, config=EVERY_STEP)
-    Guard([NAN.without_stop()]).attach(hook)
+    Guard([NAN.model_copy(update={"actions": ()})]).attach(hook)
     train(hook, 3, bad=1)
     hook.close()
     assert hook.health["guard"]["firing"] == {"nan_or_inf": 1}
