@@ -16,6 +16,8 @@ from watchstep_services.stores.place import StorePlace
 
 MESSAGE_NS = 5 * NANOSECONDS
 """So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
+KEPT_NS = 20 * NANOSECONDS
+"""So much longer has another worker's run to wait before one that has work of its own takes it."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: in
     """Claim the run that has been due for longest; None where none is that this worker is to take.
 
     It is to take those whose earlier rows it holds, those that nobody holds, those that have been due for longer than a
-    worker that lives lets them wait, and the one that it was asked for. Those of other workers count as due so much later,
-    lest all workers that are behind take each other's runs and read the earlier rows of each anew. So it matters little in which order messages come,
+    worker that lives lets them wait, and the one that it was asked for. Those of other workers count as due much later,
+    lest workers that are behind take each other's runs, read the earlier rows of each anew, and fall further behind by it. So it matters little in which order messages come,
     and a run whose worker is gone is taken by whoever works next, whatever became of its message.
 
     Args:
@@ -118,6 +120,7 @@ _ANY = (
 _CLAIM = _ANY.where(Run.id == bindparam("run_id"))
 _NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
 _MINE = Run.holder.in_(["", bindparam("worker")])
+_LEFT = Run.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
 _CLAIM_LONGEST_DUE = _ANY.where(
     Run.id
     == select(Run.id)
@@ -130,8 +133,8 @@ _CLAIM_LONGEST_DUE = _ANY.where(
             Run.due_ns <= _NOW - MESSAGE_NS,
         ),
     )
-    # To read earlier rows again costs ten evaluations: where all wait, workers keep to what they hold.
-    .order_by(Run.due_ns + case((_MINE, 0), else_=MESSAGE_NS))
+    # To read earlier rows again costs more than ten evaluations: where all wait, workers keep to what they hold.
+    .order_by(Run.due_ns + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS))
     .limit(1)
     # One that is being written, were it by a worker that stands still, keeps nobody from the others.
     .with_for_update(skip_locked=True)

@@ -15,7 +15,7 @@ from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.models import Run
 from watchstep_services.database.schema import upgrade
-from watchstep_services.evaluator.claim import MESSAGE_NS, claim, claim_longest_due
+from watchstep_services.evaluator.claim import KEPT_NS, MESSAGE_NS, claim, claim_longest_due
 from watchstep_services.evaluator.evaluate import evaluate_longest_due
 from watchstep_services.scheduler.sweep import find_due, note_asked
 from watchstep_services.settings import NANOSECONDS, nanoseconds
@@ -34,7 +34,7 @@ def runs(driven: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
             row = session.get_one(Run, ids[-1])
             row.due_ns = now - int(state["ago"] * NANOSECONDS)
             row.holder = state.get("holder", "")
-            row.lease_until_ns = now + int(state.get("leased", 0) * NANOSECONDS)
+            row.lease_until_ns = now + int(state["leased"] * NANOSECONDS) if "leased" in state else 0
     return ids
 
 
@@ -51,7 +51,7 @@ def test_what_has_been_due_for_longest_is_taken_first(driven: Driven, folder_sto
 def test_what_another_worker_holds_is_left_to_it_for_as_long_as_a_message_is_waited_for(
     driven: Driven, folder_store: Store
 ) -> None:
-    late = 2 * MESSAGE_NS / NANOSECONDS
+    late = (MESSAGE_NS + KEPT_NS) / NANOSECONDS
     fresh, mine, forgotten = runs(
         driven,
         folder_store,
@@ -77,7 +77,7 @@ def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(
     with driven.service.database.write() as session:
         session.get_one(
             Run, stuck
-        ).lease_until_ns = 0  # its lease ends, and no message of it is left anywhere
+        ).lease_until_ns = 1  # its lease ends, and no message of it is left anywhere
         session.get_one(Run, mine).lease_until_ns = 0
     assert taken(driven, mine) == stuck
 
@@ -85,7 +85,7 @@ def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(
 def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_ever(
     driven: Driven, folder_store: Store
 ) -> None:
-    late = 2 * MESSAGE_NS / NANOSECONDS
+    late = (MESSAGE_NS + KEPT_NS) / NANOSECONDS
     others, longest, mine = runs(
         driven,
         folder_store,
