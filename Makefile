@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes run tests, each whole files; what stands in one file shares its servers.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-faults test-campaign test-life lint bench bench-service lock clean
+.PHONY: demo test test-slow test-faults test-life lint bench bench-service lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -30,13 +30,9 @@ lint: $(STAMP)
 test: lint
 	$(PYTEST) --ignore tests/sdk/faults -m "not slow"
 
-# Compilers, production's processes: some minutes.
+# Compilers, production's processes, a small campaign of kills: some minutes.
 test-slow: $(STAMP)
-	$(PYTEST) --ignore tests/sdk/faults --ignore tests/benchmarks/test_crash.py -m slow
-
-# A small campaign of kills, for a machine that does nothing else: its own sockets do not always close in time.
-test-campaign: $(STAMP)
-	$(BIN)/pytest tests/benchmarks/test_crash.py
+	$(PYTEST) --ignore tests/sdk/faults -m slow
 
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)
@@ -59,9 +55,9 @@ bench-service: $(STAMP)
 lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
-		--extra dev requirements/torch-needs.in pyproject.toml requirements/build.in -o requirements/lock.txt
+		--excludes requirements/torch-apart.in --extra dev requirements/torch-needs.in pyproject.toml requirements/build.in -o requirements/lock.txt
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate --no-header \
-		--extra bench -c requirements/lock.txt pyproject.toml -o requirements/bench.txt
+		--excludes requirements/torch-apart.in --extra bench -c requirements/lock.txt pyproject.toml -o requirements/bench.txt
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -37,9 +37,9 @@ _SETTINGS = {
     "LISTING_SECONDS": "0.4",
     "GRACE_SECONDS": "0.4",
     "RETRY_SECONDS": "0.2",
-    "GAP_SECONDS": "600",  # nothing here is lost on the store, and what is late there must not be given up
-    "SEAL_SECONDS": "600",
-    "SILENT_SECONDS": "600",
+    "GAP_SECONDS": "36000",  # nothing here is lost on the store, and what is late there must not be given up
+    "SEAL_SECONDS": "36000",
+    "SILENT_SECONDS": "36000",
     "LOCAL_JOBS": "true",
     "ALLOWED_ADDRESSES": "loopback",
     "REQUESTS_PER_MINUTE": "0",

@@ -207,8 +207,8 @@ class Faults:
         self.done.others["connections to Redis cut"] += self.to_redis.cut()
 
     def _flush(self) -> None:
-        with self._lock:
-            self._redis.client().flushall()
+        with self._lock, self._redis.client() as client:
+            client.flushall()
         self.done.others["FLUSHALL"] += 1
 
     def _kill_redis(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import sys
@@ -121,17 +120,7 @@ def _run(command: list[str], folder: Path, harness: str) -> int:
         sys.argv = list(command)
         (script,) = (found for found in entry_points(group="console_scripts") if found.name == command[0])
         time.tzset()
-        setattr(os, "execve", _in_place)  # noqa: B010 - of another type: it returns
         return int(script.load()() or 0)
-
-
-def _in_place(_program: Any, arguments: Any, environment: Any) -> Any:
-    """What a command becomes, in this process: the listener would not outlive the program's change."""
-    os.environ.update(environment)
-    module = arguments[arguments.index("-m") + 1]
-    sys.argv = [module, *arguments[arguments.index(module) + 1 :]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit(0)
 
 
 if __name__ == "__main__":

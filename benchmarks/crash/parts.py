@@ -41,7 +41,8 @@ class Nursery:
             )
         self.running: dict[str, int] = {}
         self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, name="nursery", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="nursery", daemon=True)
+        self._listener.start()
 
     def start(self, name: str, command: list[str], folder: Path) -> None:
         """Have a process forked; it is running once `said` tells."""
@@ -55,11 +56,13 @@ class Nursery:
         assert self._program.stdin is not None
         self._program.stdin.close()
         self._program.wait(_PATIENCE)
+        self._listener.join(_PATIENCE)
 
     def _listen(self) -> None:
         assert self._program.stdout is not None
-        for line in self._program.stdout:
-            self.said.put(json.loads(line))
+        with self._program.stdout as said:
+            for line in said:
+                self.said.put(json.loads(line))
 
 
 class Parts:

@@ -6,9 +6,11 @@ import asyncio
 import socket
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 
 _CHUNK = 1 << 16
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(eq=False)
@@ -30,28 +32,24 @@ class Proxy:
         self.port, self.cuts, self.swallowed = 0, 0, 0
         self._target = target
         self._pairs: set[_Pair] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._deaf = 0
         self._swallowing: _Pair | None = None
         self._loop = asyncio.new_event_loop()
+        self._ending = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
 
     def start(self) -> None:
         """Begin to listen."""
-        listening = threading.Event()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        self._listener = listener
         self._thread.start()
 
-        async def serve() -> None:
-            server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-            self.port = server.sockets[0].getsockname()[1]
-            listening.set()
-
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(serve()))
-        listening.wait()
-
     def close(self) -> None:
-        """End it with all its connections."""
-        self.cut()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """End it with all its connections: no socket of it is open when this returns."""
+        self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join()
 
     def cut(self) -> int:
@@ -63,12 +61,27 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._go_deaf)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(self._listen())
         self._loop.close()
+
+    async def _listen(self) -> None:
+        # Not asyncio's server: what that accepts while it is closed stays open.
+        with self._listener:
+            self._loop.add_reader(self._listener, self._accept)
+            await self._ending.wait()
+            self._loop.remove_reader(self._listener)
+        while self._serving:
+            await self._cut()
+            await asyncio.wait(self._serving, timeout=_LOOK_SECONDS)  # of those, some only begin
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:  # whoever asked is gone
+            return
+        task = self._loop.create_task(self._serve(client))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     def _go_deaf(self) -> None:
         self._deaf += 1
@@ -80,20 +93,22 @@ class Proxy:
         self.cuts += len(found)
         return len(found)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, accepted: socket.socket) -> None:
+        reader, client = await asyncio.open_connection(sock=accepted)
         try:
             answers, server = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
-            writer.transport.abort()
+            client.transport.abort()
+            await _closed(client)
             return
-        pair = _Pair(writer, server)
+        pair = _Pair(client, server)
         self._pairs.add(pair)
         try:
             await asyncio.gather(self._ask(pair, reader), self._answer(pair, answers))
         finally:
+            await _closed(server)
+            await _closed(client)  # one that does not read what it is still sent can be cut until then
             self._pairs.discard(pair)
-            for end in (writer, server):
-                end.close()
 
     async def _ask(self, pair: _Pair, reader: asyncio.StreamReader) -> None:
         try:
@@ -122,6 +137,12 @@ class Proxy:
             pass
         finally:
             pair.client.close()
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
 
 
 def _reset(pair: _Pair) -> None:

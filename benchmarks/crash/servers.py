@@ -161,7 +161,8 @@ class RedisServer(Server):
         import redis
 
         try:
-            return bool(self.client().ping())
+            with self.client() as client:
+                return bool(client.ping())
         except redis.RedisError:
             return False
 
