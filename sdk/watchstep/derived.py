@@ -1,7 +1,8 @@
 """Figures that follow from a statistics row. One definition, used when saving, reading and judging.
 
-Every function takes a batch of n rows and returns float64 of shape (n,); NaN where the figure does not exist (no
-finite element, an empty tensor).
+Every function takes a batch of n rows and returns float64 of shape (n,); NaN where the figure does not exist: no element
+is finite, or the tensor is empty. What is stored are sums over finite elements, which merge and are 0 there; a norm that is
+read is not: a gradient that is all NaN has not vanished. Of an empty tensor alone norms are 0, as numpy's are.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def _over(numerator: Floats, denominator: Floats) -> Floats:
         return np.where(denominator > 0, numerator / denominator, np.nan)
 
 
+def _of_finite(batch: StatisticsBatch, norm: Floats) -> Floats:
+    """NaN where there are elements, and none is finite."""
+    return np.where((batch.finite == 0) & (batch.count > 0), np.nan, norm)
+
+
 def variance(batch: StatisticsBatch) -> Floats:
     """Population variance (ddof 0) of the finite elements."""
     return _over(batch.m2, batch.finite.astype(np.float64))
@@ -42,12 +48,12 @@ def std(batch: StatisticsBatch) -> Floats:
 
 def l1(batch: StatisticsBatch) -> Floats:
     """Sum of magnitudes of the finite elements (the vector norm, whatever the tensor's shape)."""
-    return batch.abs_sum.astype(np.float64)
+    return _of_finite(batch, batch.abs_sum.astype(np.float64))
 
 
 def l2(batch: StatisticsBatch) -> Floats:
     """Root of the sum of squares of the finite elements (the vector norm)."""
-    return np.sqrt(batch.square_sum)
+    return _of_finite(batch, np.sqrt(batch.square_sum))
 
 
 def rms(batch: StatisticsBatch) -> Floats:

@@ -45,6 +45,12 @@ def test_what_a_query_gives_are_findings_at_that_step() -> None:
     assert said.memory.health is Health.OK
 
 
+def test_a_gradient_that_is_all_nan_is_not_small() -> None:
+    small = sql("SELECT tensor, l2 AS value FROM statistics WHERE l2 < 1e-7 OR l1 < 1e-7")
+    said = all_at_once(small, in_steps(norms("first", [1, float("nan"), 0.0])))
+    assert [finding.step for finding in said.findings] == [2]
+
+
 def test_a_query_looks_back_over_its_window_and_no_further() -> None:
     mean = (
         "SELECT tensor, avg(abs_mean) AS value, 'mean of ' || count(*) AS message FROM statistics "

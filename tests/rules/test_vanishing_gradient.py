@@ -98,6 +98,12 @@ def test_infinite_elements_do_not_count_and_nothing_finite_is_not_judged() -> No
     assert found(block) == []
 
 
+@pytest.mark.parametrize("rule", ["vanishing_gradient", "sagemaker_vanishing_gradient", "all_zero"])
+def test_a_gradient_that_blew_up_has_not_vanished(rule: str) -> None:
+    block = in_steps(norms("first", [1.0, float("nan"), float("inf")]), norms("last", [1.0] * 3))
+    assert all_at_once(RuleConfig(rule=rule), block).findings == []
+
+
 def test_layers_of_other_workers_count_as_learning() -> None:
     stages = [
         Row(step, gradient(name), [value], worker=worker)

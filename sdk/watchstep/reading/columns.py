@@ -33,8 +33,8 @@ _FINITE = ("count", "nan", "pos_inf", "neg_inf")
 _NEEDS: dict[str, tuple[str, ...]] = {
     "variance": ("m2", *_FINITE),
     "std": ("m2", *_FINITE),
-    "l1": ("abs_sum",),
-    "l2": ("square_sum",),
+    "l1": ("abs_sum", *_FINITE),
+    "l2": ("square_sum", *_FINITE),
     "rms": ("square_sum", *_FINITE),
     "abs_mean": ("abs_sum", *_FINITE),
     "abs_max": ("min", "max"),

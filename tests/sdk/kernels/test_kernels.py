@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.sdk.reference import ExactRow, exact_row
+from watchstep.derived import l1, l2
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.pytorch.kernel import TorchKernel
@@ -70,6 +71,8 @@ def assert_agrees(row: StatisticsBatch, exact: ExactRow, *, relative: float = 4e
     assert float(row.m2[0]) == pytest.approx(
         float(exact.m2), rel=2 * relative, abs=1e-13 * float(exact.square_sum) + 1e-320
     )
+    for norm in (l1, l2):  # sums of what is not there are 0; its norm is none
+        assert math.isnan(float(norm(row)[0])) == (exact.mean is None and exact.count > 0)
 
 
 elements = st.one_of(
@@ -84,6 +87,12 @@ elements = st.one_of(
 def test_every_dtype_and_value(measure: Measure, dtype: torch.dtype, values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
     assert_agrees(measure(tensor), exact_row(tensor.double().tolist()))
+
+
+@each
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_holds_nothing_finite_has_no_norm(measure: Measure, bad: float) -> None:
+    assert_agrees(measure(torch.full((70, 70), bad)), exact_row([bad] * 4900))
 
 
 @each

@@ -52,6 +52,11 @@ def test_any_bits_of_every_type(dtype: torch.dtype, data: st.DataObject) -> None
     assert_rows_agree([from_bits(data.draw(st.lists(bits, max_size=60)), dtype)])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_holds_nothing_finite_has_no_norm(bad: float) -> None:
+    assert_rows_agree([torch.full((40, 30), bad), torch.zeros(3)])
+
+
 values = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -(2.0**-149), 2.0**127]),
     st.floats(-1e6, 1e6, width=32),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.sdk.blocks import Row, block_of
@@ -53,6 +54,26 @@ def test_probes_are_columns(tmp_path: Path) -> None:
     write(store, [block_of([Row(0, FIRST, [1.0], probes={"cosine": 0.5})]), block_of([Row(1, FIRST, [1.0])])])
     found = open_run(tmp_path / "default" / "r").sql('SELECT "probe.cosine" FROM statistics ORDER BY step')
     assert found.columns[0].to_pylist() == [0.5, None]
+
+
+def test_a_tensor_that_is_all_nan_has_no_norm_wherever_it_is_read(tmp_path: Path) -> None:
+    bad = [[3.0, 4.0], [float("nan")] * 2, [float("inf")], [float("nan"), 2.0], [0.0]]
+    write(new_run(tmp_path), [block_of([Row(step, FIRST, values) for step, values in enumerate(bad)])])
+    run, norms = open_run(tmp_path / "default" / "r"), {"l2": [5.0, None, None, 2.0, 0.0]}
+    norms["l1"] = [7.0, None, None, 2.0, 0.0]
+    table = run.tensor(FIRST.name).statistics()
+    for name, due in norms.items():
+        assert table[name].to_pylist() == due
+        assert run.series(FIRST.name, name)[name].to_pylist() == due
+        found = run.sql(f"SELECT {name} FROM statistics ORDER BY step")
+        assert found[name].to_pylist() == due
+    assert np.isnan(run.heatmap("gradients", "l2", bins=5).values[0]).tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_only_what_a_query_needs_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

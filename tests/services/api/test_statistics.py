@@ -89,8 +89,12 @@ def test_what_is_not_finite_is_counted_and_null(api: Api, folder_store: Store) -
     (line,) = get(api, "series", tensor="loss", figure="mean", points=2)["lines"]
     assert line["nonfinite"] == [0, 5]
     assert line["mean"][1] is None
-    (line,) = get(api, "series", tensor="loss", figure="mean", first=4, last=6)["lines"]
-    assert (line["step"], line["nonfinite"]) == ([4, 5, 6], [0, 1, 1])
+    for figure in ("mean", "l2"):
+        (line,) = get(api, "series", tensor="loss", figure=figure, first=4, last=6)["lines"]
+        assert (line["step"], line["nonfinite"]) == ([4, 5, 6], [0, 1, 1])
+        assert line["mean"] == [1.0, None, None]
+    answer = sql(api, "SELECT l2, l1 FROM statistics WHERE tensor = 'loss' AND step = 5").json()
+    assert answer["rows"] == [[None, None]]
 
 
 def test_a_series_as_arrow(recorded: Api) -> None:
