@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import S3
 from tests.end_to_end.programs import DEAF, FAULTY, HEALTHY, SEVERAL_RANKS
 from watchstep import open_run
+from watchstep.reading.catalogue import find_runs
+from watchstep.store import Store
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.scheduler.launching import Program, launch_local
 from watchstep_services.settings import Settings
@@ -41,6 +43,11 @@ class Launched:
             return self.get()["state"] == state and all(action["state"] != "pending" for action in actions)
 
         assert self._service.wait_until(settled, 120), (self.get(), self.get("/actions"))
+
+    def listed(self) -> str:
+        """The state that the store alone tells."""
+        (entry,) = find_runs(Store.open(self._service.service.settings.store))
+        return entry.state
 
     def fired(self) -> list[dict[str, Any]]:
         return [alert for alert in self.get("/alerts")["alerts"] if alert["fired_ns"] is not None]
@@ -96,6 +103,7 @@ def test_a_faulty_run_is_stopped_where_it_can_stop_itself(launch: Launch, tmp_pa
     finding = alert["finding"]
     assert (alert["rule"], finding["step"], finding["tensor"]) == ("nan_or_inf", 50, "0:output")
     assert finding["value"] == 16.0
+    assert launched.listed() == "stopped"
     assert launched.get()["job"]["exit_code"] == 86
     assert "Traceback" not in (tmp_path / "log").read_text()
     run = open_run(launched.url)
@@ -118,9 +126,18 @@ def test_a_run_that_did_not_opt_in_and_ignores_sigterm_is_killed(launch: Launch)
     assert len(stop["tries"]) > 1
 
 
+@pytest.mark.parametrize("service", ["folder"], indirect=True)
+def test_a_run_that_sigterm_ends_is_told_as_stopped(launch: Launch) -> None:
+    launched = launch(FAULTY, "ignore")
+    launched.wait_for("stopped")
+    assert [end.state for end in open_run(launched.url).ends()] == ["failed"]  # it cannot know who ended it
+    assert launched.listed() == "stopped"
+
+
 def test_a_healthy_run_is_left_alone(launch: Launch) -> None:
     launched = launch(HEALTHY)
     launched.wait_for("completed")
+    assert launched.listed() == "completed"
     assert launched.fired() == []
     assert launched.get("/actions")["actions"] == []
     assert open_run(launched.url).steps() == list(range(300))
@@ -132,6 +149,7 @@ def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Lau
     (alert,) = launched.fired()
     finding = alert["finding"]
     assert (alert["rule"], finding["step"], finding["worker"]) == ("nan_or_inf", 50, 1)
+    assert launched.listed() == "stopped"
     assert launched.get()["job"]["exit_code"] == 86
     first, second = open_run(launched.url).ends()
     assert (first.state, second.state) == ("stopped", "stopped")

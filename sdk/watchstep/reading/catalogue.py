@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from watchstep import documents
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.layout import ATTEMPTS, ENDS, RUN_DOCUMENT
+from watchstep.layout import RUN_DOCUMENT
+from watchstep.reading.run_state import DAMAGED, state_of
 from watchstep.store import Store
 
 
@@ -18,7 +19,7 @@ class RunEntry:
         project: its project.
         run: its id.
         created_ns: when it was made, nanoseconds since the epoch.
-        state: created, open (recording, or ended without saying so), or how its last worker ended.
+        state: as `watchstep.reading.run_state.state_of` tells it.
     """
 
     project: str
@@ -49,17 +50,5 @@ def _entry(store: Store, project: str, run: str) -> RunEntry | None:
     except NotFoundError:
         return None
     except FormatError:
-        return RunEntry(project, run, 0, "damaged")
-    return RunEntry(project, run, document.created_ns, _state(store))
-
-
-def _state(store: Store) -> str:
-    ends = []
-    for entry in store.entries(ENDS):
-        try:
-            ends.append(documents.decode(documents.EndDocument, store.get(entry.key), entry.key))
-        except FormatError:
-            return "damaged"
-    if ends:
-        return max(ends, key=lambda end: end.ended_ns).state
-    return "open" if any(store.entries(ATTEMPTS)) else "created"
+        return RunEntry(project, run, 0, DAMAGED)
+    return RunEntry(project, run, document.created_ns, state_of(store))

@@ -22,6 +22,7 @@ from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns
 from watchstep.reading.index import RunIndex, Want
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
+from watchstep.reading.run_state import state_of
 from watchstep.reading.sql import query
 from watchstep.reading.tensor import Tensor
 from watchstep.snapshot import Snapshot, open_snapshot
@@ -375,6 +376,10 @@ class Run:
             documents.decode(documents.EndDocument, self._store.get(entry.key), entry.key)
             for entry in self._store.entries(ENDS)
         ]
+
+    def state(self) -> str:
+        """How it stands now, as `watchstep.reading.run_state.state_of` tells it."""
+        return state_of(self._store)
 
     def wait_for_steps(
         self, steps: list[int], mode: Mode | None = None, timeout: float | None = None

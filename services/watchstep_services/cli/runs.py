@@ -69,12 +69,13 @@ def _list_known(client: Client) -> None:
 
 @app.command("show")
 def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
-    """Show a run: steps, workers, losses, what was recorded, how it ended."""
+    """Show a run: its state, steps, workers, losses, what was recorded, how it ended."""
     opened = find_run(run, store)
     out = console()
     steps = opened.steps()
     out.print(f"[bold]{opened.document.project}/{opened.id}[/bold]  {opened.location}", soft_wrap=True)
     reach = f"{steps[0]} to {steps[-1]} ({len(steps)} recorded)" if steps else "none"
+    out.print(f"state     {opened.state()}")
     out.print(f"steps     {reach}")
     out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
     out.print(f"workers   {len(opened.workers)} (ranks {', '.join(map(str, opened.workers)) or 'none'})")

@@ -1,0 +1,74 @@
+"""How a run stands, as far as its small documents on the store tell: the same words as the service has for it.
+
+The service knows more: whether a job is alive, and since when nothing was heard. Where it says ``running`` or ``lost``, a store
+says ``open``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from watchstep import documents
+from watchstep.control import MAX_BYTES, ControlDocument
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.layout import ATTEMPTS, CONTROL_DOCUMENT, ENDS
+from watchstep.store import Store
+
+DAMAGED = "damaged"
+
+
+def state_of(store: Store) -> str:
+    """The state of a run.
+
+    Args:
+        store: the store as seen from the run's prefix.
+
+    Returns:
+        ``created``; ``open``: it records, or ended without saying so; ``stopping``: it is asked to stop and no worker has ended
+        yet; ``completed``, ``failed`` or ``stopped``: how its newest attempt ended; ``damaged``: a document cannot be read.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    try:
+        attempts = [
+            documents.decode(documents.AttemptDocument, store.get(entry.key), entry.key)
+            for entry in store.entries(ATTEMPTS)
+        ]
+        newest = max(attempts, key=lambda held: (held.started_ns, held.attempt), default=None)
+        # Ends without an attempt are of a run whose claim was lost: all that there is to go by.
+        prefix = ENDS if newest is None else f"{ENDS}{newest.attempt}/"
+        ends = [
+            documents.decode(documents.EndDocument, store.get(entry.key), entry.key)
+            for entry in store.entries(prefix)
+        ]
+        if newest is None:
+            return _ended([end.state for end in ends], len(ends), asked=False) if ends else "created"
+        return _ended([end.state for end in ends], newest.world_size, asked=_asked(store, newest.attempt))
+    except FormatError:
+        return DAMAGED
+
+
+def _ended(ends: Sequence[documents.EndState], workers: int, *, asked: bool) -> str:
+    """The state of an attempt.
+
+    Args:
+        ends: how its workers ended, of those that said so.
+        workers: how many there are.
+        asked: whether it was asked to stop. A worker that SIGTERM ends says that it failed, for it cannot know who sent it.
+    """
+    if "stopped" in ends or (asked and "failed" in ends):
+        return "stopped"
+    if "failed" in ends:
+        return "failed"
+    if ends and len(ends) >= workers:
+        return "completed"
+    return "stopping" if asked and not ends else "open"
+
+
+def _asked(store: Store, attempt: str) -> bool:
+    try:
+        control = ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES))
+    except NotFoundError:
+        return False
+    return control.stop is not None and control.stop.attempt == attempt
