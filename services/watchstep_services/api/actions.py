@@ -17,6 +17,7 @@ from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import ActionList, ActionOutput, TryOutput
 from watchstep_services.api.paging import Order, Paged
 from watchstep_services.database.models import Action, ActionTry
+from watchstep_services.rule_addresses import shown_key
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/actions", tags=["actions"])
 
@@ -80,4 +81,4 @@ def _tries(session: Session, action_ids: Sequence[int]) -> dict[int, list[TryOut
 
 def _action(row: Action, tries: list[TryOutput]) -> ActionOutput:
     held = {name: getattr(row, name) for name in ActionOutput.model_fields if name != "tries"}
-    return ActionOutput(**held, tries=tries)
+    return ActionOutput(**{**held, "key": shown_key(row.key)}, tries=tries)

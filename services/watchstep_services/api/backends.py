@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from watchstep_services.api.access import Served, permits
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import documented
 from watchstep_services.database.models import BackendRow
@@ -66,7 +67,9 @@ def list_backends(service: Served, paging: Paged) -> BackendList:
         return BackendList(backends=[_shown(row) for row in rows], next_page_token=following)
 
 
-@router.post("", summary="Register a backend", status_code=201, responses=documented(409))
+@router.post(
+    "", summary="Register a backend", status_code=201, dependencies=[Once], responses=documented(409)
+)
 @permits("administer")
 def post_backend(body: BackendInput, service: Served) -> BackendOutput:
     """No project may use it yet."""

@@ -119,7 +119,9 @@ def put_cadence(project: str, run: str, body: CadenceInput, service: Served) -> 
     return control
 
 
-@router.post("/restart", summary="Let a stopped run start again")
+@router.post(
+    "/restart", summary="Let a stopped run start again", dependencies=[Once], responses=documented(409)
+)
 @permits("operate")
 def let_restart(project: str, run: str, body: RestartInput, service: Served, caller: Caller) -> ControlData:
     """Take the tombstone away: new attempts may start. The attempt that was stopped stays stopped. Safe to repeat."""

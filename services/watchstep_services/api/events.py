@@ -21,6 +21,7 @@ from watchstep_services.api.streaming.response import EventStream, Followed
 from watchstep_services.api.streaming.streams import Streaming
 from watchstep_services.database.models import Event, Run
 from watchstep_services.events import CloudEvent
+from watchstep_services.rule_addresses import without_addresses
 from watchstep_services.service import Service
 from watchstep_services.tokens import identify
 
@@ -159,7 +160,7 @@ def _chosen(types: Sequence[str] | None, since: str | None, until: str | None) -
 def _list(session: Session, paging: Paging, after: int, conditions: list[ColumnElement[bool]]) -> EventList:
     rows, token = paging.fetch(session, Event, [Event.number > after, *conditions], Order(Event.number))
     return EventList(
-        events=[CloudEvent.model_validate(held.event) for held in rows],
+        events=[CloudEvent.model_validate(without_addresses(held.event)) for held in rows],
         after=rows[-1].number if rows else after,
         next_page_token=token,
     )

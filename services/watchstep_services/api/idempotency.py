@@ -1,13 +1,15 @@
 """``Idempotency-Key``: a request that creates something may be sent again, and is answered again instead of done again.
 
-An endpoint takes part by ``dependencies=[Once]``. One whose answer holds a secret must not: answers are kept in the database.
+Every POST that makes something, or does something anew each time, takes part by ``dependencies=[Once]``. Answers are kept in the
+database, so one whose answer holds a secret takes part by ``dependencies=[OnceSecret]``: nothing of its answer is kept, and a
+request that is sent again is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request, Response
 from sqlalchemy import delete, update
@@ -34,6 +36,7 @@ class _Claim:
     database: Database
     name: str
     claimed_ns: int
+    secret: bool
 
 
 class AnsweredError(Exception):
@@ -45,20 +48,42 @@ class AnsweredError(Exception):
         self.body = body
 
 
+_SENT_AGAIN = f"Of your making and new for each thing, as a UUID. A request that is sent again with it, within {KEPT_HOURS} hours, "
+
+
+def _key(description: str) -> Any:
+    pattern = r"^[\x21-\x7e]+$"
+    return Header(
+        alias="Idempotency-Key", min_length=1, max_length=255, pattern=pattern, description=description
+    )
+
+
 async def _once(
     request: Request,
     idempotency_key: Annotated[
+        str | None, _key(f"{_SENT_AGAIN}is answered as it was the first time, and does nothing more.")
+    ] = None,
+) -> None:
+    await _take(request, idempotency_key, secret=False)
+
+
+async def _once_secret(
+    request: Request,
+    idempotency_key: Annotated[
         str | None,
-        Header(
-            alias="Idempotency-Key",
-            min_length=1,
-            max_length=255,
-            pattern=r"^[\x21-\x7e]+$",
-            description="Of your making and new for each thing, as a UUID. A request that is sent again with it, within "
-            f"{KEPT_HOURS} hours, is answered as it was the first time, and does nothing more.",
+        _key(
+            f"{_SENT_AGAIN}is refused with 409: the answer shows a secret, and is not kept to be given again."
         ),
     ] = None,
 ) -> None:
+    await _take(request, idempotency_key, secret=True)
+
+
+Once = Depends(_once)
+OnceSecret = Depends(_once_secret)
+
+
+async def _take(request: Request, idempotency_key: str | None, *, secret: bool) -> None:
     if idempotency_key is None:
         return
     content = await request.body()
@@ -67,11 +92,17 @@ async def _once(
     token = request.headers.get("authorization", "")
     name = hashlib.sha256(f"{token}\n{idempotency_key}".encode()).hexdigest()
     database = service_of(request).database
-    claimed_ns = await run_in_threadpool(_claim, database, name, digest)
-    request.scope[_SCOPE] = _Claim(database, name, claimed_ns)
-
-
-Once = Depends(_once)
+    try:
+        claimed_ns = await run_in_threadpool(_claim, database, name, digest)
+    except AnsweredError as error:
+        if not secret:
+            raise
+        raise RefusedError(
+            409,
+            "a request with this Idempotency-Key was answered, and what it was answered with is shown only once",
+            "if that answer was lost, find what was made in the list, revoke it, and make another with a new key",
+        ) from error
+    request.scope[_SCOPE] = _Claim(database, name, claimed_ns, secret)
 
 
 def _claim(database: Database, name: str, digest: str) -> int:
@@ -106,7 +137,11 @@ def _keep(claim: _Claim, status: int, body: bytes) -> None:
         session.execute(
             update(ApiRequest)
             .where(ApiRequest.name == claim.name, ApiRequest.claimed_ns == claim.claimed_ns)
-            .values(status=status, body=body.decode(), expires_ns=claim.claimed_ns + KEPT_HOURS * _HOUR_NS)
+            .values(
+                status=status,
+                body="" if claim.secret else body.decode(),
+                expires_ns=claim.claimed_ns + KEPT_HOURS * _HOUR_NS,
+            )
         )
 
 

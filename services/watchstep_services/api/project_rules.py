@@ -7,14 +7,15 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep.layout import check_name
-from watchstep_services.api.access import Served, permits
+from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.etags import IfMatch, require_match, tag
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import documented
-from watchstep_services.api.rule_configs import ConfigOutput, RuleConfigBody, checked
+from watchstep_services.api.rule_configs import ConfigOutput, RuleConfigBody, checked, shown_config
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import ProjectRule
 from watchstep_services.registration import ensure_project
+from watchstep_services.roles import Identity
 
 router = APIRouter(prefix="/v1/projects/{project}/rules", tags=["rule configs"])
 
@@ -27,21 +28,23 @@ class ProjectRuleList(PageOutput):
 
 @router.get("", summary="List rule configs of a project")
 @permits("read")
-def list_project_rules(project: str, service: Served, paging: Paged) -> ProjectRuleList:
+def list_project_rules(project: str, service: Served, caller: Caller, paging: Paged) -> ProjectRuleList:
     """The project's own rule configs, by name; the owner's come on top of them."""
     check_name("project", project)
     with service.database.read() as session:
         of_project = ProjectRule.project == project
         rows, token = paging.fetch(session, ProjectRule, [of_project], Order(ProjectRule.name))
-    return ProjectRuleList(rules=[_shown(row) for row in rows], next_page_token=token)
+    return ProjectRuleList(rules=[_shown(row, caller) for row in rows], next_page_token=token)
 
 
 @router.get("/{name}", summary="Look at a rule config of a project")
 @permits("read")
-def get_project_rule(project: str, name: str, service: Served, response: Response) -> ConfigOutput:
+def get_project_rule(
+    project: str, name: str, service: Served, caller: Caller, response: Response
+) -> ConfigOutput:
     """One of the project's own rule configs."""
     with service.database.read() as session:
-        held = _shown(_find(session, project, name))
+        held = _shown(_find(session, project, name), caller)
     tag(response, held)
     return held
 
@@ -53,6 +56,7 @@ def put_project_rule(
     name: str,
     body: RuleConfigBody,
     service: Served,
+    caller: Caller,
     response: Response,
     if_match: IfMatch = None,
 ) -> ConfigOutput:
@@ -64,7 +68,7 @@ def put_project_rule(
     with service.database.write() as session:
         ensure_project(session, service, project)
         row = session.get(ProjectRule, (project, name), with_for_update=True)
-        require_match(if_match, None if row is None else _shown(row))
+        require_match(if_match, None if row is None else _shown(row, caller))
         now = read_clock(session)
         if row is None:
             row = ProjectRule(
@@ -73,7 +77,7 @@ def put_project_rule(
             session.add(row)
         else:
             row.rule, row.data, row.changed_ns = config.rule, config.as_data(), now
-        held = _shown(row)
+        held = _shown(row, caller)
     tag(response, held)
     return held
 
@@ -82,11 +86,13 @@ def put_project_rule(
     "/{name}", summary="Remove a rule config from a project", status_code=204, responses=documented(412)
 )
 @permits("operate")
-def delete_project_rule(project: str, name: str, service: Served, if_match: IfMatch = None) -> None:
+def delete_project_rule(
+    project: str, name: str, service: Served, caller: Caller, if_match: IfMatch = None
+) -> None:
     """Have it judge no run that is registered from now on; runs that have it keep it."""
     with service.database.write() as session:
         row = _find(session, project, name)
-        require_match(if_match, _shown(row))
+        require_match(if_match, _shown(row, caller))
         session.delete(row)
 
 
@@ -98,5 +104,6 @@ def _find(session: Session, project: str, name: str) -> ProjectRule:
     return row
 
 
-def _shown(row: ProjectRule) -> ConfigOutput:
-    return ConfigOutput(name=row.name, rule=row.rule, origin="project", config=row.data)
+def _shown(row: ProjectRule, caller: Identity) -> ConfigOutput:
+    config = shown_config(row.data, caller)
+    return ConfigOutput(name=row.name, rule=row.rule, origin="project", config=config)

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import RefusedError, documented
 from watchstep_services.api.stores import StoreCheck, check_output
@@ -86,7 +87,7 @@ def list_projects(service: Served, caller: Caller, paging: Paged) -> ProjectList
         return ProjectList(projects=[_shown(session, row) for row in rows], next_page_token=following)
 
 
-@router.post("", summary="Make a project", status_code=201, responses=documented(409))
+@router.post("", summary="Make a project", status_code=201, dependencies=[Once], responses=documented(409))
 @permits("administer")
 def post_project(body: ProjectInput, service: Served) -> ProjectOutput:
     """On a registered store, apart from all other projects."""

@@ -12,8 +12,9 @@ from watchstep.errors import ConfigError, WatchstepError
 from watchstep.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.etags import IfMatch, require_match, tag
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_run
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.problems import RefusedError, documented
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import ReceiverRow
 from watchstep_services.dispatcher.receivers import samples, writing
@@ -184,7 +185,7 @@ def delete_receiver(
     return shown
 
 
-@router.post("/{name}/test", summary="Send a test")
+@router.post("/{name}/test", summary="Send a test", dependencies=[Once], responses=documented(409))
 @permits("operate")
 def test_receiver(project: str, name: str, body: TestInput, service: Served) -> TestOutput:
     """Send a message that says that it is a test, once, and say what came of it."""

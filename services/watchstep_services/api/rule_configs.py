@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field
 from watchstep.errors import RuleError
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
+from watchstep_services.roles import Identity
+from watchstep_services.rule_addresses import without_addresses
 
 RuleConfigBody = Annotated[
     dict[str, Any],
@@ -26,7 +28,15 @@ class ConfigOutput(BaseModel):
     name: str
     rule: str
     origin: str = Field(description="owner, project, operator or recorder.")
-    config: dict[str, Any] = Field(description="As in a rule file.")
+    config: dict[str, Any] = Field(
+        description="As in a rule file. Addresses of webhooks are shown to those who may operate; to others, their hosts."
+    )
+
+
+def shown_config(data: dict[str, Any], caller: Identity) -> dict[str, Any]:
+    """A rule config as somebody may see it."""
+    told: dict[str, Any] = data if caller.may("operate") else without_addresses(data)
+    return told
 
 
 def checked(name: str, body: dict[str, Any]) -> RuleConfig:

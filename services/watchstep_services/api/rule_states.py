@@ -7,14 +7,16 @@ from sqlalchemy.orm import Session
 
 from watchstep_rules.python_rule import Python
 from watchstep_services.api.models import RuleState
+from watchstep_services.api.rule_configs import shown_config
 from watchstep_services.database.models import Memory, RuleConfigRow, Run
 from watchstep_services.dispatcher.grants import word_for
 from watchstep_services.dispatcher.receivers.directory import known_receivers
 from watchstep_services.evaluator.judging import load_config, memory_of
+from watchstep_services.roles import Identity
 from watchstep_services.service import Service
 
 
-def rules_of(service: Service, session: Session, run: Run) -> list[RuleState]:
+def rules_of(service: Service, session: Session, run: Run, caller: Identity) -> list[RuleState]:
     """The rule configs that judge a run, in the order in which they came, as they stand on its newest attempt."""
     rows = session.execute(
         select(RuleConfigRow, Memory)
@@ -40,7 +42,7 @@ def rules_of(service: Service, session: Session, run: Run) -> list[RuleState]:
                 findings=0 if held is None else held.findings,
                 phase=memory.alert.phase.value,
                 isolation=(memory.state or {}).get("isolation") if config.rule == Python.name else None,
-                config=config.data,
+                config=shown_config(config.data, caller),
             )
         )
     return states

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep_services import rule_configs
-from watchstep_services.api.access import Served, permits
+from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.etags import IfMatch, require_match, tag
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import RuleState
 from watchstep_services.api.problems import documented
-from watchstep_services.api.rule_configs import ConfigOutput, RuleConfigBody, checked
+from watchstep_services.api.rule_configs import ConfigOutput, RuleConfigBody, checked, shown_config
 from watchstep_services.api.rule_states import rules_of
 from watchstep_services.database.models import RuleConfigRow, Run
+from watchstep_services.roles import Identity
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/rules", tags=["rule configs"])
 
@@ -30,18 +29,20 @@ class RuleStateList(BaseModel):
 
 @router.get("", summary="List rule configs of a run")
 @permits("read")
-def list_run_rules(project: str, run: str, service: Served) -> RuleStateList:
+def list_run_rules(project: str, run: str, service: Served, caller: Caller) -> RuleStateList:
     """The rule configs that judge a run, and how they stand on its newest attempt."""
     with service.database.read() as session:
-        return RuleStateList(rules=rules_of(service, session, find_run(session, project, run)))
+        return RuleStateList(rules=rules_of(service, session, find_run(session, project, run), caller))
 
 
 @router.get("/{name}", summary="Look at a rule config of a run")
 @permits("read")
-def get_run_rule(project: str, run: str, name: str, service: Served, response: Response) -> ConfigOutput:
+def get_run_rule(
+    project: str, run: str, name: str, service: Served, caller: Caller, response: Response
+) -> ConfigOutput:
     """The rule config of a name that judges a run: an operator's before the project's, the owner's and a recorder's."""
     with service.database.read() as session:
-        held = _shown(_find(session, find_run(session, project, run), name))
+        held = _shown(_find(session, find_run(session, project, run), name), caller)
     tag(response, held)
     return held
 
@@ -54,6 +55,7 @@ def put_run_rule(
     name: str,
     body: RuleConfigBody,
     service: Served,
+    caller: Caller,
     response: Response,
     if_match: IfMatch = None,
 ) -> ConfigOutput:
@@ -62,9 +64,9 @@ def put_run_rule(
     with service.database.write() as session:
         row = find_run(session, project, run)
         known = rule_configs.in_force(session, row, name)
-        require_match(if_match, None if known is None else _shown(known))
+        require_match(if_match, None if known is None else _shown(known, caller))
         rule_configs.put_one(session, row, config)
-        held = _shown(_find(session, row, name))
+        held = _shown(_find(session, row, name), caller)
         run_id = row.id
     service.notifier.run_changed(run_id)
     tag(response, held)
@@ -75,12 +77,14 @@ def put_run_rule(
     "/{name}", summary="Remove a rule config from a run", status_code=204, responses=documented(412)
 )
 @permits("operate")
-def delete_run_rule(project: str, run: str, name: str, service: Served, if_match: IfMatch = None) -> None:
+def delete_run_rule(
+    project: str, run: str, name: str, service: Served, caller: Caller, if_match: IfMatch = None
+) -> None:
     """Have a rule judge the run no more; what it found stays. Another of the name, which it stood for, does not come back."""
     with service.database.write() as session:
         row = find_run(session, project, run)
         known = _find(session, row, name)
-        require_match(if_match, _shown(known))
+        require_match(if_match, _shown(known, caller))
         rule_configs.remove(session, row, known)
 
 
@@ -93,6 +97,6 @@ def _find(session: Session, run: Run, name: str) -> RuleConfigRow:
     return held
 
 
-def _shown(row: RuleConfigRow) -> ConfigOutput:
-    data: dict[str, Any] = row.data
-    return ConfigOutput(name=row.name, rule=row.rule, origin=row.origin, config=data)
+def _shown(row: RuleConfigRow, caller: Identity) -> ConfigOutput:
+    config = shown_config(row.data, caller)
+    return ConfigOutput(name=row.name, rule=row.rule, origin=row.origin, config=config)

@@ -17,6 +17,7 @@ from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.attempts import job_output
 from watchstep_services.api.filters import Phase, Since, States, Until, between, one_of
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import (
     AlertCounts,
@@ -31,7 +32,7 @@ from watchstep_services.api.models import (
     StopOutput,
 )
 from watchstep_services.api.paging import Order, Paged
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.problems import RefusedError, documented
 from watchstep_services.api.rule_states import rules_of
 from watchstep_services.database.models import Alert, Attempt, Job, Run
 from watchstep_services.dispatcher.grants import allow
@@ -39,6 +40,7 @@ from watchstep_services.dispatcher.request import Asked, request_stop
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.events import run_url
 from watchstep_services.registration import bind_job, register
+from watchstep_services.roles import Identity
 from watchstep_services.service import Service
 
 router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
@@ -74,7 +76,7 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller) 
     if job is not None:
         bind_job(service, run_id, body.attempt, job, caller.role)
     service.notifier.run_changed(run_id)
-    return _read(service, project, body.run)
+    return _read(service, project, body.run, caller)
 
 
 @router.get("", summary="List runs")
@@ -105,12 +107,14 @@ def list_runs(
 
 @router.get("/{run}", summary="Look at a run")
 @permits("read")
-def get_run(project: str, run: str, service: Served) -> RunOutput:
+def get_run(project: str, run: str, service: Served, caller: Caller) -> RunOutput:
     """State, alerts, job, rules and health of a run."""
-    return _read(service, project, run)
+    return _read(service, project, run, caller)
 
 
-@router.post("/{run}/stop", summary="Stop a run", status_code=202)
+@router.post(
+    "/{run}/stop", summary="Stop a run", status_code=202, dependencies=[Once], responses=documented(409)
+)
 @permits("operate")
 def stop_run(project: str, run: str, body: StopInput, service: Served, caller: Caller) -> StopOutput:
     """Ask the workers to stop, then end the job. An attempt is stopped once, however often it is asked.
@@ -142,7 +146,7 @@ def put_job(project: str, run: str, body: JobBinding, service: Served, caller: C
     if not attempt:
         raise ConfigError(f"run {project}/{run}: has no attempt yet", "name the attempt that the job is")
     bind_job(service, row.id, attempt, _handle(body.job), caller.role)
-    return _read(service, project, run)
+    return _read(service, project, run, caller)
 
 
 def _allow(service: Service, project: str, rules: tuple[RuleConfig, ...], who: str, reason: str) -> None:
@@ -156,7 +160,7 @@ def _handle(job: JobInput) -> JobHandle:
     return JobHandle(job.backend, job.id, job.identity)
 
 
-def _read(service: Service, project: str, run: str) -> RunOutput:
+def _read(service: Service, project: str, run: str, caller: Identity) -> RunOutput:
     with service.database.read() as session:
         row = find_run(session, project, run)
         job = session.execute(select(Job).filter_by(run_id=row.id, attempt=row.attempt)).scalar_one_or_none()
@@ -164,7 +168,7 @@ def _read(service: Service, project: str, run: str) -> RunOutput:
             **_summary(service, row, _counts(session, [row.id])[row.id]),
             control=ControlData.model_validate(row.control),
             job=None if job is None else job_output(job),
-            rules=rules_of(service, session, row),
+            rules=rules_of(service, session, row, caller),
             health=row.health,
         )
 

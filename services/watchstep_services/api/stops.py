@@ -14,11 +14,14 @@ from watchstep.layout import check_name
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_services.api.access import Caller, Served, permits
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_project
 from watchstep_services.api.paging import Order, Paged, PageOutput
+from watchstep_services.api.problems import documented
 from watchstep_services.database.models import AuditEntry, StopGrant
 from watchstep_services.dispatcher.audit import Kind
 from watchstep_services.dispatcher.grants import allow, revoke, the_config_called
+from watchstep_services.rule_addresses import without_addresses
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["stops"])
 Number = Annotated[int, Path(ge=1, lt=2**63, description="The grant's id.")]
@@ -92,7 +95,9 @@ class AuditList(PageOutput):
     entries: list[AuditOutput]
 
 
-@router.post("/stop-grants", summary="Let a rule stop", status_code=201)
+@router.post(
+    "/stop-grants", summary="Let a rule stop", status_code=201, dependencies=[Once], responses=documented(409)
+)
 @permits("operate")
 def grant_stop(project: str, body: GrantInput, service: Served, caller: Caller) -> GrantOutput:
     """From now on, alerts of exactly this rule config stop their jobs, in every run of the project. Safe to repeat."""
@@ -154,10 +159,7 @@ def list_audit(
     conditions += [AuditEntry.kind == kind] if kind is not None else []
     with service.database.read() as session:
         rows, token = paging.fetch(session, AuditEntry, conditions, Order(AuditEntry.id, descending=True))
-        entries = [
-            AuditOutput(**{name: getattr(row, name) for name in AuditOutput.model_fields}) for row in rows
-        ]
-        return AuditList(entries=entries, next_page_token=token)
+        return AuditList(entries=[_entry(row) for row in rows], next_page_token=token)
 
 
 def _config(session: Session, project: str, body: GrantInput) -> RuleConfig:
@@ -167,6 +169,11 @@ def _config(session: Session, project: str, body: GrantInput) -> RuleConfig:
     if config.name != body.rule:
         raise NotFoundError(f"rule {body.rule!r}: the config is called {config.name!r}", "give one name")
     return config
+
+
+def _entry(row: AuditEntry) -> AuditOutput:
+    held: dict[str, Any] = {name: getattr(row, name) for name in AuditOutput.model_fields}
+    return AuditOutput(**{**held, "data": without_addresses(row.data)})
 
 
 def _grant(row: StopGrant) -> GrantOutput:

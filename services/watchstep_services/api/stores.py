@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from watchstep.errors import ConfigError
 from watchstep_services.api.access import Served, permits
+from watchstep_services.api.idempotency import Once
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import documented
 from watchstep_services.database.models import StoreRow
@@ -102,7 +103,7 @@ def list_stores(service: Served, paging: Paged) -> StoreList:
         return StoreList(stores=[_shown(row) for row in rows], next_page_token=following)
 
 
-@router.post("", summary="Register a store", status_code=201, responses=documented(409))
+@router.post("", summary="Register a store", status_code=201, dependencies=[Once], responses=documented(409))
 @permits("administer")
 def post_store(body: StoreInput, service: Served) -> StoreOutput:
     """Projects can be put on it then."""

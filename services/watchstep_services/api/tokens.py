@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import or_
 
 from watchstep_services.api.access import Caller, Served, permits
+from watchstep_services.api.idempotency import OnceSecret
 from watchstep_services.api.paging import Order, Paged, PageOutput, Paging
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.problems import RefusedError, documented
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Token
 from watchstep_services.roles import Identity, Role
@@ -97,7 +98,9 @@ def list_tokens(service: Served, paging: Paged, active: Active = False) -> Token
     return _list(service, None, paging, active)
 
 
-@router.post(_ALL, summary="Make a token", status_code=201)
+@router.post(
+    _ALL, summary="Make a token", status_code=201, dependencies=[OnceSecret], responses=documented(409)
+)
 @permits("administer")
 def post_token(body: TokenInput, service: Served, caller: Caller, response: Response) -> TokenMade:
     """Of one project or of all. The answer shows it, once."""
@@ -126,7 +129,13 @@ def list_project_tokens(project: str, service: Served, paging: Paged, active: Ac
     return _list(service, project, paging, active)
 
 
-@router.post(_OF_PROJECT, summary="Make a project's token", status_code=201)
+@router.post(
+    _OF_PROJECT,
+    summary="Make a project's token",
+    status_code=201,
+    dependencies=[OnceSecret],
+    responses=documented(409),
+)
 @permits("administer")
 def post_project_token(
     project: str, body: ProjectTokenInput, service: Served, caller: Caller, response: Response

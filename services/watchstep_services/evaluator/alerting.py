@@ -27,6 +27,7 @@ from watchstep_services.evaluator.judging import Judged
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.stopping import Cause, stop, wants_stop
 from watchstep_services.events import CloudEvent, EventType, make_event
+from watchstep_services.rule_addresses import action_key, without_addresses
 from watchstep_services.service import Service
 
 _EVENTS: dict[Phase, EventType] = {
@@ -175,7 +176,7 @@ def _end(session: Session, place: Place, row: Standing, step: int, why: str) -> 
             "inhibited_by": row.inhibited_by or None,
             "message": row.message,
             "explanation": standing.resolved_title(row, step),
-            "rule_config": {"name": row.name} if config is None else config.data,
+            "rule_config": {"name": row.name} if config is None else without_addresses(config.data),
             "finding": row.finding,
             "fingerprint": row.fingerprint,
             "episode": row.episode,
@@ -249,7 +250,7 @@ def _data(session: Session, place: Place, judged: Judged, transition: Transition
         "severity": config.severity,
         "notify": list(config.receivers),
         **_details(place, config, transition),
-        "rule_config": config.as_data(),
+        "rule_config": without_addresses(config.as_data()),
         "finding": json.loads(finding.model_dump_json()),
         "fingerprint": fingerprint(place.project, place.run, judged.row),
         "evidence": evidence_of(session, place, finding.step),
@@ -268,7 +269,7 @@ def _post(session: Session, place: Place, urls: Sequence[str], event: CloudEvent
             "at_ns": place.now_ns,
             "payload": {"url": url, "event": event.model_dump(mode="json")},
         }
-        added.append(add_action(session, place.run_id, "webhook", f"webhook:{event.id}:{url}"[:700], cause))
+        added.append(add_action(session, place.run_id, "webhook", action_key(event.id, url), cause))
     return [action_id for action_id in added if action_id is not None]
 
 

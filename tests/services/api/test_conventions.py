@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven
@@ -101,6 +101,31 @@ def test_a_refused_or_failed_request_leaves_its_key_free(client: Client) -> None
     assert post(client, -1, "a").status_code == 422
     assert post(client, 0, "a").status_code == 500
     assert post(client, 5, "a").status_code == 201
+
+
+def test_an_answer_with_a_secret_is_not_kept(api: Api) -> None:
+    token = api.token("admin")
+
+    def made(key: str, place: str = "/v1/tokens") -> httpx.Response:
+        headers = {
+            "idempotency-key": key,
+            "content-type": "application/json",
+            "authorization": f"Bearer {token}",
+        }
+        body = json.dumps({"role": "viewer", "name": "a screen"})
+        return api.client.request("POST", place, content=body, headers=headers)
+
+    first, again = made("a"), made("a")
+    assert (first.status_code, again.status_code) == (201, 409)
+    assert "shown only once" in again.json()["detail"]
+    assert "revoke it" in again.json()["mend"]
+    secret = first.json()["token"].split("_", 2)[2]
+    with api.driven.service.database.read() as session:
+        kept = session.execute(select(ApiRequest.body)).scalars().all()
+    assert [secret in body for body in kept] == [False]
+    assert made("b").status_code == 201
+    of_project = "/v1/projects/vision/tokens"
+    assert [made("c", of_project).status_code, made("c", of_project).status_code] == [201, 409]
 
 
 def test_of_many_at_once_one_is_done(client: Client) -> None:

@@ -80,3 +80,10 @@ def test_rules_tell_their_parameters(api: Api) -> None:
         assert rule["summary"]
         assert rule["parameters"]["type"] == "object"
         assert rule["parameters"]["additionalProperties"] is False
+
+
+def test_what_makes_something_takes_an_idempotency_key(api: Api) -> None:
+    for path, held in api.client.get("/openapi.json").json()["paths"].items():
+        said = held.get("post", {})
+        if {"201", "202"} & set(said.get("responses", {})):
+            assert "Idempotency-Key" in [named["name"] for named in said["parameters"]], path

@@ -10,6 +10,7 @@ from sqlalchemy import func, select
 
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Event, Run
+from watchstep_services.rule_addresses import without_addresses
 
 
 @dataclass(frozen=True)
@@ -68,4 +69,4 @@ def last_number(database: Database, project: str) -> int:
 
 def encode(number: int, kind: str, event: dict[str, Any]) -> bytes:
     """An event of a stream; JSON has no line breaks of its own."""
-    return f"id: {number}\nevent: {kind}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+    return f"id: {number}\nevent: {kind}\ndata: {json.dumps(without_addresses(event), separators=(',', ':'))}\n\n".encode()
