@@ -55,6 +55,19 @@ class Database:
         with Session(self._reading, expire_on_commit=False) as session:
             yield session
 
+    @contextmanager
+    def bare(self) -> Iterator[Connection]:
+        """A connection without a session, for what every evaluation asks: finding out what objects changed costs more than that.
+
+        On PostgreSQL each statement is a transaction by itself; on SQLite all of the block are one.
+        """
+        if self.engine.dialect.name == "sqlite":
+            with self.engine.begin() as connection:
+                yield connection
+            return
+        with self._reading.connect() as connection:
+            yield connection
+
     @functools.cached_property
     def _reading(self) -> Engine:
         # PostgreSQL gives each statement its own view of the data, in a transaction or not; without one, nothing needs to

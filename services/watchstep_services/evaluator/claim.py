@@ -9,10 +9,10 @@ from sqlalchemy import BigInteger, bindparam, case, or_, select, update
 
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Project, Run
+from watchstep_services.database.models import ProjectStore, Run, StoreRow
 from watchstep_services.points import reach
 from watchstep_services.settings import NANOSECONDS
-from watchstep_services.stores.place import StorePlace
+from watchstep_services.stores.place import Registration, StorePlace
 
 MESSAGE_NS = 5 * NANOSECONDS
 """So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
@@ -78,27 +78,29 @@ def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: in
     return _claimed(database, _CLAIM_LONGEST_DUE, named)
 
 
-def _claimed(database: Database, statement: Any, named: dict[str, Any]) -> Claim | None:
-    with database.once() as session:
-        run = session.execute(statement, named).one_or_none()
-    if run is None:
-        return None
-    with database.read() as session:
-        project = session.execute(_PROJECT, {"name": run.project}).scalar_one()
-        return Claim(
-            run_id=run.id,
-            project=run.project,
-            run=run.run,
-            place=project.place,
-            epoch=run.epoch,
-            cursor=run.cursor,
-            journal=run.journal,
-            tick=run.ticks,
-            now_ns=clock_of(run),
-            hints=run.hints,
-            state=run.state,
-            attempt=run.attempt,
-        )
+def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, Any]) -> Claim | None:
+    with database.bare() as connection:
+        # SQLite's RETURNING gives columns of the updated table alone.
+        at_once = connection.dialect.name != "sqlite"
+        run = connection.execute(statement[at_once], named).one_or_none()
+        if run is None:
+            return None
+        held = run if at_once else connection.execute(_PLACE, {"project": run.project}).one()
+    registration = Registration(held.url, held.role_arn, held.external_id, held.region, held.endpoint)
+    return Claim(
+        run_id=run.id,
+        project=run.project,
+        run=run.run,
+        place=StorePlace(held.store_id, held.version, registration, held.prefix, run.project),
+        epoch=run.epoch,
+        cursor=run.cursor,
+        journal=run.journal,
+        tick=run.ticks,
+        now_ns=clock_of(run),
+        hints=run.hints,
+        state=run.state,
+        attempt=run.attempt,
+    )
 
 
 def clock_of(row: Any) -> int:
@@ -117,13 +119,29 @@ _ANY = (
     )
     .execution_options(synchronize_session=False)
 )  # fmt: skip
-_CLAIM = _ANY.where(Run.id == bindparam("run_id"))
+_PLACED = (
+    ProjectStore.store_id, ProjectStore.prefix, StoreRow.version,
+    StoreRow.url, StoreRow.role_arn, StoreRow.external_id, StoreRow.region, StoreRow.endpoint,
+)  # fmt: skip
+_PLACE = (
+    select(*_PLACED)
+    .join(StoreRow, StoreRow.id == ProjectStore.store_id)
+    .where(ProjectStore.project == bindparam("project"))
+)
+
+
+def _both(statement: Any) -> tuple[Any, Any]:
+    """A claim by itself, and one that gives the project's place as well."""
+    joined = statement.where(ProjectStore.project == Run.project, StoreRow.id == ProjectStore.store_id)
+    return statement, joined.returning(*_PLACED)
+
+
+_CLAIM = _both(_ANY.where(Run.id == bindparam("run_id")))
 _NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
 _MINE = Run.holder.in_(["", bindparam("worker")])
 _LEFT = Run.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
-_CLAIM_LONGEST_DUE = _ANY.where(
-    Run.id
-    == select(Run.id)
+_LONGEST_DUE = (
+    select(Run.id)
     .where(
         Run.due_ns <= _NOW,
         Run.lease_until_ns <= _NOW,
@@ -140,7 +158,7 @@ _CLAIM_LONGEST_DUE = _ANY.where(
     .with_for_update(skip_locked=True)
     .scalar_subquery()
 )
-_PROJECT = select(Project).where(Project.name == bindparam("name"))
+_CLAIM_LONGEST_DUE = _both(_ANY.where(Run.id == _LONGEST_DUE))
 
 
 def renew(database: Database, held: Claim, lease_ns: int) -> bool:

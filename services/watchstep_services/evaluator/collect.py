@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from sqlalchemy import bindparam, select
-
 from watchstep import segment
 from watchstep.block import Block
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.layout import SegmentKey, WriterId
 from watchstep.store import Store
 from watchstep_rules.judging.history import canonical
-from watchstep_services.database.models import Attempt, Run, Segment
+from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator import cursor as cursors
 from watchstep_services.evaluator.claim import Claim, renew
-from watchstep_services.evaluator.discover import discover, key_of, listing_due
+from watchstep_services.evaluator.discover import discover, listing_due
+from watchstep_services.evaluator.inbox import Inbox, open_inbox
 from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_plan
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
@@ -42,6 +41,7 @@ class Collected:
         waiting: gaps that still hold something up.
         more: there is more to read at once.
         attempts: rows of the run's attempts, by name, as they were when the segments were looked for.
+        calm: at that time no alert of the run fired, and its last evaluation had not failed.
     """
 
     attempt: str
@@ -52,6 +52,7 @@ class Collected:
     waiting: tuple[Gap, ...] = ()
     more: bool = False
     attempts: dict[str, Attempt] = field(default_factory=dict)
+    calm: bool = False
 
 
 def collect(service: Service, held: Claim, run_store: Store) -> Collected:
@@ -61,10 +62,10 @@ def collect(service: Service, held: Claim, run_store: Store) -> Collected:
         FencedError: another worker has taken the run.
         StoreError: the store did not answer.
     """
-    plan, attempts = _plan(service, held)
+    plan, inbox = _plan(service, held)
     if not plan.readable:
-        return _without_segments(held, plan, attempts)
-    found, absent = _first_there(service, held, run_store, plan, attempts)
+        return _without_segments(held, plan, inbox)
+    found, absent = _first_there(service, held, run_store, plan, inbox)
     if absent:
         found.waiting += tuple(absent)
         if _may_list(service, held, found.waiting):
@@ -73,7 +74,7 @@ def collect(service: Service, held: Claim, run_store: Store) -> Collected:
 
 
 def _first_there(
-    service: Service, held: Claim, run_store: Store, plan: Plan, attempts: dict[str, Attempt]
+    service: Service, held: Claim, run_store: Store, plan: Plan, inbox: Inbox
 ) -> tuple[Collected, list[Gap]]:
     """Read the first attempt of which something is there, and say what is not.
 
@@ -84,8 +85,8 @@ def _first_there(
     names = dict.fromkeys(entry.key.writer.attempt for entry in plan.readable)
     chosen: Collected | None = None
     absent: list[Gap] = []
-    for place, attempt in enumerate(sorted(names, key=lambda name: name not in attempts), 1):
-        found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=attempts)
+    for place, attempt in enumerate(sorted(names, key=lambda name: name not in inbox.attempts), 1):
+        found = _begun(attempt, held, plan, inbox)
         mine = [entry for entry in plan.readable if entry.key.writer.attempt == attempt]
         absent += _read_all(service, held, run_store, mine, found)
         there = bool(found.blocks or found.corrupt)
@@ -95,25 +96,30 @@ def _first_there(
             chosen.more |= place < len(names)
             break
     assert chosen is not None
-    if not (chosen.blocks or chosen.corrupt or chosen.attempt in attempts):
+    if not (chosen.blocks or chosen.corrupt or chosen.attempt in inbox.attempts):
         chosen.attempt = ""
     return chosen, absent
 
 
-def _without_segments(held: Claim, plan: Plan, attempts: dict[str, Attempt]) -> Collected:
-    attempt = plan.trailing[0].writer.attempt if plan.trailing else ""
-    found = Collected(attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=attempts)
+def _begun(attempt: str, held: Claim, plan: Plan, inbox: Inbox) -> Collected:
+    return Collected(
+        attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=inbox.attempts, calm=inbox.calm
+    )
+
+
+def _without_segments(held: Claim, plan: Plan, inbox: Inbox) -> Collected:
+    found = _begun(plan.trailing[0].writer.attempt if plan.trailing else "", held, plan, inbox)
     for gap in plan.trailing:
         found.missing.append(gap)
         found.cursor[gap.writer] = gap.until
     return found
 
 
-def _plan(service: Service, held: Claim) -> tuple[Plan, dict[str, Attempt]]:
+def _plan(service: Service, held: Claim) -> tuple[Plan, Inbox]:
     gap_ns = nanoseconds(service.settings.gap_seconds)
-    plan, attempts = _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=False))
+    plan, inbox = _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=False))
     if not plan.waiting or not _may_list(service, held, plan.waiting):
-        return plan, attempts
+        return plan, inbox
     # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
     discover(service, held.run_id)
     return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=True))
@@ -128,19 +134,10 @@ def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
     return listing_due(service, held.place, listed_ns, held.now_ns)
 
 
-def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan, dict[str, Attempt]]:
-    with service.database.read() as session:
-        of = {"of_run": held.run_id}
-        rows = session.execute(_ANNOUNCED, of).scalars()
-        entries = [Entry(row.id, key_of(row), row.found_ns, row.traceparent) for row in rows]
-        attempts = {row.attempt: row for row in session.execute(_ATTEMPTS, of).scalars()}
-    ends = {name: row.ends for name, row in attempts.items()}
-    return make_plan(cursors.decode(held.cursor), entries, ends, patience), attempts
-
-
-# Made once: every evaluation asks them.
-_ANNOUNCED = select(Segment).where(Segment.run_id == bindparam("of_run"), Segment.state == "announced")
-_ATTEMPTS = select(Attempt).where(Attempt.run_id == bindparam("of_run"))
+def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan, Inbox]:
+    inbox = open_inbox(service.database, held.run_id)
+    ends = {name: row.ends for name, row in inbox.attempts.items()}
+    return make_plan(cursors.decode(held.cursor), inbox.entries, ends, patience), inbox
 
 
 def _read_all(
