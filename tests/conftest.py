@@ -28,6 +28,7 @@ def spill_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Where this test's recorders put what they cannot upload."""
     root = tmp_path_factory.mktemp("spill")
     monkeypatch.setenv("WATCHSTEP_SPILL", str(root))
+    monkeypatch.setenv("WATCHSTEP_JOBS", str(root / "jobs"))
     return root
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from typing import ClassVar
 from urllib.parse import quote
 
 from watchstep.errors import ConfigError
-from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch
+from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch, LogPart
 
 NAME = "counting"
 _SECONDS = 30.0
@@ -15,6 +16,9 @@ _SECONDS = 30.0
 
 class CountingBackend:
     """Asks the harness, and says what it says."""
+
+    kind: ClassVar[str] = NAME
+    poll_seconds: ClassVar[float] = 0.0
 
     def __init__(self, harness: str) -> None:
         self._harness = harness
@@ -26,6 +30,23 @@ class CountingBackend:
             ConfigError: always.
         """
         raise ConfigError(f"{launch.command}: jobs of this kind are made by the harness", "bind one of them")
+
+    def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
+        """None are kept."""
+        del job
+        return LogPart(b"", cursor)
+
+    def jobs(self) -> list[JobHandle]:
+        """None are told."""
+        return []
+
+    def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
+        """A job that the harness made."""
+        return JobHandle(NAME, id, {})
+
+    def settled(self, job: JobHandle) -> JobHandle:
+        """It has one spelling."""
+        return job
 
     def status(self, job: JobHandle) -> JobStatus:
         """How the job is."""
@@ -44,4 +65,4 @@ class CountingBackend:
         request = urllib.request.Request(url, b"", method="POST")
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
             said = json.loads(answer.read())
-        return JobStatus("gone", said["exit_code"]) if said["gone"] else JobStatus("running")
+        return JobStatus("ended", said["exit_code"]) if said["gone"] else JobStatus("running")

@@ -92,7 +92,7 @@ def _one_training() -> float:
             )
             backend = service.service.backends["local"]
             until = time.monotonic() + _PATIENCE_SECONDS
-            while backend.status(job).state != "gone":
+            while not backend.status(job).is_over:
                 if time.monotonic() > until:
                     backend.kill(job)
                     raise RuntimeError(

@@ -100,8 +100,11 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
     layout.check_name("attempt", attempt)
     with service.database.write() as session:
         project = open_project(session, session.get_one(Run, run_id).project)
-        kind = allowed_backend(session, project.name, job.backend).kind
-        job = jobs.settled(kind, job)
+        registered = allowed_backend(session, project.name, job.backend)
+        kind = registered.kind
+        backend = service.backend_of(kind, registered.settings)
+        if backend is not None:
+            job = backend.settled(job)
         identity = dict(job.identity)
         jobs.hold(session, project.name, kind, job)
         attempts.ensure(session, run_id, attempt)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from watchstep.errors import ConfigError
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
@@ -16,10 +18,14 @@ from watchstep_services.dispatcher.receivers.reach import parse_allowed
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
 from watchstep_services.dispatcher.receivers.sealing import Seal
 from watchstep_services.estimator.backend import Backend
-from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.estimator.job_looks import JobLooks
+from watchstep_services.estimator.kinds import IN_SERVICE, open_backend
+from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.settings import Settings
 from watchstep_services.stores.opening import Stores
+
+_log = logging.getLogger(__name__)
 
 
 class Notifier(Protocol):
@@ -58,7 +64,9 @@ class Service:
         base_url: where people reach the API, without a closing slash.
         owner_rules: judge every run; may stop jobs.
         notifier: whom to tell of work.
-        backends: what stops jobs, by kind; a backend that is registered has one of these kinds.
+        backends: what stops jobs, by kind: those that this process has of its own. Of other kinds, a backend is made
+            of the settings that it is registered with (`backend_of`).
+        job_looks: how jobs were when they were last looked at.
         stores: opened stores.
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
@@ -73,7 +81,8 @@ class Service:
     base_url: str
     owner_rules: tuple[RuleConfig, ...]
     notifier: Notifier = field(default_factory=Silent)
-    backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": LocalBackend()})
+    backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": Local()})
+    job_looks: JobLooks = field(default_factory=JobLooks)
     stores: Stores = field(default_factory=Stores)
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
@@ -81,6 +90,18 @@ class Service:
     worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)
     known: set[tuple[str, str]] = field(default_factory=set)
+
+    def backend_of(self, kind: str, settings: Mapping[str, Any]) -> Backend | None:
+        """What reaches the jobs of a registered backend; None where this process has nothing for its kind."""
+        if kind in self.backends:
+            return self.backends[kind]
+        if kind not in IN_SERVICE:
+            return None
+        try:
+            return open_backend(kind, settings)
+        except ConfigError as error:
+            _log.warning("backend of kind %s: %s", kind, error.what)
+            return None
 
     def unknown_receivers(self, config: RuleConfig, known: frozenset[str] | None = None) -> list[str]:
         """What to say of receivers that a rule config names and nobody is known for; empty where all are.

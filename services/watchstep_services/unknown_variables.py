@@ -15,6 +15,7 @@ OF_OTHERS = frozenset(
     for name in (
         "ATTEMPT",
         "CREDENTIALS",
+        "JOBS",
         "ON_STOP",
         "OVERHEAD_BUDGET",
         "PROJECT",

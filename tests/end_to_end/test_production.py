@@ -31,7 +31,7 @@ from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.control import ControlDocument
 from watchstep.store import Store
 from watchstep_services.database.engine import open_database
-from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.estimator.local import Local
 from watchstep_services.tokens import create_token
 
 pytestmark = pytest.mark.slow
@@ -226,7 +226,7 @@ def check_logs(production: Production) -> None:
 def test_a_nan_is_announced_judged_told_and_stopped(
     production: Production, receiver: Receiver, tmp_path: Path
 ) -> None:
-    backend = LocalBackend()
+    backend = Local()
     job = launch(backend, tmp_path, STUBBORN)
     recording = Recording(Store.open(production.environment["WATCHSTEP_STORE"])).begin(on_stop="raise")
     with production.api(), production.workers():

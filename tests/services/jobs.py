@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from watchstep_services.estimator.backend import JobHandle, Launch
-from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.estimator.local import Local
 
 _WAITS = (
     "import pathlib, signal, sys\n{before}\npathlib.Path(sys.argv[1]).touch()\nwhile True: signal.pause()"
@@ -21,7 +21,7 @@ WILLING = _WAITS.format(before="")
 """Ends by SIGTERM, as programs do."""
 
 
-def launch(backend: LocalBackend, folder: Path, program: str, name: str = "job") -> JobHandle:
+def launch(backend: Local, folder: Path, program: str, name: str = "job") -> JobHandle:
     """Start a Python program and wait until it has set up its signals."""
     ready = folder / f"{name}.ready"
     environment: Mapping[str, str] = os.environ

@@ -27,6 +27,7 @@ from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch
 from watchstep_services.evaluator import attempts
+from watchstep_services.evaluator.claim import claim
 from watchstep_services.evaluator.evaluate import evaluate
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.points import POINTS, listening, reach
@@ -272,6 +273,30 @@ def test_whoever_is_paused_past_its_lease_commits_nothing(place: Place, point: s
     assert told(driven, run_id) == left[0]
 
 
+@pytest.mark.parametrize("point", ["evaluate.claimed", "discover.listed", "evaluate.read", "evaluate.judged"])
+def test_nor_does_it_write_down_what_it_sees_on_the_store(place: Place, point: str) -> None:
+    run = f"looked-at-{point}"
+    driven = Driven(make_service(place.database, place.store))
+    recording = Recording(place.store, run).begin()
+    run_id = driven.register(run)
+    recording.write(0, 0, 7, nan_from(5))
+    driven.announce(run_id, recording.write(1, 8, 15, nan_from(5)))  # before it a gap: the store is listed
+    left: list[dict[str, Any]] = []
+
+    def pause(name: str, _subject: object) -> None:
+        if name != point or left:
+            return
+        left.append({})  # the other's own points are no pause
+        with place.database.write() as session:
+            session.get_one(Run, run_id).lease_until_ns = 0
+        assert claim(place.database, run_id, 10**12) is not None
+        left[0] = told(driven, run_id)
+
+    with listening(pause):
+        assert driven.evaluate(run_id).outcome == "fenced"
+    assert told(driven, run_id) == left[0]
+
+
 def told(driven: Driven, run_id: int) -> dict[str, Any]:
     """What an evaluation leaves."""
     run = driven.run(run_id)
@@ -281,4 +306,6 @@ def told(driven: Driven, run_id: int) -> dict[str, Any]:
         "findings": driven.findings(),
         "memories": driven.memories(),
         "actions": [(action.key, action.state) for action in driven.actions(run_id)],
+        "segments": driven.segments(run_id),
+        "looked": (run.listed_ns, run.heard_ns, run.attempt, run.health),
     }

@@ -113,7 +113,7 @@ def _press(service: Service, due: DueAction, target: Target, stage: int) -> Trie
         target.backend.stop(target.job) if stage == TERMINATED else target.backend.kill(target.job)
     )
     reach("stop.signalled", due)
-    if after.state == "gone":
+    if after.is_over:
         return _over(service, due, target, _HOW[stage])
     verb = "asked to end (SIGTERM)" if stage == TERMINATED else "killed (SIGKILL)"
     return Tried("advanced", f"job {_named(target)} {verb}", stage, due.now_ns + _POLL_NS)

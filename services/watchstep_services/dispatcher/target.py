@@ -51,14 +51,14 @@ class Target:
     @property
     def is_over(self) -> bool:
         """Whether the job is gone or, where none is bound, every worker has ended."""
-        if self.status is None or self.status.state == "unknown":
+        if self.status is None or not self.status.in_sight:
             return self.ends_complete
-        return self.status.state == "gone"
+        return self.status.is_over
 
     @property
     def in_sight(self) -> bool:
         """Whether a job is bound, and this process can see how it is."""
-        return self.status is not None and self.status.state != "unknown"
+        return self.status is not None and self.status.in_sight
 
 
 def load_target(service: Service, run_id: int, attempt: str) -> Target:
@@ -75,14 +75,12 @@ def load_target(service: Service, run_id: int, attempt: str) -> Target:
     row = attempts.load(service.database, run_store, run_id, attempt)
     if found is None:
         return Target(run, row, place, run_store, None, None, None)
-    bound, kind = found
-    job = JobHandle(bound.backend, bound.job_id, bound.identity)
-    backend = service.backends.get(kind)
+    backend = service.backend_of(found.kind, found.settings)
     if backend is None:
-        status = JobStatus("unknown", detail=f"this service has no backend of kind {kind!r}")
+        status = JobStatus("unknown", detail=f"this service has no backend of kind {found.kind!r}")
     else:
-        status = backend.status(job)
-    return Target(run, row, place, run_store, job, status, backend)
+        status = backend.status(found.job)
+    return Target(run, row, place, run_store, found.job, status, backend)
 
 
 def common_step(service: Service, target: Target) -> int:

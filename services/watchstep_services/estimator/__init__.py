@@ -1,1 +1,32 @@
-"""Jobs: start them, ask how they are, stop them."""
+"""Launch jobs with rules attached, on whatever runs them; ask how they are; stop them. Needs none of the service."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from watchstep_services.estimator.backend import Backend as Backend
+    from watchstep_services.estimator.backend import JobHandle as JobHandle
+    from watchstep_services.estimator.backend import JobStatus as JobStatus
+    from watchstep_services.estimator.backend import Launch as Launch
+    from watchstep_services.estimator.backend_model import BackendModel as BackendModel
+    from watchstep_services.estimator.local import Local as Local
+
+_PLACES = {
+    "Backend": "backend",
+    "BackendModel": "backend_model",
+    "JobHandle": "backend",
+    "JobStatus": "backend",
+    "Launch": "backend",
+    "Local": "local",
+}
+"""Name → module here. Imported when first used: no backend costs those who use another."""
+
+__all__ = ["Backend", "BackendModel", "JobHandle", "JobStatus", "Launch", "Local"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

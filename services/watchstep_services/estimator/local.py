@@ -5,20 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, PrivateAttr
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.process_identity import ProcessIdentity, boot_id
-from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch
+from watchstep_services.estimator import local_records
+from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch, LogPart
+from watchstep_services.estimator.backend_model import BackendModel
+from watchstep_services.estimator.errors import BackendError, JobNotFoundError
+from watchstep_services.estimator.local_records import Records
+from watchstep_services.estimator.local_start import start
+from watchstep_services.estimator.log_file import read_part
 
 NAME = "local"
 
 
-class LocalBackend:
+class Local(BackendModel):
     """Starts processes in sessions of their own, and signals only the process that was meant.
+
+    Each is started by a small keeper, which outlives the launcher and writes down how the process ended.
 
     A pidfd is opened first and the identity (boot, start time) checked after: from then on the descriptor means that
     process, whatever becomes of its id. The rest of its group is signalled while the descriptor is held and only if
@@ -26,50 +36,44 @@ class LocalBackend:
     came round again between two system calls.
     """
 
-    def __init__(self) -> None:
-        self._children: dict[ProcessIdentity, subprocess.Popen[bytes]] = {}
-        self._lock = threading.Lock()
+    kind: ClassVar[str] = NAME
+    poll_seconds: ClassVar[float] = 0.0
+
+    folder: Path | None = Field(
+        None,
+        description="Where it keeps records and logs of its jobs; WATCHSTEP_JOBS or ~/.watchstep/jobs where it is left out.",
+    )
+    _starting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+
+    @property
+    def records(self) -> Records:
+        """What is kept of its jobs."""
+        return Records(local_records.default_folder() if self.folder is None else self.folder)
 
     def submit(self, launch: Launch) -> JobHandle:
-        """Start a process.
+        """Start a process. To what this process's environment has, the launch's is added.
 
         Raises:
-            ConfigError: the program is missing, or the log or folder cannot be used.
+            SubmissionRejectedError: the program is missing, or the log or folder cannot be used.
         """
-        try:
-            with launch.log.open("ab") as log:
-                child = subprocess.Popen(  # noqa: S603 - running the user's command is what this is for
-                    launch.command,
-                    cwd=launch.folder,
-                    env=dict(launch.environment),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise ConfigError(
-                f"command {launch.command[0]!r} in {launch.folder}: cannot be started ({error})",
-                "check the program's name, the folder and the log's path",
-            ) from error
-        # The child is not reaped before this: its entry in /proc stays, even if it has ended.
-        identity = ProcessIdentity.of(child.pid)
-        with self._lock:
-            self._children[identity] = child
-        threading.Thread(target=child.wait, name=f"reaper-{child.pid}", daemon=True).start()
-        return job_of(identity)
+        log = launch.log if launch.log is not None else self.records.new_log(launch.name)
+        with self._starting:
+            identity = start(launch, log, self.records)
+        return job_of(identity, log)
 
     def status(self, job: JobHandle) -> JobStatus:
-        """How the process is; its exit code where this backend started it."""
+        """How the process is; with its exit code where this backend started it, in whatever process."""
         identity = identity_of(job)
         if identity.boot != boot_id() and identity.host != socket.gethostname():
             return JobStatus("unknown", detail=f"it runs on host {identity.host!r}, not on this one")
-        with self._lock:
-            child = self._children.get(identity)
-        if child is not None:
-            code = child.poll()
-            return JobStatus("running") if code is None else JobStatus("gone", code)
-        return JobStatus("running" if identity.is_running() else "gone")
+        if identity.is_running():
+            return JobStatus("running")
+        return self._ended(identity)
+
+    def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
+        """What the process wrote to the log that it was started with; nothing of one that another started."""
+        place = job.details.get("log") or self.records.log_of(identity_of(job))
+        return read_part(Path(place), cursor) if place else LogPart(b"", cursor)
 
     def stop(self, job: JobHandle) -> JobStatus:
         """SIGTERM to the process and its group."""
@@ -78,6 +82,40 @@ class LocalBackend:
     def kill(self, job: JobHandle) -> JobStatus:
         """SIGKILL to the process and its group."""
         return self._signal(job, signal.SIGKILL)
+
+    def jobs(self) -> list[JobHandle]:
+        """Those of this machine and folder that still run."""
+        return [job_of(identity, log) for identity, log in self.records.kept() if identity.is_running()]
+
+    def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
+        """The process with this id now.
+
+        Raises:
+            JobNotFoundError: there is none, or it is no process id.
+        """
+        if not id.isascii() or not id.isdecimal():
+            raise JobNotFoundError(f"job {id!r}: no process id", "give the id of a process of this machine")
+        job = job_of_pid(int(id))
+        log = self.records.log_of(identity_of(job))
+        return job if log is None else job_of(identity_of(job), Path(log))
+
+    def settled(self, job: JobHandle) -> JobHandle:
+        """The same process, its identity spelt as this class spells it.
+
+        Raises:
+            ConfigError: the identity is not a local process's, or the id is another's.
+        """
+        identity = identity_of(job)
+        if job.id != str(identity.pid):
+            raise ConfigError(
+                f"job {job.id!r}: its identity is that of process {identity.pid}", "give the process id as id"
+            )
+        return JobHandle(job.backend, job.id, asdict(identity), job.details)
+
+    def _ended(self, identity: ProcessIdentity) -> JobStatus:
+        if not self.records.is_kept(identity):
+            return JobStatus("vanished", detail="it has ended; it was not started here, so nobody knows how")
+        return self.records.ending(identity)
 
     def _signal(self, job: JobHandle, number: signal.Signals) -> JobStatus:
         before = self.status(job)
@@ -97,15 +135,19 @@ class LocalBackend:
         except ProcessLookupError:
             return self.status(job)  # it ended by itself in between
         except PermissionError as error:
-            return JobStatus("unknown", detail=f"process {identity.pid} may not be signalled ({error})")
+            raise BackendError(
+                f"process {identity.pid} may not be signalled ({error})",
+                "stop it as the user that it runs as",
+            ) from error
         finally:
             os.close(descriptor)
         return self.status(job)
 
 
-def job_of(identity: ProcessIdentity) -> JobHandle:
+def job_of(identity: ProcessIdentity, log: Path | None = None) -> JobHandle:
     """The job that is this process."""
-    return JobHandle(NAME, str(identity.pid), asdict(identity))
+    details = {} if log is None else {"log": str(log)}
+    return JobHandle(NAME, str(identity.pid), asdict(identity), details)
 
 
 def identity_of(job: JobHandle) -> ProcessIdentity:
@@ -130,9 +172,13 @@ def job_of_pid(pid: int) -> JobHandle:
     """The job that is the process with this id now.
 
     Raises:
-        NotFoundError: there is none.
+        JobNotFoundError: there is none.
     """
-    identity = ProcessIdentity.of(pid)
+    missing = JobNotFoundError(f"process {pid}: not running", "it has ended already")
+    try:
+        identity = ProcessIdentity.of(pid)
+    except NotFoundError:
+        raise missing from None
     if not identity.is_running():
-        raise NotFoundError(f"process {pid}: not running", "it has ended already")
+        raise missing
     return job_of(identity)

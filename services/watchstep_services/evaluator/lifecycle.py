@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from sqlalchemy import func, select
 
@@ -11,17 +12,20 @@ from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action, Attempt, Job, Run, Segment
 from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.request import stop_key
-from watchstep_services.estimator.backend import JobHandle, JobStatus
+from watchstep_services.estimator.backend import OVER, JobState, JobStatus
+from watchstep_services.estimator.errors import BackendError
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.rule_health import tell_silent
 from watchstep_services.events import make_event
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
-from watchstep_services.tenancy.jobs import bound_job
+from watchstep_services.tenancy.jobs import Bound, bound_job
 
 RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
 ENDED = ("completed", "failed", "stopped")
+
+_log = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 5.0
 """What a job that is gone has written is on its store by then."""
@@ -60,15 +64,16 @@ def next_state(facts: Facts, grace_ns: int, silent_ns: int) -> RunState:
     Args:
         facts: what is known.
         grace_ns: how long the last words of a job that is gone are waited for.
-        silent_ns: after so long without a sign, and without a job that runs, a run is lost.
+        silent_ns: after so long without a sign, and without a job that runs or waits for its turn, a run is lost.
     """
-    gone = facts.job is not None and facts.job.state == "gone"
+    gone = facts.job is not None and facts.job.is_over
     runs = facts.job is not None and facts.job.state == "running"
+    waits = facts.job is not None and facts.job.state == "queued"
     complete = len(facts.ends) >= facts.world_size
     over = (complete or (gone and facts.gone_for_ns >= grace_ns)) and not facts.unread
     if over and (not facts.stopping or facts.silent_ns >= silent_ns):
         return _ending(facts)
-    if facts.silent_ns >= silent_ns and not runs and not facts.unread:
+    if facts.silent_ns >= silent_ns and not (runs or waits) and not facts.unread:
         return "lost"
     return "running" if facts.heard or runs else "created"
 
@@ -88,8 +93,9 @@ def advance_run(service: Service, run_id: int) -> RunState:
     """Bring a run's state up to date, with events on its start and end; returns the state."""
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
-        bound, kind = bound_job(session, run_id, run.attempt) or (None, "")
-    status = _job_status(service, bound, kind)
+        found = bound_job(session, run_id, run.attempt)
+    bound = None if found is None else found.row
+    status = None if found is None else _job_status(service, found)
     with service.database.write() as session:
         now = read_clock(session)
         run = session.get_one(Run, run_id, with_for_update=True)
@@ -97,7 +103,7 @@ def advance_run(service: Service, run_id: int) -> RunState:
         if bound is not None and bound.attempt == run.attempt and status is not None:
             job = session.get_one(Job, bound.id)
             job.state, job.exit_code = status.state, status.exit_code
-            if status.state == "gone" and job.gone_ns is None:
+            if status.is_over and job.gone_ns is None:
                 job.gone_ns = now
                 run.listed_ns = run.look_ns = (
                     0  # its last segments may not have been announced: list it at once
@@ -134,15 +140,17 @@ def advance_run(service: Service, run_id: int) -> RunState:
     return state
 
 
-def _job_status(service: Service, bound: Job | None, kind: str) -> JobStatus | None:
-    if bound is None:
-        return None
-    if bound.state == "gone":
-        return JobStatus("gone", bound.exit_code)
-    backend = service.backends.get(kind)
+def _job_status(service: Service, bound: Bound) -> JobStatus:
+    if bound.row.state in OVER:
+        return JobStatus(cast("JobState", bound.row.state), bound.row.exit_code)
+    backend = service.backend_of(bound.kind, bound.settings)
     if backend is None:
         return JobStatus("unknown")
-    return backend.status(JobHandle(bound.backend, bound.job_id, bound.identity))
+    try:
+        return service.job_looks.status(backend, bound.job)
+    except BackendError as error:  # what it came to is seen once the backend answers again
+        _log.warning("job %s:%s: %s", bound.job.backend, bound.job.id, error.what)
+        return JobStatus("unknown", detail=error.what)
 
 
 def _change(service: Service, run: Run, state: RunState, now: int, session: Any) -> None:

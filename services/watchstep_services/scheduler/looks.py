@@ -16,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from watchstep.errors import WatchstepError
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Job, Project, Run
+from watchstep_services.estimator.backend import OVER
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import ENDED, advance_run
 from watchstep_services.service import Service
@@ -85,7 +86,7 @@ def take(service: Service) -> list[Look]:
             .order_by(Run.id)
         ).all()
         return [
-            Look(run, project.place, now, job is not None and job != "gone", taken)
+            Look(run, project.place, now, job is not None and job not in OVER, taken)
             for run, project, job in rows
         ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
@@ -14,19 +13,11 @@ from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import BackendRow, Job, ProjectBackend
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.estimator import local
+from watchstep_services.estimator.backend import OVER
+from watchstep_services.estimator.kinds import IN_SERVICE, checked_settings
 from watchstep_services.tenancy.conflict import ConflictError
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
-
-
-class LocalSettings(BaseModel):
-    """Processes of the service's own machine: there is nothing to set."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-KINDS: dict[str, type[BaseModel]] = {local.NAME: LocalSettings}
-"""Settings of each kind of backend."""
 
 
 def find_backend(session: Session, name: str) -> BackendRow:
@@ -82,7 +73,9 @@ def remove_backend(session: Session, name: str) -> None:
         ConflictError: jobs that may still run are bound on it.
     """
     row = find_backend(session, name)
-    running = session.execute(select(Job.id).where(Job.backend == name, Job.state != "gone").limit(1)).first()
+    running = session.execute(
+        select(Job.id).where(Job.backend == name, Job.state.not_in(OVER)).limit(1)
+    ).first()
     if running is not None:
         raise ConflictError(
             f"backend {name!r}: jobs on it may still run", "wait for them, or take it from its projects"
@@ -139,13 +132,8 @@ def allow_local(session: Session, project: str) -> None:
 
 
 def _checked_settings(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    if kind not in KINDS:
-        raise ConfigError(f"backend kind {kind!r} is not known", f"use one of: {', '.join(sorted(KINDS))}")
-    try:
-        return KINDS[kind].model_validate(settings).model_dump(mode="json")
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "settings"
+    if kind not in IN_SERVICE:
         raise ConfigError(
-            f"{place}: {first['msg']}", f"see the settings of a backend of kind {kind}"
-        ) from error
+            f"backend kind {kind!r} is not known to a service", f"use one of: {', '.join(sorted(IN_SERVICE))}"
+        )
+    return checked_settings(kind, settings)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep.errors import ConfigError
 from watchstep_services.database.models import BackendRow, Job, JobHolder
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.estimator import local
@@ -18,34 +18,38 @@ from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.tenancy.conflict import ConflictError
 
 
-def bound_job(session: Session, run_id: int, attempt: str) -> tuple[Job, str] | None:
-    """The job that is bound to an attempt, and the kind of its backend, whatever that is registered as.
+@dataclass(frozen=True)
+class Bound:
+    """The job that is bound to an attempt.
 
-    Of a backend that is registered no more, its name stands for its kind.
+    Attributes:
+        row: in the database.
+        kind: of its backend, whatever that is registered as; the backend's name where it is registered no more.
+        settings: of its backend; none where it is registered no more.
     """
+
+    row: Job
+    kind: str
+    settings: Mapping[str, Any]
+
+    @property
+    def job(self) -> JobHandle:
+        """The job."""
+        return JobHandle(self.row.backend, self.row.job_id, self.row.identity)
+
+
+def bound_job(session: Session, run_id: int, attempt: str) -> Bound | None:
+    """The job that is bound to an attempt, if one is."""
     bound = (
-        select(Job, func.coalesce(BackendRow.kind, Job.backend))
+        select(Job, BackendRow)
         .outerjoin(BackendRow, BackendRow.name == Job.backend)
         .where(Job.run_id == run_id, Job.attempt == attempt)
     )
     row = session.execute(bound).one_or_none()
-    return None if row is None else (row[0], row[1])
-
-
-def settled(kind: str, job: JobHandle) -> JobHandle:
-    """A job with its identity in one spelling, for what it is called by must not tell one job from itself.
-
-    Raises:
-        ConfigError: the identity is not one of its kind's, or the id is another's.
-    """
-    if kind != local.NAME:
-        return JobHandle(job.backend, job.id, dict(job.identity))
-    identity = local.identity_of(job)
-    if job.id != str(identity.pid):
-        raise ConfigError(
-            f"job {job.id!r}: its identity is that of process {identity.pid}", "give the process id as id"
-        )
-    return JobHandle(job.backend, job.id, asdict(identity))
+    if row is None:
+        return None
+    job, backend = row
+    return Bound(job, job.backend, {}) if backend is None else Bound(job, backend.kind, backend.settings)
 
 
 def hold(session: Session, project: str, kind: str, job: JobHandle) -> None:

@@ -18,14 +18,14 @@ from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.estimator.backend import JobHandle
-from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.registration import bind_job, register
 
 
-def backend_of(driven: Driven) -> LocalBackend:
+def backend_of(driven: Driven) -> Local:
     backend = driven.service.backends["local"]
-    assert isinstance(backend, LocalBackend)
+    assert isinstance(backend, Local)
     return backend
 
 
@@ -62,7 +62,7 @@ def test_a_job_is_asked_then_terminated_then_killed(
     action = driven.finish(action.id)
 
     assert action.state == "done"
-    assert backend_of(driven).status(job).state == "gone"
+    assert backend_of(driven).status(job).state == "ended"
     tries = driven.tries(action.id)
     assert stages - 1 <= len(tries) <= stages, (
         "a job that is gone at once after the signal needs no further look"
@@ -86,7 +86,7 @@ def test_a_job_that_ends_when_asked(driven: Driven, folder_store: Store, tmp_pat
     dispatch(driven.service, action.id)
     recording.end("stopped", 8)  # what a worker that was asked writes before it ends
     backend_of(driven).stop(job)
-    eventually(lambda: backend_of(driven).status(job).state == "gone")
+    eventually(lambda: backend_of(driven).status(job).state == "ended")
     assert driven.finish(action.id).state == "done"
     assert done_event(driven, run_id)["how"] == "cooperative"
     assert done_event(driven, run_id)["stopped_at_step"] == 8
@@ -109,7 +109,7 @@ def test_a_job_that_has_ended_is_a_recorded_no_op(
     recording = Recording(folder_store).begin()
     job = launch(backend_of(driven), tmp_path, WILLING)
     backend_of(driven).kill(job)
-    eventually(lambda: backend_of(driven).status(job).state == "gone")
+    eventually(lambda: backend_of(driven).status(job).state == "ended")
     run_id, action = fired(driven, recording, job)
     assert driven.finish(action.id).state == "skipped"
     assert done_event(driven, run_id)["how"] == "already ended"

@@ -9,7 +9,7 @@ from tests.services.jobs import WILLING, launch
 from tests.services.recording import Recording
 from watchstep.store import Store
 from watchstep_services.dispatcher.request import request_stop
-from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.registration import bind_job
 
@@ -37,14 +37,14 @@ def test_a_job_that_is_bound_after_a_stop_was_asked_for_can_be_stopped(
     assert ask(driven, run_id) is None, "it is on its way"
     assert driven.finish(first).outcome.startswith("no job bound")
     backend = driven.service.backends["local"]
-    assert isinstance(backend, LocalBackend)
+    assert isinstance(backend, Local)
     job = launch(backend, tmp_path, WILLING)
     bind_job(driven.service, run_id, "a1", job, "operator")
 
     assert ask(driven, run_id) == first
 
     assert driven.finish(first).state == "done"
-    assert backend.status(job).state == "gone"
+    assert backend.status(job).state == "ended"
     assert ask(driven, run_id) is None, "it was stopped"
     assert driven.event_types(run_id).count("stop.requested") == 2
 

@@ -8,31 +8,29 @@ import pytest
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
+from tests.services.stoppable import Stoppable
 from watchstep.errors import StoreError
 from watchstep.store import Store
 from watchstep_services.database.models import Action, Job, Run
 from watchstep_services.dispatcher.dispatch import dispatch
-from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch
+from watchstep_services.estimator.backend import JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 
 MAX_TRIES = 3
 
 
 @dataclass
-class Unreachable:
+class Unreachable(Stoppable):
     """A backend that does not answer the first so many times."""
 
     silent: int
     gone: bool = False
 
-    def submit(self, launch: Launch) -> JobHandle:
-        raise NotImplementedError(launch)
-
     def status(self, job: JobHandle) -> JobStatus:
         self.silent -= 1
         if self.silent >= 0:
             raise StoreError(f"job {job.id}: nobody answers", "try again")
-        return JobStatus("gone", -15) if self.gone else JobStatus("running")
+        return JobStatus("ended", -15) if self.gone else JobStatus("running")
 
     def stop(self, job: JobHandle) -> JobStatus:
         self.gone = True

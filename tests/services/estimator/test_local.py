@@ -12,19 +12,19 @@ import pytest
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep_services.estimator.backend import JobHandle, Launch
-from watchstep_services.estimator.local import LocalBackend, identity_of, job_of_pid
+from watchstep_services.estimator.local import Local, identity_of, job_of_pid
 
 
 @pytest.fixture
-def backend() -> LocalBackend:
-    return LocalBackend()
+def backend() -> Local:
+    return Local()
 
 
-def gone(backend: LocalBackend, job: JobHandle) -> None:
-    eventually(lambda: backend.status(job).state == "gone")
+def gone(backend: Local, job: JobHandle) -> None:
+    eventually(lambda: backend.status(job).is_over)
 
 
-def test_a_job_runs_in_its_own_session_with_its_log(backend: LocalBackend, tmp_path: Path) -> None:
+def test_a_job_runs_in_its_own_session_with_its_log(backend: Local, tmp_path: Path) -> None:
     command = (
         sys.executable,
         "-c",
@@ -34,15 +34,15 @@ def test_a_job_runs_in_its_own_session_with_its_log(backend: LocalBackend, tmp_p
     gone(backend, job)
     assert backend.status(job).exit_code == 3
     assert (tmp_path / "log").read_text() == "True y\n"
-    assert backend.stop(job).state == "gone"
+    assert backend.stop(job).is_over
 
 
-def test_a_missing_program_is_told(backend: LocalBackend, tmp_path: Path) -> None:
+def test_a_missing_program_is_told(backend: Local, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no-such-program"):
         backend.submit(Launch(("no-such-program",), {}, tmp_path, tmp_path / "log"))
 
 
-def test_stop_and_kill(backend: LocalBackend, tmp_path: Path) -> None:
+def test_stop_and_kill(backend: Local, tmp_path: Path) -> None:
     willing = launch(backend, tmp_path, WILLING, "willing")
     stubborn = launch(backend, tmp_path, STUBBORN, "stubborn")
     backend.stop(willing)
@@ -55,13 +55,13 @@ def test_stop_and_kill(backend: LocalBackend, tmp_path: Path) -> None:
     assert backend.status(stubborn).exit_code == -signal.SIGKILL
 
 
-def test_children_are_reaped(backend: LocalBackend, tmp_path: Path) -> None:
+def test_children_are_reaped(backend: Local, tmp_path: Path) -> None:
     job = launch(backend, tmp_path, WILLING)
     backend.stop(job)
     eventually(lambda: not Path(f"/proc/{job.id}").exists())
 
 
-def test_a_group_ends_with_its_leader(backend: LocalBackend, tmp_path: Path) -> None:
+def test_a_group_ends_with_its_leader(backend: Local, tmp_path: Path) -> None:
     program = (
         "import pathlib, signal, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
@@ -76,14 +76,14 @@ def test_a_group_ends_with_its_leader(backend: LocalBackend, tmp_path: Path) -> 
     gone(backend, child)
 
 
-def test_a_process_that_another_started(backend: LocalBackend) -> None:
+def test_a_process_that_another_started(backend: Local) -> None:
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
         job = job_of_pid(child.pid)
         assert backend.status(job).state == "running"
         backend.kill(job)
         assert child.wait() == -signal.SIGKILL
     assert backend.status(job) == backend.kill(job)
-    assert backend.status(job).state == "gone"
+    assert backend.status(job).state == "vanished"
     with pytest.raises(NotFoundError):
         job_of_pid(child.pid)
 
@@ -93,7 +93,7 @@ def test_a_process_that_another_started(backend: LocalBackend) -> None:
     [{"start_ticks": 1}, {"boot": "another-boot"}, {"boot": "another-boot", "host": "another-host"}],
 )
 def test_another_process_with_the_same_id_is_never_signalled(
-    backend: LocalBackend, tmp_path: Path, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    backend: Local, tmp_path: Path, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = launch(backend, tmp_path, WILLING)
     other = replace(job, identity={**job.identity, **change})
@@ -105,7 +105,7 @@ def test_another_process_with_the_same_id_is_never_signalled(
         patch.setattr(signal, "pidfd_send_signal", signalled)
         patch.setattr(os, "killpg", signalled)
         state = backend.status(other).state
-        assert state == ("unknown" if "host" in change else "gone")
+        assert state == ("unknown" if "host" in change else "vanished")
         assert backend.stop(other).state == state
         assert backend.kill(other).state == state
     assert backend.status(job).state == "running"

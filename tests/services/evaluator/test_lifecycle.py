@@ -28,7 +28,7 @@ def state(**changes: object) -> str:
 
 
 def test_what_a_stop_comes_to_is_waited_for() -> None:
-    gone = {"heard": True, "job": JobStatus("gone", -15), "gone_for_ns": GRACE}
+    gone = {"heard": True, "job": JobStatus("ended", -15), "gone_for_ns": GRACE}
     assert state(**gone, stopping=True) == "running"
     assert state(**gone, stopped=True) == "stopped"
     assert (
@@ -37,9 +37,12 @@ def test_what_a_stop_comes_to_is_waited_for() -> None:
 
 
 def test_the_life_of_a_run() -> None:
-    gone, failed = JobStatus("gone", 0), JobStatus("gone", 1)
+    gone, failed = JobStatus("ended", 0), JobStatus("ended", 1)
     assert state() == "created"
     assert state(job=JobStatus("running")) == "running"
+    assert state(job=JobStatus("queued"), silent_ns=SILENT) == "created"
+    assert state(heard=True, job=JobStatus("unknown"), silent_ns=SILENT) == "lost"
+    assert state(heard=True, job=JobStatus("vanished"), gone_for_ns=GRACE) == "failed"
     assert state(heard=True) == "running"
     assert state(heard=True, ends=("completed",)) == "running"
     assert state(heard=True, ends=("completed", "completed")) == "completed"

@@ -17,7 +17,7 @@ from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError
 from watchstep.store import Store
 from watchstep_services.database.models import Event
-from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.estimator.local import Local
 from watchstep_services.scheduler.embedded import EmbeddedService, read_service_file
 from watchstep_services.settings import Settings, load_settings
 
@@ -57,7 +57,7 @@ def happened(service: EmbeddedService, kind: str) -> bool:
 def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: Store, tmp_path: Path) -> None:
     recording = Recording(folder_store).begin(on_stop="raise")
     backend = embedded.service.backends["local"]
-    assert isinstance(backend, LocalBackend)
+    assert isinstance(backend, Local)
     job = launch(backend, tmp_path, STUBBORN)
     bound = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
     call(
@@ -72,7 +72,7 @@ def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: S
     assert embedded.wait_until(lambda: happened(embedded, "run.ended"), WAIT)
 
     run = call(embedded, "GET", RUN)
-    assert (run["state"], run["job"]["state"], run["job"]["exit_code"]) == ("stopped", "gone", -9)
+    assert (run["state"], run["job"]["state"], run["job"]["exit_code"]) == ("stopped", "ended", -9)
     events = call(embedded, "GET", f"{RUN}/events")["events"]
     assert [event["type"].removeprefix("watchstep.") for event in events] == [
         "run.started",

@@ -11,7 +11,7 @@ from tests.services.driving import Driven
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store import Store
-from watchstep_services.estimator.local import LocalBackend
+from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.registration import bind_job
 from watchstep_services.tenancy.backends import allow_backends, register_backend
@@ -23,7 +23,7 @@ def test_a_job_on_a_backend_of_any_name_is_seen_and_stopped(
 ) -> None:
     driven = driven.with_settings(grace_seconds=0.0)
     backend = driven.service.backends["local"]
-    assert isinstance(backend, LocalBackend)
+    assert isinstance(backend, Local)
     recording = Recording(folder_store).begin(on_stop="ignore")
     run_id = driven.register()
     with driven.service.database.write() as session:
@@ -36,7 +36,7 @@ def test_a_job_on_a_backend_of_any_name_is_seen_and_stopped(
     assert advance_run(driven.service, run_id) == "running"
     (action,) = driven.actions(run_id)
     assert driven.finish(action.id).state == "done"
-    eventually(lambda: backend.status(job).state == "gone")
+    eventually(lambda: backend.status(job).state == "ended")
     assert [
         event["data"]["how"] for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"
     ] == ["killed"]

@@ -1,0 +1,30 @@
+"""The launching side works where the service is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SERVER = (
+    "alembic", "cryptography", "fastapi", "httpcore", "httpx", "limits", "prometheus_client", "psutil",
+    "pydantic_settings", "sqlalchemy", "typer", "uvicorn", "celery", "psycopg", "redis", "starlette",
+)  # fmt: skip
+OF_BACKENDS = ("boto3", "kubernetes", "ray", "torch")
+
+_BLOCKED = """
+import importlib, pkgutil, sys
+for name in {blocked!r}:
+    sys.modules[name] = None
+import watchstep_services.estimator as estimator
+for module in pkgutil.walk_packages(estimator.__path__, estimator.__name__ + "."):
+    if module.name.rpartition(".")[2] not in {left_out!r}:
+        importlib.import_module(module.name)
+for name in estimator.__all__:
+    getattr(estimator, name)
+"""
+
+
+def test_every_module_of_the_launching_side_imports_without_the_server() -> None:
+    program = _BLOCKED.format(blocked=(*SERVER, *OF_BACKENDS), left_out=("embedded",))
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
