@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _TABLES = (
-    "ticks", "seals", "segments", "alerts", "findings", "rule_memories", "events", "actions", "action_tries",
+    "attempts", "ticks", "seals", "segments", "alerts", "findings", "rule_memories", "events", "actions", "action_tries",
 )  # fmt: skip
 
 _MAKE = """

@@ -13,6 +13,8 @@ from watchstep.errors import FormatError, NotFoundError
 from watchstep.store import Store
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, Run
+from watchstep_services.evaluator.claim import Claim
+from watchstep_services.evaluator.fence import lock_run
 
 
 def read_document(run_store: Store, attempt: str) -> AttemptDocument | None:
@@ -60,15 +62,29 @@ def found(session: Session, run: Run, document: AttemptDocument) -> None:
         run.attempt = before.attempt
 
 
-def load(database: Database, run_store: Store, run_id: int, attempt: str) -> Attempt:
-    """The row of an attempt that has segments, made where there is none, with its document's content."""
+def load(
+    database: Database, run_store: Store, run_id: int, attempt: str, held: Claim | None = None
+) -> Attempt:
+    """The row of an attempt that has segments, made where there is none, with its document's content.
+
+    Args:
+        database: the database.
+        run_store: the run's.
+        run_id: of the run.
+        attempt: its name.
+        held: the claim of the evaluation that asks; None where somebody else does.
+
+    Raises:
+        FencedError: another worker has taken the run.
+        StoreError: the store did not answer.
+    """
     with database.read() as session:
         row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
         if row is not None and row.world_size:
             return row
     document = read_document(run_store, attempt)
     with database.write() as session:
-        run = session.get_one(Run, run_id, with_for_update=True)
+        run = lock_run(session, run_id, held)
         if document is not None:
             found(session, run, document)
             return ensure(session, run_id, attempt)

@@ -15,6 +15,7 @@ from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator import cursor as cursors
 from watchstep_services.evaluator.claim import Claim, renew
 from watchstep_services.evaluator.discover import discover, listing_due
+from watchstep_services.evaluator.fence import FencedError
 from watchstep_services.evaluator.inbox import Inbox, open_inbox
 from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_plan
 from watchstep_services.service import Service
@@ -22,10 +23,6 @@ from watchstep_services.settings import nanoseconds
 
 SLICE_SECONDS = 5.0
 """After so long an evaluation reads no more: whatever a run has waiting, the others wait for one slice of it."""
-
-
-class FencedError(Exception):
-    """Another worker has taken the run: whatever was found out is discarded."""
 
 
 @dataclass
@@ -69,7 +66,7 @@ def collect(service: Service, held: Claim, run_store: Store) -> Collected:
     if absent:
         found.waiting += tuple(absent)
         if _may_list(service, held, found.waiting):
-            found.more |= discover(service, held.run_id)
+            found.more |= discover(service, held.run_id, held)
     return found
 
 
@@ -121,7 +118,7 @@ def _plan(service: Service, held: Claim) -> tuple[Plan, Inbox]:
     if not plan.waiting or not _may_list(service, held, plan.waiting):
         return plan, inbox
     # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
-    discover(service, held.run_id)
+    discover(service, held.run_id, held)
     return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=True))
 
 

@@ -15,6 +15,8 @@ from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Attempt, Project, Run, Segment
 from watchstep_services.database.records import hint, put_segment
 from watchstep_services.evaluator import attempts
+from watchstep_services.evaluator.claim import Claim
+from watchstep_services.evaluator.fence import lock_run
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
@@ -38,15 +40,21 @@ class _Known:
     segments: set[SegmentKey]
 
 
-def discover(service: Service, run_id: int) -> bool:
+def discover(service: Service, run_id: int, held: Claim | None = None) -> bool:
     """List a run and put what was not known into the database.
 
     Announcements of segments that do not exist are forgotten once they are older than the gap time.
+
+    Args:
+        service: the service.
+        run_id: of the run.
+        held: the claim of the evaluation that looks; None where somebody else does.
 
     Returns:
         Whether there is something new to read.
 
     Raises:
+        FencedError: another worker has taken the run.
         StoreError: the store did not answer.
     """
     with service.database.read() as session:
@@ -56,7 +64,7 @@ def discover(service: Service, run_id: int) -> bool:
     run_store = service.stores.of_run(place, run.run)
     found = _list(run_store, known)
     reach("discover.listed", run_id)
-    fresh = _record(service, run_id, known, found)
+    fresh = _record(service, (run_id, held), known, found)
     reach("discover.recorded", run_id)
     return fresh
 
@@ -123,19 +131,22 @@ def _check_key(key: str, expected: str) -> None:
         raise FormatError(f"{key}: its content belongs to {expected}", "write it anew, or remove it")
 
 
-def _record(service: Service, run_id: int, known: _Known, found: _Found) -> bool:
+def _record(service: Service, of: tuple[int, Claim | None], known: _Known, found: _Found) -> bool:
+    run_id, held = of
     gap_ns = nanoseconds(service.settings.gap_seconds)
     fresh = sorted(found.segments - known.segments)
     something = bool(found.attempts or found.ends)
     # In portions, so that a long backlog does not hold SQLite's one writer.
     for start in range(0, len(fresh), _ROWS_AT_ONCE):
         with service.database.write() as session:
+            if held is not None:
+                lock_run(session, run_id, held)
             now = read_clock(session)
             for key in fresh[start : start + _ROWS_AT_ONCE]:
                 something |= put_segment(session, run_id, key, now, listed=True)
     with service.database.write() as session:
         # The run's row first, as every other transaction takes it, so that none waits for another in a circle.
-        run = session.get_one(Run, run_id, with_for_update=True)
+        run = lock_run(session, run_id, held)
         now = read_clock(session)
         for document in found.attempts:
             attempts.found(session, run, document)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,13 +15,14 @@ from watchstep.store import Store
 from watchstep_rules.judging.history import History, joined, trimmed
 from watchstep_rules.judging.judge import Progress
 from watchstep_rules.judging.reach import Reach
-from watchstep_services.database.models import Attempt, Run, Segment
+from watchstep_services.database.models import Attempt, Segment
 from watchstep_services.evaluator import attempts, seals, ticks
 from watchstep_services.evaluator import cursor as cursors
 from watchstep_services.evaluator.claim import Claim, claim, claim_longest_due, release
-from watchstep_services.evaluator.collect import Collected, FencedError, collect, decode, fetch, run_store_of
+from watchstep_services.evaluator.collect import Collected, collect, decode, fetch, run_store_of
 from watchstep_services.evaluator.commit import Outcome, commit
 from watchstep_services.evaluator.discover import discover, key_of
+from watchstep_services.evaluator.fence import FencedError, lock_run
 from watchstep_services.evaluator.judging import Judged, judge_all, lookback
 from watchstep_services.evaluator.keeping import kept
 from watchstep_services.evaluator.observation import Observation, came_to, observing
@@ -127,8 +129,8 @@ class _Kept:
 
 def _let_go(service: Service, held: Claim, error: BaseException) -> None:
     if isinstance(error, WatchstepError):
-        with service.database.write() as session:
-            run = session.get_one(Run, held.run_id)
+        with suppress(FencedError), service.database.write() as session:
+            run = lock_run(session, held.run_id, held)
             run.health = {**run.health, "evaluation": error.what[:500]}
     release(service.database, held, held.now_ns + nanoseconds(_RETRY_SECONDS))
 
@@ -144,7 +146,7 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
         ), None
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
-        attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt)
+        attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt, held)
     configs = ticks.load_configs(service, held.run_id, collected.attempt)
     depth = lookback(configs)
     before = _history(service, held, run_store, attempt, depth)
@@ -181,7 +183,7 @@ def _collect(service: Service, held: Claim, run_store: Store) -> Collected:
         return collected
     silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
     # A lost announcement is as silent as a training that stands still; only the store can tell which.
-    if silent and discover(service, held.run_id):
+    if silent and discover(service, held.run_id, held):
         collected = collect(service, held, run_store)
         silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
     if not collected.attempt:
