@@ -1,4 +1,5 @@
-"""Nothing lost: ``python -m benchmarks.crash [--kills 1000] [--quick] [--json FILE] [--seed N]``.
+"""Nothing lost: ``python -m benchmarks.crash [--kills 1000] [--quick] [--json FILE] [--seed N]
+[--lease SECONDS] [--pace SECONDS]``.
 
 Production's processes, PostgreSQL and Redis are killed at named points and at random while simulated trainings are
 judged and stopped; connections are cut, answers to COMMIT swallowed, clocks moved, processes paused past their lease.
@@ -11,6 +12,7 @@ import signal
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.crash import clock
@@ -42,18 +44,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="but no longer than this")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     parser.add_argument("--lease", type=float, default=1.5, help="seconds; more on a busy machine")
+    parser.add_argument(
+        "--pace", type=float, default=0.3, help="seconds between blows; more on a busy machine"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="copy logs of a campaign that failed here")
     parsed = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     seconds = parsed.seconds or (30.0 if parsed.quick else 3600.0)
-    wanted = Wanted(parsed.kills, seconds, lease=parsed.lease, seed=parsed.seed)
+    wanted = Wanted(parsed.kills, seconds, pause=parsed.pace, lease=parsed.lease, seed=parsed.seed)
     # A short path that another user may enter: as root, PostgreSQL runs as one.
     with tempfile.TemporaryDirectory(prefix="ws-crash-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         folder.chmod(0o755)
         with running(folder, wanted) as campaign:
             outcome = campaign.carry_out(wanted)
-        if parsed.keep and outcome.verdict.amiss:
+        if parsed.keep and (outcome.verdict.amiss or outcome.done.wrote):
             shutil.copytree(folder, parsed.keep, ignore=shutil.ignore_patterns("postgres", "store"))
     report = report_of(outcome, wanted, quick=parsed.quick)
     report.finish(parsed.json)
@@ -104,8 +109,8 @@ def report_of(outcome: Outcome, wanted: Wanted, *, quick: bool) -> Report:
     for kind, texts in verdict.amiss.items():
         for text in texts[:_SHOWN]:
             report.remark(f"{kind}: {text}")
-    for text in done.wrote[:_SHOWN]:
-        report.remark(text)
+    for text, count in Counter(done.wrote).most_common(4 * _SHOWN):
+        report.remark(f"{text} ({count})")
     return report
 
 

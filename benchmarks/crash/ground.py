@@ -96,7 +96,10 @@ class Ground:
 def _handler(ground: Ground) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            length = int(self.headers.get("content-length", 0))
+            body = self.rfile.read(length)
+            if len(body) < length:
+                return  # whoever asked was killed meanwhile
             answer = json.dumps(ground.answer(self.path, body)).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
