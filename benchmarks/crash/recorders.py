@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.crash.counting import NAME as COUNTING
@@ -130,7 +130,8 @@ class Recorders:
     def _register(self, training: Training) -> None:
         body: dict[str, Any] = {"run": training.run, "attempt": training.attempt}
         if isinstance(training.job, subprocess.Popen):
-            body["job"] = asdict(job_of(ProcessIdentity.of(training.job.pid)))
+            job = job_of(ProcessIdentity.of(training.job.pid))
+            body["job"] = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
         else:
             name = f"{training.run}/{training.attempt}"
             body["job"] = {"backend": COUNTING, "id": name, "identity": {"name": name}}
