@@ -11,6 +11,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "max_elements": "SageMaker's ExplodingTensor: one is enough",
         "only_nan": "SageMaker's ExplodingTensor",
         "allow_negative_infinity_in": "ours: masked attention and log-probabilities hold -inf on purpose",
+        "judge_inputs": "ours: a model may fill gaps in its data",
     },
     "exploding_gradient": {
         "growth": "ours: more than clipping at 1 or a restart of the rate makes (after Pascanu et al. 2013)",

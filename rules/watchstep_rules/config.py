@@ -145,7 +145,7 @@ class TensorScope(_Model):
 
     def holds(self, info: TensorInfo, needs: Needs) -> bool:
         """Whether a rule with these needs is given a tensor: one that it judges and that is in scope, or evidence."""
-        evidence = needs.is_evidence(info.role)
+        evidence = needs.is_evidence(info)
         collections = needs.collections if evidence or not self.collection else (self.collection,)
         return (
             (not collections or any(name in info.collections for name in collections))

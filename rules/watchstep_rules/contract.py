@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from watchstep.block import Block
+from watchstep.tensors import TensorInfo
 from watchstep_rules.finding import Finding
 
 Merge = Literal["per_worker", "sealed"]
@@ -46,6 +47,7 @@ class Needs:
         probes: extra columns that capture must add.
         about: roles that findings are about; the others are evidence, which a rule config's ``tensors`` does not narrow.
             Empty for all.
+        evidence: collections whose tensors are evidence as well, whatever their role.
         evidence_rows: earlier rows of evidence that the context holds, of each series; None for as many as the lookback. A
             rule that looks back far on losses, and remembers what it needs of all weights, keeps most rows from being kept.
     """
@@ -54,15 +56,22 @@ class Needs:
     roles: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
     about: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
     evidence_rows: int | None = None
 
-    def is_evidence(self, role: str) -> bool:
-        """Whether tensors of a role are only held beside those that are judged."""
-        return bool(self.about) and role not in self.about
+    @property
+    def has_evidence(self) -> bool:
+        """Whether some tensors may be evidence."""
+        return bool(self.about or self.evidence)
 
-    def earlier_rows(self, role: str, lookback: int) -> int:
-        """How many earlier rows of a series the context holds, by the role of its tensor and the rule's lookback."""
-        if self.evidence_rows is None or not self.is_evidence(role):
+    def is_evidence(self, info: TensorInfo) -> bool:
+        """Whether a tensor is only held beside those that are judged."""
+        by_role = bool(self.about) and info.role not in self.about
+        return by_role or any(name in info.collections for name in self.evidence)
+
+    def earlier_rows(self, info: TensorInfo, lookback: int) -> int:
+        """How many earlier rows of a tensor's series the context holds, by the rule's lookback."""
+        if self.evidence_rows is None or not self.is_evidence(info):
             return lookback
         return min(self.evidence_rows, lookback)
 

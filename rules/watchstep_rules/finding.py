@@ -27,6 +27,8 @@ class Finding(BaseModel):
         message: both in words, with the unit.
         time_ns: when the row was taken, nanoseconds since the epoch.
         cause_rank: orders the findings of one step by the way data flows: weights, forward, loss, backward.
+        upstream: tensors that data came through before, and that were seen to be bad at this step, though they are no finding by
+            themselves; the message tells of them.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -44,6 +46,7 @@ class Finding(BaseModel):
     message: str
     time_ns: int
     cause_rank: tuple[int, int]
+    upstream: tuple[str, ...] = ()
 
     @field_validator("message")
     @classmethod
@@ -59,6 +62,11 @@ def cause_rank(info: TensorInfo) -> tuple[int, int]:
     """
     phase = _PHASES.get(info.role, len(_PHASES))
     return phase, -info.order if info.role == "gradient" else info.order
+
+
+def likelihood(finding: Finding) -> tuple[int, tuple[int, int], int]:
+    """Orders findings: what comes first is the likelier cause. By step, then as data flows, then by rank."""
+    return finding.step, finding.cause_rank, finding.worker
 
 
 def finding_at(rule: str, block: Block, row: int, *, value: float, threshold: float, message: str) -> Finding:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from watchstep import tensors
 from watchstep.block import Block
 from watchstep.block_view import view
 from watchstep.tensors import TensorInfo
@@ -14,8 +17,19 @@ from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
 
+_DOWNSTREAM = ("input", "output", "loss", "gradient")
+_STATE = ("weight", "bias")
+_MOST_NAMED = 3
 _BAD_BATCH = "The data hold NaN or infinity, or a value far beyond all others."
 _LOOK_AT_INPUT = "Look at model:input at this step: where it holds NaN or infinity, check batches with torch.isfinite before they are fed."
+_GAPS = "The batch of this step was bad, as measured: values are missing in the data, or what prepares them is at fault."
+_CHECK_BATCHES = (
+    "Find the examples by torch.isfinite, before batches are fed; leave them out, or fill their gaps."
+)
+
+
+_Pass = tuple[int, int, int]
+"""Step, worker and mode."""
 
 
 class NanOrInfParams(Params):
@@ -26,6 +40,10 @@ class NanOrInfParams(Params):
     allow_negative_infinity_in: tuple[str, ...] = Field(
         ("output", "input"),
         description="Roles in which -inf is legitimate: attention masks and log-probabilities use it.",
+    )
+    judge_inputs: bool = Field(
+        False,
+        description="Whether what a model is given is judged too; else it only says why something after it is bad.",
     )
 
 
@@ -40,13 +58,17 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
 
     Non-finite numbers never leave a training by themselves, so one element is enough; that is the test of SageMaker's
     ExplodingTensor rule. Unlike it, -inf in activations is left out: masked attention puts it there on purpose.
-    A loss that the program logs itself counts as infinite only after it was finite: ``best_loss = inf`` is how many
+    What the model is given is no finding alone, for a model may fill gaps; where it is bad, and something after it at the same step
+    while weights are not, the finding says so. A loss that the program logs itself counts as infinite only after it was finite: ``best_loss = inf`` is how many
     programs begin. A step that a gradient scaler skips for overflow records no gradients, so mixed precision raises no alarm.
     """
 
     name = "nan_or_inf"
     summary = "a weight, gradient, activation or loss holds NaN or infinity"
-    needs = Needs(collections=("losses", "gradients", "weights", "biases", "activations"))
+    needs = Needs(
+        collections=("losses", "gradients", "weights", "biases", "activations", tensors.INPUTS),
+        evidence=(tensors.INPUTS,),
+    )
     merge = "per_worker"
     usual_causes = (
         "The learning rate is too high: weights and then the loss grow without bound.",
@@ -65,6 +87,10 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
     params_type = NanOrInfParams
     state_type = NanOrInfState
 
+    def needed(self, params: NanOrInfParams) -> Needs:
+        """Inputs are judged where that is asked for."""
+        return replace(self.needs, evidence=()) if params.judge_inputs else self.needs
+
     def evaluate(
         self,
         params: NanOrInfParams,
@@ -81,31 +107,75 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
             masked = rows_where(block, has_role, *params.allow_negative_infinity_in)
             infinite = held.pos_inf + np.where(masked, 0, held.neg_inf)
             bad += np.where(still_at_its_start, 0, infinite)
+        hit = bad > params.max_elements
+        upstream = _bad_inputs(block, np.flatnonzero(hit))
+        if not params.judge_inputs:
+            hit = hit & ~rows_where(block, _is_given)
         return state, [
-            self._finding(params, block, int(row), int(bad[row]))
-            for row in np.flatnonzero(bad > params.max_elements)
+            self._finding(params, block, row, int(bad[row]), upstream.get(_pass_of(block, row), []))
+            for row in np.flatnonzero(hit).tolist()
         ]
 
     def advice(self, finding: Finding) -> Advice:
         """An output that is the first bad tensor of its step had finite weights: what came into it is the likeliest cause.
 
-        Inputs alone are no finding, since a model may fill their gaps.
+        Where that was measured and was bad, it is told as what was seen, and advised on.
         """
         usual = super().advice(finding)
+        if finding.upstream:
+            causes = (cause for cause in usual.usual_causes if cause != _BAD_BATCH)
+            tries = (one for one in usual.what_to_try if one != _LOOK_AT_INPUT)
+            return Advice((_GAPS, *causes), (_CHECK_BATCHES, *tries))
         if finding.role not in ("output", "input"):
             return usual
         causes = (cause for cause in usual.usual_causes if cause != _BAD_BATCH)
         tries = (one for one in usual.what_to_try if one != _LOOK_AT_INPUT)
         return Advice((_BAD_BATCH, *causes), (_LOOK_AT_INPUT, *tries))
 
-    def _finding(self, params: NanOrInfParams, block: Block, row: int, bad: int) -> Finding:
-        held = block.statistics
-        kinds = [(held.nan[row], "NaN"), (held.pos_inf[row], "+inf"), (held.neg_inf[row], "-inf")]
-        seen = ", ".join(f"{int(number)} {kind}" for number, kind in kinds if number)
-        message = f"{seen} among {int(held.count[row])} elements of {block.info(row).name}, {params.max_elements} tolerated"
-        return finding_at(
+    def _finding(
+        self, params: NanOrInfParams, block: Block, row: int, bad: int, inputs: list[int]
+    ) -> Finding:
+        info = block.info(row)
+        upstream = inputs if info.role in _DOWNSTREAM and not _is_given(info) else []
+        message = f"{_seen(block, row)}, {params.max_elements} tolerated"
+        if upstream:
+            message += "; the input held " + ", and ".join(
+                _seen(block, one) for one in upstream[:_MOST_NAMED]
+            )
+        found = finding_at(
             self.name, block, row, value=float(bad), threshold=float(params.max_elements), message=message
         )
+        return found.model_copy(update={"upstream": tuple(block.info(one).name for one in upstream)})
+
+
+def _seen(block: Block, row: int) -> str:
+    held = block.statistics
+    kinds = [(held.nan[row], "NaN"), (held.pos_inf[row], "+inf"), (held.neg_inf[row], "-inf")]
+    seen = ", ".join(f"{int(number)} {kind}" for number, kind in kinds if number)
+    return f"{seen} among {int(held.count[row])} elements of {block.info(row).name}"
+
+
+def _bad_inputs(block: Block, bad: NDArray[np.intp]) -> dict[_Pass, list[int]]:
+    """Rows of what models were given that are bad, by the pass that they were given to, where no weight was bad before."""
+    given = bad[rows_where(block, _is_given)[bad]]
+    if not len(given):
+        return {}
+    state = bad[rows_where(block, has_role, *_STATE)[bad]]
+    spoilt = {_pass_of(block, row)[:2] for row in state.tolist()}
+    found: dict[_Pass, list[int]] = {}
+    for row in given.tolist():
+        place = _pass_of(block, row)
+        if place[:2] not in spoilt:
+            found.setdefault(place, []).append(row)
+    return found
+
+
+def _pass_of(block: Block, row: int) -> _Pass:
+    return int(block.step[row]), int(block.worker[row]), int(block.mode[row])
+
+
+def _is_given(info: TensorInfo) -> bool:
+    return tensors.INPUTS in info.collections
 
 
 def _is_logged(info: TensorInfo) -> bool:

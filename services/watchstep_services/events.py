@@ -13,6 +13,7 @@ EventType = Literal[
     "watchstep.run.ended",
     "watchstep.run.restart_allowed",
     "watchstep.alert.firing",
+    "watchstep.alert.revised",
     "watchstep.alert.resolved",
     "watchstep.alert.acknowledged",
     "watchstep.stop.requested",

@@ -119,3 +119,69 @@ def test_a_best_loss_may_begin_at_infinity_but_not_return_to_it() -> None:
     rule = NanOrInf()
     _, findings = rule.evaluate(NanOrInfParams(), NanOrInfState(), Block.empty(), block, 0)
     assert [finding.step for finding in findings] == [3, 4]
+
+
+INPUT = tensor("model:input", "inputs", role="input", shape=(4,))
+DENSE = tensor("0:output", "activations", role="output")
+WEIGHT = tensor("0.weight", "weights", role="weight")
+
+
+def at_once(*rows: Row, **params: object) -> list[Finding]:
+    return all_at_once(RuleConfig(rule="nan_or_inf", params=params), block_of(list(rows))).findings
+
+
+@pytest.mark.parametrize("bad", [DENSE, LOSS, gradient("0")])
+@pytest.mark.parametrize(("held", "seen"), [([1.0, NAN], "1 NaN"), ([INF, NAN, INF], "1 NaN, 2 +inf")])
+def test_an_input_that_was_bad_is_said_with_what_follows_from_it(
+    bad: TensorInfo, held: list[float], seen: str
+) -> None:
+    (finding,) = at_once(Row(3, INPUT, held), Row(3, WEIGHT, [1.0]), Row(3, bad, [NAN]))
+    assert (finding.tensor, finding.upstream) == (bad.name, (INPUT.name,))
+    assert finding.message == (
+        f"1 NaN among 1 elements of {bad.name}, 0 tolerated; the input held {seen} among {len(held)} elements of model:input"
+    )
+    advice = NanOrInf().advice(finding)
+    assert advice.usual_causes[0].startswith("The batch of this step was bad, as measured")
+    assert advice.what_to_try[0].startswith("Find the examples by torch.isfinite")
+    assert not any("Look at model:input" in one for one in advice.what_to_try)
+    assert len(set(advice.usual_causes)) == len(NanOrInf.usual_causes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([Row(3, INPUT, [1.0]), Row(3, DENSE, [NAN])], ["0:output"]),
+        ([Row(3, INPUT, [-INF]), Row(3, DENSE, [NAN])], ["0:output"]),
+        ([Row(2, INPUT, [NAN]), Row(3, DENSE, [NAN])], ["0:output"]),
+        ([Row(3, INPUT, [NAN], worker=1), Row(3, DENSE, [NAN])], ["0:output"]),
+        ([Row(3, INPUT, [NAN], "eval"), Row(3, DENSE, [NAN])], ["0:output"]),
+        ([Row(3, INPUT, [NAN]), Row(3, WEIGHT, [NAN]), Row(3, DENSE, [NAN])], ["0.weight", "0:output"]),
+        ([Row(3, INPUT, [NAN]), Row(3, DENSE, [1.0])], []),
+    ],
+)
+def test_an_input_is_not_blamed_for_what_it_did_not_cause(rows: list[Row], named: list[str]) -> None:
+    findings = at_once(*rows)
+    assert [finding.tensor for finding in findings] == named
+    assert all(finding.upstream == () and "input held" not in finding.message for finding in findings)
+
+
+def test_inputs_are_judged_where_that_is_asked_for() -> None:
+    rows = [Row(3, INPUT, [NAN]), Row(3, DENSE, [NAN])]
+    given, output = at_once(*rows, judge_inputs=True)
+    assert (given.tensor, given.upstream, output.upstream) == (INPUT.name, (), (INPUT.name,))
+    only = RuleConfig.model_validate(
+        {"rule": "nan_or_inf", "tensors": {"collection": "inputs"}, "params": {"judge_inputs": True}}
+    )
+    assert [finding.tensor for finding in all_at_once(only, block_of(rows)).findings] == [INPUT.name]
+
+
+def test_inputs_alone_are_no_data() -> None:
+    said = all_at_once(RuleConfig(rule="nan_or_inf"), block_of([Row(3, INPUT, [NAN])]))
+    assert (said.memory.health.value, said.findings) == ("no_data", [])
+
+
+def test_a_rule_narrowed_to_gradients_says_so_too() -> None:
+    config = RuleConfig.model_validate({"rule": "nan_or_inf", "tensors": {"collection": "gradients"}})
+    rows = [Row(3, INPUT, [NAN]), Row(3, DENSE, [NAN]), Row(3, gradient("0"), [NAN])]
+    (finding,) = all_at_once(config, block_of(rows)).findings
+    assert (finding.tensor, finding.upstream) == ("0.weight:gradient", (INPUT.name,))

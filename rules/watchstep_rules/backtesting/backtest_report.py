@@ -112,6 +112,7 @@ def _transition_from(held: dict[str, Any]) -> Transition:
         since_step=int(held["since_step"]),
         since_ns=int(held["since_ns"]),
         inhibited_by=str(held["inhibited_by"]),
+        revised=bool(held.get("revised", False)),
     )
 
 
@@ -161,6 +162,7 @@ def _transition(config: RuleConfig, change: Transition, name: RunName) -> dict[s
         "since_step": change.since_step,
         "since_ns": change.since_ns,
         "inhibited_by": change.inhibited_by,
+        "revised": change.revised,
         "message": say(config, change, name) if change.finding else "",
         "finding": json.loads(change.finding.model_dump_json()) if change.finding else None,
     }

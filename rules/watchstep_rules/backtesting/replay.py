@@ -13,6 +13,7 @@ from watchstep_rules.judging.history import History, joined, over_one_catalogue,
 from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict
 from watchstep_rules.judging.prepared import Prepared
 from watchstep_rules.judging.reach import Reach
+from watchstep_rules.judging.revision import as_told
 from watchstep_rules.judging.rule_set import judge_set
 
 FINDINGS_KEPT = 1000
@@ -58,8 +59,8 @@ class Outcome:
 
     @property
     def fired(self) -> list[Transition]:
-        """When the alert began to fire, each time."""
-        return [transition for transition in self.transitions if transition.phase is Phase.FIRING]
+        """When the alert began to fire, each time, with what it came to name as the cause."""
+        return [change for change in as_told(self.transitions) if change.phase is Phase.FIRING]
 
 
 class _Told:

@@ -15,6 +15,7 @@ from watchstep_rules.finding import Finding
 from watchstep_rules.guard.step_judge import Said, StepJudge
 from watchstep_rules.judging.alert import Phase, Transition
 from watchstep_rules.judging.judge import Health, Verdict
+from watchstep_rules.judging.revision import as_told
 from watchstep_rules.registry import KINDS
 from watchstep_rules.rule_file import load
 
@@ -130,7 +131,7 @@ class Guard:
         for config, verdict in said:
             if self._told is not None:
                 self._told(config, verdict)
-            begun = [self._follow(config, transition) for transition in verdict.transitions]
+            begun = [self._follow(config, change) for change in as_told(verdict.transitions)]
             fired += [(config, finding) for finding in begun if finding is not None]
         return fired
 
@@ -139,8 +140,9 @@ class Guard:
             self._firing.pop(config.name, None)
             return None
         self._firing[config.name] = transition.step
-        _log.warning("watchstep: guard: %s", _reason(config, transition.finding))
-        return transition.finding
+        again = "likelier: " if transition.revised else ""
+        _log.warning("watchstep: guard: %s%s", again, _reason(config, transition.finding))
+        return None if transition.revised else transition.finding
 
 
 def make(rules: str | os.PathLike[str] | None) -> Guard:

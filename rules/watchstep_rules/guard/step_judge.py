@@ -14,6 +14,7 @@ from watchstep_rules.judging.history import History, over_one_catalogue, trimmed
 from watchstep_rules.judging.judge import Progress, RuleMemory, Verdict, judge_prepared
 from watchstep_rules.judging.prepared import Prepared
 from watchstep_rules.judging.reach import Reach
+from watchstep_rules.judging.revision import as_told
 
 Said = tuple[RuleConfig, Verdict]
 
@@ -76,9 +77,9 @@ class StepJudge:
         )
         for config, memory in self._memories.values():
             if config.implementation.merged(config.parameters) == "per_worker":
-                for transition in judge_prepared(config, memory, prepared).transitions:
-                    if transition.phase is Phase.FIRING and transition.finding is not None:
-                        return config, transition.finding
+                for change in as_told(judge_prepared(config, memory, prepared).transitions):
+                    if change.phase is Phase.FIRING and not change.revised and change.finding is not None:
+                        return config, change.finding
         return None
 
     def _in_any_scope(self, rows: Block) -> Block:

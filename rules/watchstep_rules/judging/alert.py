@@ -3,6 +3,9 @@
 An alert belongs to one rule config on one attempt of a run. It is pending while some tensor has findings but not yet
 for as long as ``for`` asks; firing once one has; resolved when every tensor that made it fire has been judged clean for
 as long as ``keep_firing`` asks.
+
+It fires with the first rows that make it fire, and waits for no other worker. What it names is the likeliest cause of all
+that is known: where rows of that step or an earlier one, which come later, hold a likelier one, it is revised.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from watchstep.block import Block
-from watchstep_rules.finding import Finding
+from watchstep_rules.finding import Finding, likelihood
 from watchstep_rules.judging.streaks import NONE, Change, JudgedRows, Streak, Streaks, Tick, Timing, follow
 
 PART_ROWS = 1 << 16
@@ -52,8 +55,9 @@ class AlertMemory(BaseModel):
 
     Attributes:
         phase: where it stands.
-        finding: the finding that made it fire; that of the likeliest cause among those of its step.
-        since: the streak that made it fire, as long as it was then.
+        finding: that of the likeliest cause, among those that came up to the step at which it fired.
+        fired_at: that step.
+        since: the streak of findings that it is the last of.
         hits: of each series (tensor@worker/mode) with a finding at its last judged step, the streak of findings.
         clean: of each series that fires, the streak without; of none at its last judged step where it had a finding.
         settled: of these the ones that have been clean for long enough.
@@ -65,6 +69,7 @@ class AlertMemory(BaseModel):
 
     phase: Phase = Phase.INACTIVE
     finding: Finding | None = None
+    fired_at: int = -1
     since: Streak = NONE
     hits: dict[str, Streak] = Field(default_factory=dict)
     clean: dict[str, Streak] = Field(default_factory=dict)
@@ -75,15 +80,16 @@ class AlertMemory(BaseModel):
 
 @dataclass(frozen=True)
 class Transition:
-    """A change of phase.
+    """A change of phase, or of what an alert that fires names as the cause.
 
     Attributes:
         phase: the new one.
-        step: at which it came.
-        finding: what made the alert fire; None before it did.
+        step: at which it came; of one that is revised, at which it fired.
+        finding: the likeliest cause of what made the alert fire; None before it did.
         since_step: the first step of the streak that made it fire; of one that has not fired, ``step``.
         since_ns: when that was, nanoseconds since the epoch, by the clock of the row; 0 where it has not fired.
         inhibited_by: the rule config that keeps it quiet; empty where somebody is told.
+        revised: it fired before, and names a likelier cause now.
     """
 
     phase: Phase
@@ -92,6 +98,7 @@ class Transition:
     since_step: int
     since_ns: int
     inhibited_by: str = ""
+    revised: bool = False
 
 
 def advance(
@@ -163,6 +170,7 @@ class _Life:
         self._before = memory
         self._phase = memory.phase
         self._finding = memory.finding
+        self._fired_at = memory.fired_at
         self._since = memory.since
         self._hits = set(memory.hits)
         self._fired = set(memory.clean)
@@ -198,6 +206,7 @@ class _Life:
             update={
                 "phase": self._phase,
                 "finding": self._finding,
+                "fired_at": self._fired_at,
                 "since": self._since,
                 "hits": hits,
                 "clean": clean,
@@ -226,17 +235,32 @@ class _Life:
 
     def _settle(self, step: int, ripe: list[Change]) -> None:
         if self._phase is Phase.FIRING:
+            self._revise(ripe)
             if len(self._settled) == len(self._fired):
                 self._fired, self._settled = set(), set()
                 self._go(Phase.RESOLVED, step)
         elif ripe:
-            first = min(ripe, key=_likeliest)
-            self._finding, self._since = first.finding, first.since
+            self._blame(min(ripe, key=_cause))
+            self._fired_at = step
             self._go(Phase.FIRING, step)
         elif self._hits and self._phase is not Phase.PENDING:
             self._go(Phase.PENDING, step)
         elif not self._hits and self._phase is Phase.PENDING:
             self._go(Phase.INACTIVE, step)
+
+    def _revise(self, ripe: list[Change]) -> None:
+        """Rows of another worker, or late ones, may hold what made the alert fire where it was seen first."""
+        told, first = self._finding, min(ripe, key=_cause, default=None)
+        if first is None or told is None or _cause(first) >= likelihood(told):
+            return
+        self._blame(first)
+        step, since = max(self._fired_at, told.step), self._since
+        self.transitions.append(
+            Transition(Phase.FIRING, step, self._finding, since.first, since.time_ns, revised=True)
+        )
+
+    def _blame(self, change: Change) -> None:
+        self._finding, self._since = change.finding, change.since
 
     def _go(self, phase: Phase, step: int) -> None:
         self._phase = phase
@@ -247,6 +271,6 @@ class _Life:
             self.transitions.append(Transition(phase, step, None, step, 0))
 
 
-def _likeliest(change: Change) -> tuple[int, int]:
+def _cause(change: Change) -> tuple[int, tuple[int, int], int]:
     assert change.finding is not None
-    return change.finding.cause_rank
+    return likelihood(change.finding)

@@ -140,7 +140,7 @@ def _fired(one: Told) -> list[Fired]:
     """When a source fired: what it remembers, and what is new."""
     intervals = list(one.memory.fired)
     for change in one.transitions:
-        if change.phase is Phase.FIRING:
+        if change.phase is Phase.FIRING and not change.revised:
             intervals.append(Fired(change.step, None))
         elif change.phase is Phase.RESOLVED and intervals:
             intervals[-1] = Fired(intervals[-1].first, change.step)
@@ -155,7 +155,7 @@ def _followed(one: Told, sources: _Sources, sealed: int) -> Told:
     quiet = one.memory.quiet
     transitions: list[Transition] = []
     for change in one.transitions:
-        if change.phase is Phase.FIRING:
+        if change.phase is Phase.FIRING and not change.revised:
             by = next((name for name, interval in sources if _covers(interval, change.step)), "")
             quiet = Quiet(by, change.step) if by else None
         elif change.phase is Phase.RESOLVED and quiet is not None:

@@ -150,13 +150,13 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
 
 def _number_judged(block: Block, needs: Needs) -> int:
     """Rows that are judged, and are no evidence."""
-    if not needs.about:
+    if not needs.has_evidence:
         return len(block)
     catalogue = block.catalogue
     of_these = _judged_tensors.get(
         catalogue,
         needs,
-        lambda: np.array([not needs.is_evidence(info.role) for info in catalogue], np.bool_),
+        lambda: np.array([not needs.is_evidence(info) for info in catalogue], np.bool_),
     )
     return int(np.count_nonzero(of_these[block.tensor]))
 

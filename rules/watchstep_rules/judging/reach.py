@@ -20,7 +20,7 @@ def depths(
     catalogue: tuple[TensorInfo, ...], scope: TensorScope, needs: Needs, lookback: int
 ) -> NDArray[np.int64]:
     """How many earlier rows of a series one rule needs, for each tensor of a catalogue; 0 for those out of scope."""
-    held = [needs.earlier_rows(info.role, lookback) if scope.holds(info, needs) else 0 for info in catalogue]
+    held = [needs.earlier_rows(info, lookback) if scope.holds(info, needs) else 0 for info in catalogue]
     return np.array(held, np.int64)
 
 

@@ -91,7 +91,7 @@ class JudgedRows:
 
 @dataclass(frozen=True)
 class Change:
-    """A row at which a series' streak begins, or comes to be long enough.
+    """A row at which a series' streak begins, or comes to be long enough; or that came late: after a later step's.
 
     Attributes:
         group: which group of rows it is in; an alert moves at the end of a group.
@@ -189,7 +189,7 @@ def follow(
     if tick is not None:
         enough |= _enough_by_clock(rows, names, hit, rows.time_ns - before.time_ns[which], timing)
     changed = begins.copy()
-    changed[1:] |= enough[1:] != enough[:-1]
+    changed[1:] |= (enough[1:] != enough[:-1]) | (rows.step[1:] < rows.step[:-1])
 
     def streak(row: int) -> Streak:
         run = which[row]

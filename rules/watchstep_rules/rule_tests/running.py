@@ -14,6 +14,7 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.judging.alert import Phase, Transition
 from watchstep_rules.judging.judge import Health
+from watchstep_rules.judging.revision import as_told
 from watchstep_rules.rule_tests.file import Expectation, RuleTest, RuleTestFile, Steps
 from watchstep_rules.rule_tests.making import made
 
@@ -141,16 +142,17 @@ def _as_expected(expected: Expectation, outcome: Outcome) -> bool:
     )
     config = outcome.config
     of_config = expected.severity in {None, config.severity} and expected.stops in {None, config.stops}
+    life = as_told(outcome.transitions)
     firings = [
         place
-        for place, transition in enumerate(outcome.transitions)
+        for place, transition in enumerate(life)
         if transition.phase is Phase.FIRING and _is_about(expected, transition)
     ]
     if expected.never:
         return health and of_config and not firings
     if _says_nothing_of_firing(expected):
         return health and of_config
-    return health and of_config and any(_fits(expected, outcome.transitions[place:]) for place in firings)
+    return health and of_config and any(_fits(expected, life[place:]) for place in firings)
 
 
 def _says_nothing_of_firing(expected: Expectation) -> bool:
@@ -216,10 +218,11 @@ def _life(outcome: Outcome) -> tuple[str, ...]:
     lines = []
     config = outcome.config
     stops = ", stops the job" if config.stops else ""
-    for place, transition in enumerate(outcome.transitions):
+    life = as_told(outcome.transitions)
+    for place, transition in enumerate(life):
         if transition.phase is not Phase.FIRING:
             continue
-        ends = [after.step for after in outcome.transitions[place:] if after.phase is Phase.RESOLVED]
+        ends = [after.step for after in life[place:] if after.phase is Phase.RESOLVED]
         end = f"resolved at {ends[0]}" if ends else "not resolved"
         finding = transition.finding
         about = (

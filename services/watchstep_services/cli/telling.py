@@ -49,18 +49,20 @@ def lines_of(event: dict[str, Any]) -> list[str]:
         return [f"{head}would have been stopped: {data['reason']}", f"  {data['mend']}"]
     if kind == "rule.no_data":
         return [f"{head}rule {data['name']} has judged nothing up to step {data['step']}: it has no data"]
-    if kind not in ("alert.firing", "alert.resolved"):
+    if kind not in ("alert.firing", "alert.revised", "alert.resolved"):
         return []
     explanation = Explanation.model_validate(data["explanation"])
     if data["inhibited_by"]:
         return [f"{head}{explanation.title}; kept quiet by {data['inhibited_by']}"]
     if kind == "alert.resolved":
         return [f"{head}{explanation.title}"]
-    dry = " (dry run: nothing follows)" if data["dry_run"] else ""
+    more = " (dry run: nothing follows)" if data["dry_run"] else ""
+    if kind == "alert.revised":
+        more = f"; rows that came later show a likelier cause{more}"
     title, *rest = explanation.as_text().splitlines()
     if data["message"] != explanation.seen:
         rest.insert(0, f"  message {data['message']}")
-    return [f"{head}{title}{dry}", *rest]
+    return [f"{head}{title}{more}", *rest]
 
 
 def printable(line: str) -> str:

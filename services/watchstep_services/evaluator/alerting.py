@@ -13,6 +13,7 @@ from watchstep.control import SnapshotRequest
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.explanation import RunName, explain, say
 from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.revision import as_told
 from watchstep_services.control import ask_for_snapshot
 from watchstep_services.database.models import Alert, RuleConfigRow, Standing
 from watchstep_services.database.records import add_action, add_event
@@ -41,6 +42,8 @@ def publish(
 ) -> list[int]:
     """Follow the alerts of a run through their changes on one attempt.
 
+    What an alert that begins to fire in this evaluation names is told as it is known at its end: once, and rightly.
+
     Args:
         service: the service.
         session: the transaction that commits them.
@@ -56,9 +59,11 @@ def publish(
     changed: list[Standing] = []
     began: set[int] = set()
     for one in judged:
-        for transition in one.transitions:
+        for transition in as_told(one.transitions):
             _move(session, place, one, transition)
-            if transition.phase in _EVENTS:
+            if transition.revised:
+                _revise(session, place, one, transition, silences)
+            elif transition.phase in _EVENTS:
                 told = _Told(session, place, one, transition, silences)
                 actions += told.tell()
                 changed += told.changed
@@ -155,6 +160,19 @@ class _Told:
         return [action for action in actions if action is not None]
 
 
+def _revise(
+    session: Session, place: Place, judged: Judged, transition: Transition, silences: Sequence[Active]
+) -> None:
+    """Publish that an alert names a likelier cause. It fires already: nobody is told anew, and nothing is stopped again."""
+    data = _data(session, place, judged, transition)
+    row = standing.revise(session, place, judged, transition, data)
+    if row is not None:
+        silence = covering(silences, labels_of(row, place.project, place.run))
+        data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
+    event = make_event("watchstep.alert.revised", place.base_url, place.named, place.now_ns, data)
+    add_event(session, place.run_id, event, place.now_ns)
+
+
 def _end(session: Session, place: Place, row: Standing, step: int, why: str) -> list[int]:
     """Publish the end of an alert that nothing makes fire any more."""
     config = session.get(RuleConfigRow, row.config_id)
@@ -214,12 +232,13 @@ def _move(session: Session, place: Place, judged: Judged, transition: Transition
     assert judged.config is not None
     row.fingerprint = fingerprint(place.project, place.run, judged.row)
     row.severity = judged.config.severity
-    row.phase = transition.phase.value
-    row.since_step, row.since_ns = transition.step, place.now_ns
+    if not transition.revised:
+        row.phase = transition.phase.value
+        row.since_step, row.since_ns = transition.step, place.now_ns
     if transition.finding is not None:
         row.finding = json.loads(transition.finding.model_dump_json())
         row.details = _details(place, judged.config, transition)
-    if transition.phase is Phase.FIRING:
+    if transition.phase is Phase.FIRING and not transition.revised:
         row.fired_ns, row.resolved_ns = place.now_ns, None
     elif transition.phase is Phase.RESOLVED:
         row.resolved_ns = place.now_ns

@@ -87,7 +87,7 @@ def _cause(outcome: Outcome) -> str:
     """The trace of the segment whose step made an alert fire; empty for none."""
     for judged in outcome.judged:
         for transition in judged.transitions:
-            if transition.phase is not Phase.FIRING:
+            if transition.phase is not Phase.FIRING or transition.revised:
                 continue
             for entry, _ in outcome.collected.blocks:
                 if entry.traceparent and entry.key.first <= transition.step <= entry.key.last:

@@ -55,6 +55,25 @@ def follow(
     return row, _again(session, row, place, judged, transition, said)
 
 
+def revise(
+    session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> Standing | None:
+    """Take over that an alert that fires names a likelier cause: what is told of it from now on says so.
+
+    Returns:
+        The alert; None where there is none, or it is over or fires on another attempt by now.
+    """
+    row = find(session, place, judged)
+    if row is None or row.phase != Phase.FIRING.value:
+        return None
+    if (row.config_id, row.attempt) != (judged.row.id, place.attempt):
+        return None
+    assert transition.finding is not None
+    row.finding, row.since_ns = json.loads(transition.finding.model_dump_json()), transition.since_ns
+    row.message, row.explanation = said["message"], said["explanation"]
+    return row
+
+
 def _new(
     session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
 ) -> Standing:

@@ -35,6 +35,7 @@ class PlainAlert:
     timing: Timing
     phase: Phase = Phase.INACTIVE
     finding: Finding | None = None
+    fired_at: int = -1
     since: Streak = field(default_factory=lambda: Streak(0, 0, 0))
     series: dict[str, Series] = field(default_factory=dict)
     fired: set[str] = field(default_factory=set)
@@ -88,6 +89,7 @@ class PlainAlert:
     def _settle(self, step: int, ripe: list[tuple[Finding, Streak]]) -> None:
         bad = any(series.bad for series in self.series.values())
         if self.phase is Phase.FIRING:
+            self._revise(ripe)
             fired = [(name, self.series[name]) for name in self.fired]
             if all(
                 not one.bad and one.long_enough(self.timing, by_clock=self._by_clock(name))
@@ -96,12 +98,24 @@ class PlainAlert:
                 self.fired = set()
                 self._go(Phase.RESOLVED, step)
         elif ripe:
-            self.finding, self.since = min(ripe, key=lambda found: found[0].cause_rank)
+            self.finding, self.since = min(ripe, key=_likelihood)
+            self.fired_at = step
             self._go(Phase.FIRING, step)
         elif bad and self.phase is not Phase.PENDING:
             self._go(Phase.PENDING, step)
         elif not bad and self.phase is Phase.PENDING:
             self._go(Phase.INACTIVE, step)
+
+    def _revise(self, ripe: list[tuple[Finding, Streak]]) -> None:
+        if self.finding is None or not ripe:
+            return
+        found = min(ripe, key=_likelihood)
+        if _likelihood(found) < _likelihood((self.finding, self.since)):
+            self.finding, self.since = found
+            since = (self.since.first, self.since.time_ns)
+            self.transitions.append(
+                Transition(Phase.FIRING, self.fired_at, self.finding, *since, revised=True)
+            )
 
     def _go(self, phase: Phase, step: int) -> None:
         self.phase = phase
@@ -110,3 +124,7 @@ class PlainAlert:
             self.transitions.append(Transition(phase, step, self.finding, since.first, since.time_ns))
         else:
             self.transitions.append(Transition(phase, step, None, step, 0))
+
+
+def _likelihood(found: tuple[Finding, Streak]) -> tuple[int, tuple[int, int], int]:
+    return found[0].step, found[0].cause_rank, found[0].worker
