@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from watchstep_services.estimator.backend import Launch as Launch
     from watchstep_services.estimator.backend_model import BackendModel as BackendModel
     from watchstep_services.estimator.local import Local as Local
+    from watchstep_services.estimator.slurm import Slurm as Slurm
 
 _PLACES = {
     "Backend": "backend",
@@ -20,10 +21,11 @@ _PLACES = {
     "JobStatus": "backend",
     "Launch": "backend",
     "Local": "local",
+    "Slurm": "slurm",
 }
 """Name → module here. Imported when first used: no backend costs those who use another."""
 
-__all__ = ["Backend", "BackendModel", "JobHandle", "JobStatus", "Launch", "Local"]
+__all__ = ["Backend", "BackendModel", "JobHandle", "JobStatus", "Launch", "Local", "Slurm"]
 
 
 def __getattr__(name: str) -> Any:
