@@ -185,7 +185,20 @@ class Hook:
             raise ConfigError(f"mode {mode!r}", f"use one of {', '.join(MODES)}")
         self._session.mode = mode
 
-    def watch(self, model: Any, optimizer: Any = None, *, name: str | None = None) -> None:
+    @property
+    def stopped(self) -> StopRequest | None:
+        """The stop that this program was asked for and has come to, or that its guard asked for; None where there was none."""
+        return self._recorder.stopped
+
+    def watch(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        *,
+        name: str | None = None,
+        replicated: bool = False,
+        sum_losses: bool = False,
+    ) -> None:
         """Record a PyTorch model's weights, gradients and activations.
 
         Args:
@@ -193,18 +206,26 @@ class Hook:
             optimizer: whose steps count; the first one that updates the model where it is left out.
             name: goes before the names of the model's tensors; of several models, those after the first are
                 ``model_2``, ``model_3``, … where it is left out.
+            replicated: every rank holds the whole model and gradients are averaged over all, as under
+                DistributedDataParallel: for data parallelism that the model's wrapper does not show.
+            sum_losses: the losses that a step's backward passes start from are parts of one, as micro-batches are whose loss
+                the program divides: record their sum.
 
         Raises:
             ConfigError: the model cannot be watched; the message says why.
         """
         if self._ending.ended:
             return
+        from watchstep.pytorch.backward_losses import SummedLosses
         from watchstep.pytorch.watch import Watch
 
         number = len(self._watches) + 1
         prefix = (f"model_{number}" if number > 1 else "") if name is None else name
         try:
-            watch = Watch(self._session, model, optimizer, counts_steps=number == 1, name=prefix)
+            watch = Watch(
+                self._session, model, optimizer, counts_steps=number == 1, name=prefix, replicated=replicated
+            )
+            watch.summed_losses = SummedLosses() if sum_losses else None
             self._watches.append(watch)
             self._ending.detach_with(watch.detach)
             if self._agreement is not None:
@@ -314,6 +335,18 @@ class Hook:
             self._recorder.finish()
         finally:
             self._recorder.begin()
+
+    @_guarded
+    def begin_pass(self) -> None:
+        """Say that a forward pass begins, where the program calls parts of the watched models and not the models themselves.
+
+        From then on only this tells of passes.
+
+        Raises:
+            StopTraining: a guard asks for it, now that it knows all of the last step.
+        """
+        for watch in self._watches:
+            watch.begin_pass()
 
     def snapshot(self) -> None:
         """Write the full weights and gradients of the next step that is updated."""

@@ -24,6 +24,9 @@ from watchstep.pytorch.observable import observable
 Place = tuple[str, int]
 _UNSCALED = "_watchstep_unscaled"
 _MOST_PLACES = 16
+_PASSED_OVER = {"torch", "accelerate"}
+"""Packages that call ``backward()`` for a program: who calls them is the place."""
+
 _installed: list[bool] = []
 
 
@@ -112,8 +115,8 @@ def _tell(loss: Tensor, frame: FrameType) -> None:
 
 
 def _place_of(frame: FrameType | None) -> Place:
-    """The place outside PyTorch from which ``backward()`` is called."""
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+    """The place outside PyTorch and Accelerate from which ``backward()`` is called."""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
@@ -131,3 +134,19 @@ class LossNames:
                 return None
             self._names[place] = f"loss_{len(self._names) + 1}" if self._names else "loss"
         return self._names[place]
+
+
+class SummedLosses:
+    """Adds up what the backward passes of one step start from, where a program divides its loss among them."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._sums: dict[str, Tensor] = {}
+
+    def of(self, step: int, name: str, value: Tensor) -> Tensor:
+        """The sum so far, with one part more. Nothing is waited for."""
+        if step != self._step:
+            self._step, self._sums = step, {}
+        held = self._sums.get(name)
+        self._sums[name] = value if held is None else held + value
+        return self._sums[name]

@@ -12,7 +12,7 @@ from torch import nn
 from watchstep import tensors
 from watchstep.capture.collections import Collection, placed
 from watchstep.errors import ConfigError
-from watchstep.pytorch.placement import Standing, replicated, standing
+from watchstep.pytorch.placement import Standing, replica, replicated, standing
 from watchstep.tensors import TensorInfo
 
 _MOMENTA = {"exp_avg", "momentum_buffer", "momentum"}
@@ -64,10 +64,16 @@ class Names:
     """
 
     def __init__(
-        self, model: Any, prefix: str, collections: Mapping[str, Collection], held: set[str]
+        self,
+        model: Any,
+        prefix: str,
+        collections: Mapping[str, Collection],
+        held: set[str],
+        *,
+        replicated: bool = False,
     ) -> None:
         self.model = unwrap(model)
-        self.whole = _outermost(model)
+        self.whole = replica() if replicated else _outermost(model)
         self._prefix = prefix
         self._collections = collections
         self._held = held

@@ -8,12 +8,15 @@ compared and never merged.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from watchstep.tensors import Placement, Stage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,21 @@ class Standing:
 
 def replicated(model: Any) -> Standing:
     """How a whole model stands: under DistributedDataParallel each rank holds a replica, and gradients are reduced."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        group = model.process_group
-        rank = torch.distributed.get_rank(group)
-        return Standing(
-            Placement(replica=rank),
-            Placement(replica=rank, stage="reduced"),
-            torch.distributed.get_world_size(group),
-        )
-    return Standing()
+    return (
+        replica(model.process_group) if isinstance(model, nn.parallel.DistributedDataParallel) else Standing()
+    )
+
+
+def replica(group: ProcessGroup | None = None) -> Standing:
+    """How a model stands of which each rank of a group, or of the world, holds a replica; gradients are reduced."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return Standing()
+    rank = torch.distributed.get_rank(group)
+    return Standing(
+        Placement(replica=rank),
+        Placement(replica=rank, stage="reduced"),
+        torch.distributed.get_world_size(group),
+    )
 
 
 def standing(parameter: torch.Tensor, whole: Standing) -> Standing:

@@ -23,7 +23,7 @@ from watchstep.pytorch import (
     snapshots,
 )
 from watchstep.pytorch.activations import ActivationHooks
-from watchstep.pytorch.backward_losses import FoundLoss, LossNames
+from watchstep.pytorch.backward_losses import FoundLoss, LossNames, SummedLosses
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.clipped_gradients import ClippedGradients
 from watchstep.pytorch.counting_optimizer import CountingOptimizer
@@ -51,10 +51,18 @@ class Watch:
         counts_steps: whether the primary optimizer's steps count as steps of the run. Of several watched models,
             that of the first does.
         model: unwrapped.
+        summed_losses: adds up the losses of a step, where they are parts of one; None where they are not.
     """
 
     def __init__(
-        self, session: Session, model: Any, optimizer: Any, *, counts_steps: bool, name: str = ""
+        self,
+        session: Session,
+        model: Any,
+        optimizer: Any,
+        *,
+        counts_steps: bool,
+        name: str = "",
+        replicated: bool = False,
     ) -> None:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -69,11 +77,13 @@ class Watch:
         self._schedule = session.schedule
         self._gate = GradientGate()
         self._loss_names = LossNames()
+        self.summed_losses: SummedLosses | None = None
+        self._told_of_passes = False
         self._backward = (-1, 0)
         self._thread: int | None = None
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
-        names = Names(model, name, session.config.chosen, session.held)
+        names = Names(model, name, session.config.chosen, session.held, replicated=replicated)
         self.model = names.model
         self._parameters = Parameters(session, names, kernel)
         self._clipped = ClippedGradients(session, self._parameters)
@@ -121,7 +131,10 @@ class Watch:
                 self._look_at_outputs()
             name = self._loss_names.of(loss.place)
             if name is not None and self._schedule.due((tensors.LOSSES,), self._recorder.step):
-                record_tensor(self._recorder, name, loss.value, "train", derived=True)
+                value, step = loss.value, self._recorder.step
+                if self.summed_losses is not None:
+                    value = self.summed_losses.of(step, name, value)
+                record_tensor(self._recorder, name, value, "train", derived=True)
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("loss", error)
 
@@ -228,6 +241,15 @@ class Watch:
         return "eval" if said == "train" and not self.model.training else said
 
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
+        if not self._told_of_passes:
+            self._pass_begins()
+
+    def begin_pass(self) -> None:
+        """A forward pass begins, also where the model itself is not called; from now on only this tells of passes."""
+        self._told_of_passes = True
+        self._pass_begins()
+
+    def _pass_begins(self) -> None:
         if device_kernel.capturing():
             return
         try:

@@ -1,0 +1,120 @@
+"""Recording a loop of Hugging Face's Accelerate: ``hook = watch(accelerator, model, optimizer)``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from watchstep.control import StopRequest
+from watchstep.hook import Hook
+from watchstep.integrations.missing import missing
+from watchstep.integrations.ranks import Ranks, opened
+from watchstep.integrations.recording import check_options
+from watchstep.stopping import OnStop
+
+try:
+    from accelerate.state import AcceleratorState
+    from accelerate.tracking import GeneralTracker
+    from accelerate.utils import broadcast_object_list
+except ImportError as error:
+    missing("accelerate", "accelerate", error)
+
+
+def watch(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any = None,
+    *,
+    store_url: str | os.PathLike[str] | None = None,
+    on_stop: OnStop | Literal["check"] | None = None,
+    first_step: int = 0,
+    **options: Any,
+) -> Hook:
+    """Record a loop, all ranks of it. Call it once, on every rank, after ``prepare`` and ``init_trackers``.
+
+    A step is an update of the optimizer, however many micro-batches ``accumulate`` puts into it. The hook is one of the
+    accelerator's trackers, too: ``accelerator.log`` records, and ``accelerator.end_training`` closes the hook.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+        model: as ``prepare`` gave it.
+        optimizer: as ``prepare`` gave it; the first that updates the model where it is left out.
+        store_url: as `Hook` takes it.
+        on_stop: as `Hook` takes it; or ``"check"``, where the loop looks at ``hook.stopped`` after each update, saves what it
+            wants to, and ends by itself. All ranks see the stop after the same update.
+        first_step: the number of the first step, where the loop goes on from a checkpoint.
+        **options: ``run``, ``project``, ``rules``, ``guard``, ``config``, ``overhead_budget``, as `Hook` takes them.
+
+    Returns:
+        The hook.
+
+    Raises:
+        ConfigError: an argument is wrong, or the model cannot be watched.
+    """
+    state = accelerator.state
+    check_options(options)
+    ranks = ranks_of(state.num_processes, state.process_index, state.local_process_index)
+    said = _only_noted if on_stop == "check" else on_stop
+    run = options.pop("run", None)
+    hook = opened(ranks, run, {**options, "store_url": store_url, "on_stop": said, "first_step": first_step})
+    hook.watch(model, plain_optimizer(optimizer), sum_losses=accelerator.gradient_accumulation_steps > 1)
+    accelerator.trackers.append(_Tracker(hook))
+    return hook
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer | None:
+    """PyTorch's own optimizer inside Accelerate's wrappers, which fire no hooks; None where there is none."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer if isinstance(optimizer, Optimizer) else None
+
+
+def ranks_of(world_size: int, rank: int, local_rank: int) -> Ranks | None:
+    """Who this rank is, where there are several, and how they agree."""
+    if world_size <= 1:
+        return None
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Ranks(rank, world_size, local_rank, int(said) if said.isdigit() else 0, _broadcast)
+
+
+def replicates() -> bool:
+    """Whether each rank holds the whole model, neither sharded nor split; there has to be an accelerator."""
+    kind = str(AcceleratorState().distributed_type)
+    name = kind.rpartition(".")[2]
+    return name == "NO" or name.startswith("MULTI_")
+
+
+def _only_noted(request: StopRequest) -> None:
+    """The hook keeps the request, and the loop looks there."""
+
+
+def _broadcast(pair: tuple[str, str]) -> tuple[str, str]:
+    run, attempt = broadcast_object_list(list(pair), from_process=0)
+    return run, attempt
+
+
+class _Tracker(GeneralTracker):  # type: ignore[misc]
+    """The hook, as a tracker of an accelerator."""
+
+    name = "watchstep"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, hook: Hook) -> None:
+        super().__init__()
+        self._hook = hook
+
+    @property
+    def tracker(self) -> Hook:
+        """What ``accelerator.get_tracker("watchstep", unwrap=True)`` gives."""
+        return self._hook
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """Record numbers at the step that is under way."""
+        self._hook.log(values)
+
+    def finish(self) -> None:
+        """The program says that training has ended."""
+        self._hook.close()
