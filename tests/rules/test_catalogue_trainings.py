@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.rules.test_trainings import recorded
-from tests.rules.trainings import STEPS, Built, Make, Task, Training, adam, initialised, layers, paced, sgd
+from tests.rules.training_parts import (
+    STEPS,
+    Built,
+    Make,
+    Task,
+    Training,
+    adam,
+    initialised,
+    layers,
+    paced,
+    sgd,
+)
 from tests.sdk.pytorch.test_distributed import trained
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.block import Block

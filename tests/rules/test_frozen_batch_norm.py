@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from tests.rules.recording import said_of
-from tests.rules.trainings import Task
+from tests.rules.training_parts import Task
 from watchstep import CaptureConfig, Hook
 
 STEPS = 160

@@ -140,6 +140,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
         row = session.execute(select(Alert)).scalar_one()
     assert (row.phase, row.since_step, row.fired_ns) == (before.phase, before.since_step, before.fired_ns)
     assert row.finding == data["finding"]
+    assert row.details is not None
     assert row.details == {name: data[name] for name in row.details}
     held = standing(driven)
     assert (held.episode, held.step, held.fired_ns) == (1, 5, before.fired_ns)
