@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from watchstep.block import Block, concatenate
-from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.index import RunIndex
+from watchstep.reading.scan import Want
 
 ROWS = 500_000
 """Rows that are read at once, about: some 250 MB."""

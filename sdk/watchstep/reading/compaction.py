@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.block import Block, concatenate
-from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.index import RunIndex
 from watchstep.reading.manifest import (
     COMPACTED,
     CompactedAttempt,
@@ -28,6 +28,7 @@ from watchstep.reading.manifest import (
     manifest_key,
 )
 from watchstep.reading.run import open_run
+from watchstep.reading.scan import Want
 from watchstep.segment import CONSTANT, catalogue_bytes, metadata, to_table
 from watchstep.segment_checks import PROBE
 from watchstep.statistics import VALUE_COLUMNS

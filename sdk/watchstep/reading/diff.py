@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from watchstep.arrow_arrays import from_codes
 from watchstep.errors import ConfigError
 from watchstep.reading.columns import COUNTED, Columns
-from watchstep.reading.index import Want
 from watchstep.reading.run import Run
+from watchstep.reading.scan import Want
 from watchstep.segment_checks import PROBE
 from watchstep.statistics import COUNT_COLUMNS, Floats
 from watchstep.tensors import MODES, SYSTEM

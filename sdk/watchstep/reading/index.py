@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from watchstep.reading.generations import Generations
 from watchstep.reading.manifest import Manifest, generation_of
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
 from watchstep.reading.part import PartLostError, PartObject
+from watchstep.reading.scan import NO_CUT, Located, Scan, Want
 from watchstep.segment import to_block, whole
 from watchstep.segment_checks import PROBE
 from watchstep.store import Store
@@ -28,67 +28,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Result = TypeVar("Result")
-_NO_CUT = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True)
-class Want:
-    """What to read.
-
-    Attributes:
-        columns: names; `IDENTITY` comes with them.
-        tensors: only rows of these tensors, by name; all where it is None.
-        first: only rows from this step on.
-        last: only rows up to this step.
-    """
-
-    columns: tuple[str, ...]
-    tensors: frozenset[str] | None = None
-    first: int = 0
-    last: int = _NO_CUT
-
-
-@dataclass(frozen=True)
-class Located:
-    """An object, the attempt that it is of, and the first step that a later attempt did again."""
-
-    attempt: str
-    object: ParquetObject | PartObject
-    cut: int = _NO_CUT
-
-
-class _Scan:
-    """Which columns and rows one scan is for; what follows from a catalogue is found once, for most objects share it."""
-
-    def __init__(self, names: tuple[str, ...], want: Want, tensors: list[TensorInfo]) -> None:
-        self.names = names
-        self._want = want
-        self._index = {info.name: place for place, info in enumerate(tensors)}
-        self._places: dict[int, dict[str, int]] = {}
-        chosen = [want.tensors is None or info.name in want.tensors for info in tensors]
-        self._chosen = np.array(chosen or [False], np.bool_)
-
-    def places(self, catalogue: tuple[TensorInfo, ...]) -> dict[str, int]:
-        """Name → the run's index, of each tensor of a catalogue that some object holds on to."""
-        if id(catalogue) not in self._places:
-            self._places[id(catalogue)] = {info.name: self._index[info.name] for info in catalogue}
-        return self._places[id(catalogue)]
-
-    def is_wanted(self, places: dict[str, int]) -> bool:
-        """Whether any tensor of an object is."""
-        return bool(self._chosen[list(places.values())].any())
-
-    def chosen(self, held: Columns, located: Located) -> Columns:
-        """The rows that are wanted, of an object's columns."""
-        step, want = held["step"], self._want
-        rows = np.ones(len(step), np.bool_) if self._chosen.all() else self._chosen[held["tensor"]]
-        one = located.object
-        if want.first > one.first or min(want.last, located.cut - 1) < one.last:
-            rows &= (step >= want.first) & (step <= want.last) & (step < located.cut)
-        if rows.all():
-            return held
-        kept = np.flatnonzero(rows)
-        return {name: column[kept] for name, column in held.items()}
 
 
 class RunIndex:
@@ -211,7 +150,7 @@ class RunIndex:
     def _newest(self) -> list[Located]:
         """Objects of all attempts; an attempt that starts at step s replaces every earlier row from s on."""
         view: list[Located] = []
-        cut = _NO_CUT
+        cut = NO_CUT
         for attempt in reversed(self.attempts()):
             held = self.objects(attempt)
             view.extend(Located(attempt, one.object, cut) for one in held if one.object.first < cut)
@@ -271,7 +210,7 @@ class RunIndex:
             StoreError: the store cannot be read.
             OverBudgetError: it takes more than `budget`.
         """
-        scan = _Scan(tuple(dict.fromkeys((*IDENTITY, *want.columns))), want, self.tensors())
+        scan = Scan(tuple(dict.fromkeys((*IDENTITY, *want.columns))), want, self.tensors())
 
         def one(located: Located) -> Columns | None:
             return self._columns(located, scan)
@@ -352,7 +291,7 @@ class RunIndex:
             return None
         return Located(located.attempt, compacted.recent, located.cut)
 
-    def _columns(self, located: Located, scan: _Scan) -> Columns | None:
+    def _columns(self, located: Located, scan: Scan) -> Columns | None:
         held = located.object
         places = scan.places(held.catalogue)
         if not scan.is_wanted(places):

@@ -14,7 +14,8 @@ from watchstep.block import STAGES, Block, concatenate
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.histogram import exponent_of_bin, is_negative_bin, sum_rows
 from watchstep.reading.columns import COUNTED, Columns, figure_of, needs_of
-from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.index import RunIndex
+from watchstep.reading.scan import Want
 from watchstep.reading.shards import merged
 from watchstep.statistics import Floats
 from watchstep.tensors import MODES, Mode

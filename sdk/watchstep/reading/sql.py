@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from watchstep.block import STAGES
 from watchstep.errors import ConfigError, WatchstepError
 from watchstep.reading.columns import IDENTITY, needs_of
-from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.index import RunIndex
+from watchstep.reading.scan import Want
 from watchstep.reading.sql_tables import catalogue_table, statistics_batch, statistics_schema
 from watchstep.tensors import LOSSES, MODES
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from watchstep.block import STAGES
 from watchstep.reading.columns import Columns
-from watchstep.reading.index import Want
 from watchstep.reading.queries import columns_of
 from watchstep.reading.run import Run
+from watchstep.reading.scan import Want
 from watchstep.statistics import Floats
 from watchstep.tensors import MODES, Mode
 
