@@ -26,7 +26,7 @@ from watchstep_services.evaluator import attempts
 from watchstep_services.rule_configs import Origin
 from watchstep_services.service import Service
 from watchstep_services.tenancy import jobs
-from watchstep_services.tenancy.backends import allow_local, allowed_backend
+from watchstep_services.tenancy.backends import allow_local, allow_owned, allowed_backend
 from watchstep_services.tenancy.projects import make_project, open_project
 from watchstep_services.tenancy.stores import own_store
 
@@ -100,6 +100,8 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
     layout.check_name("attempt", attempt)
     with service.database.write() as session:
         project = open_project(session, session.get_one(Run, run_id).project)
+        if service.owner_backends is not None:
+            allow_owned(session, project.name, service.owner_backends, job.backend)
         registered = allowed_backend(session, project.name, job.backend)
         kind = registered.kind
         backend = service.backend_of(kind, registered.settings)

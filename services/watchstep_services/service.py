@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from watchstep.errors import ConfigError
@@ -66,7 +68,9 @@ class Service:
         notifier: whom to tell of work.
         backends: what stops jobs, by kind: those that this process has of its own. Of other kinds, a backend is made
             of the settings that it is registered with (`backend_of`).
+        opened_backends: those that this process has made of settings.
         job_looks: how jobs were when they were last looked at.
+        owner_backends: the owner's file of backends, which any project's jobs may be on; None where admins register them.
         stores: opened stores.
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
@@ -82,7 +86,9 @@ class Service:
     owner_rules: tuple[RuleConfig, ...]
     notifier: Notifier = field(default_factory=Silent)
     backends: Mapping[str, Backend] = field(default_factory=lambda: {"local": Local()})
+    owner_backends: Path | None = None
     job_looks: JobLooks = field(default_factory=JobLooks)
+    opened_backends: dict[str, Backend] = field(default_factory=dict)
     stores: Stores = field(default_factory=Stores)
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
@@ -95,10 +101,13 @@ class Service:
         """What reaches the jobs of a registered backend; None where this process has nothing for its kind."""
         if kind in self.backends:
             return self.backends[kind]
-        if kind not in IN_SERVICE:
+        if kind not in IN_SERVICE and self.owner_backends is None:
             return None
+        named = json.dumps([kind, dict(settings)], sort_keys=True)
         try:
-            return open_backend(kind, settings)
+            if named not in self.opened_backends:
+                self.opened_backends[named] = open_backend(kind, settings)
+            return self.opened_backends[named]
         except ConfigError as error:
             _log.warning("backend of kind %s: %s", kind, error.what)
             return None

@@ -15,6 +15,7 @@ from tests.services.dispatcher.receiver import Receiver, receiving
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.stoppable import Stoppable
 from watchstep.control import ControlDocument
 from watchstep.reading.journal import read_part
 from watchstep.store import Store
@@ -25,7 +26,7 @@ from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Action, Attempt, Job, Run
 from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import dispatch
-from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch
+from watchstep_services.estimator.backend import JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.evaluator.claim import claim
 from watchstep_services.evaluator.evaluate import evaluate
@@ -43,19 +44,16 @@ class Died(BaseException):
 
 
 @dataclass
-class CountedJob:
+class CountedJob(Stoppable):
     """A backend with one job; ``effective`` counts the calls that ended it."""
 
     gone: bool = False
     effective: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
-    def submit(self, launch: Launch) -> JobHandle:
-        raise NotImplementedError(launch)
-
     def status(self, job: JobHandle) -> JobStatus:
         del job
-        return JobStatus("gone", -15) if self.gone else JobStatus("running")
+        return JobStatus("ended", -15) if self.gone else JobStatus("running")
 
     def stop(self, job: JobHandle) -> JobStatus:
         self.calls["stop"] += 1

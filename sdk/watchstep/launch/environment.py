@@ -10,10 +10,18 @@ from typing import Literal
 
 from watchstep.capture.identity import ATTEMPT, PROJECT, RUN
 from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress
+from watchstep.errors import ConfigError
 from watchstep.hook import ON_STOP, STORE
+from watchstep.layout import check_name
 
 INJECTED = Path(__file__).parent / "injected"
 """A folder whose ``sitecustomize`` waits for the program to import PyTorch."""
+
+LAUNCHED = "WATCHSTEP_LAUNCHED"
+"""The attempt that a launcher has made known to the service already; ``watchstep run`` takes it and registers nothing."""
+
+RESTARTS = "WATCHSTEP_RESTARTS"
+"""How often a cluster has started the same job again, set by its backend: the attempt's name ends in it."""
 
 
 @dataclass(frozen=True)
@@ -46,5 +54,23 @@ def environment(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
     added[ON_STOP] = launch.on_stop
     if launch.service is not None:
         added[SERVICE], added[TOKEN] = launch.service.url, launch.service.token
+    own = {name: value for name, value in base.items() if name not in {LAUNCHED, RESTARTS}}
     paths = [str(INJECTED), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**base, **added, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {**own, **added, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def launched_attempt(variables: Mapping[str, str]) -> str:
+    """The attempt that a launcher settled, with the number of its restart where there was one; empty without a launcher.
+
+    Raises:
+        BadNameError: it is no attempt's name.
+        ConfigError: the number of restarts is none.
+    """
+    attempt, restarts = variables.get(LAUNCHED, ""), variables.get(RESTARTS, "") or "0"
+    if not attempt:
+        return ""
+    if not (restarts.isascii() and restarts.isdecimal()):
+        raise ConfigError(
+            f"environment variable {RESTARTS}={restarts!r}: not a number", "unset it, or set a number"
+        )
+    return check_name("attempt", attempt if int(restarts) == 0 else f"{attempt}-r{int(restarts)}")

@@ -19,8 +19,8 @@ from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress, ServiceClient
 from watchstep.control import MAX_BYTES, ControlDocument
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.hook import STORE
-from watchstep.launch.environment import Launch, environment
+from watchstep.hook import ON_STOP, STORE
+from watchstep.launch.environment import LAUNCHED, Launch, environment, launched_attempt
 from watchstep.layout import CONTROL_DOCUMENT, RUN_DOCUMENT, check_name, run_prefix
 from watchstep.process_identity import ProcessIdentity
 from watchstep.stopping import EXIT_TOMBSTONE
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument(
         "--on-stop",
         choices=["ignore", "raise"],
-        default="raise",
+        default=os.environ.get(ON_STOP) or "raise",
         help="when a rule stops the run: raise StopTraining at the end of a step (default), or leave it to the job's end",
     )
     parsed.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM …", help="what to start")
@@ -69,10 +69,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     launch, operator = _settle(options)
     rules = rule_files.load(options.rules) if options.rules else []
     _make_run(launch, rules)
-    _register(launch, operator, rules)
+    if not os.environ.get(LAUNCHED):  # else its launcher has registered it, bound its job and told who asked
+        _register(launch, operator, rules)
+        judged = "" if operator else "; no service watches it: recorded, not judged"
+        sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{judged}\n")
     _warn_if_isolated(program)
-    judged = "" if operator else "; no service watches it: recorded, not judged"
-    sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{judged}\n")
     sys.stderr.flush()
     os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - it is what the user asked for
 
@@ -87,7 +88,7 @@ def _settle(options: argparse.Namespace) -> tuple[Launch, ServiceAddress | None]
         store_url=url,
         project=check_name("project", options.project or os.environ.get(PROJECT) or "default"),
         run=check_name("run", options.run_id or os.environ.get(RUN) or new_run_id()),
-        attempt=new_nonce(),
+        attempt=launched_attempt(os.environ) or new_nonce(),
         service=service.recorder if service else None,
         on_stop=options.on_stop,
     )
@@ -121,10 +122,15 @@ def find_service(url: str | None, store_url: str) -> FoundService | None:
     homes = [Path(os.environ.get(HOME, "~/.watchstep")).expanduser()]
     if store_url.startswith("file:"):
         homes.insert(0, Path(store_url.removeprefix("file://")) / ".watchstep")
-    return next((found for home in homes if (found := _service_of(home, store_url)) is not None), None)
+    return next((found for home in homes if (found := service_at(home, store_url)) is not None), None)
 
 
-def _service_of(home: Path, store_url: str) -> FoundService | None:
+def service_at(home: Path, store_url: str) -> FoundService | None:
+    """The service of a home, where one runs and watches the store.
+
+    Raises:
+        ConfigError: its note cannot be used.
+    """
     note = home / "service.json"
     try:
         held = json.loads(note.read_text(encoding="utf-8"))

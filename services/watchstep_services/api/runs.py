@@ -34,7 +34,7 @@ from watchstep_services.api.models import (
 from watchstep_services.api.paging import Order, Paged
 from watchstep_services.api.problems import RefusedError, documented
 from watchstep_services.api.rule_states import rules_of
-from watchstep_services.database.models import Alert, Attempt, Job, Run
+from watchstep_services.database.models import Alert, Attempt, Run
 from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.request import Asked, request_stop
 from watchstep_services.estimator.backend import JobHandle
@@ -42,6 +42,7 @@ from watchstep_services.events import run_url
 from watchstep_services.registration import bind_job, register
 from watchstep_services.roles import Identity
 from watchstep_services.service import Service
+from watchstep_services.tenancy.jobs import bound_job
 
 router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 
@@ -163,11 +164,11 @@ def _handle(job: JobInput) -> JobHandle:
 def _read(service: Service, project: str, run: str, caller: Identity) -> RunOutput:
     with service.database.read() as session:
         row = find_run(session, project, run)
-        job = session.execute(select(Job).filter_by(run_id=row.id, attempt=row.attempt)).scalar_one_or_none()
+        bound = bound_job(session, row.id, row.attempt)
         return RunOutput(
             **_summary(service, row, _counts(session, [row.id])[row.id]),
             control=ControlData.model_validate(row.control),
-            job=None if job is None else job_output(job),
+            job=None if bound is None else job_output(bound.row),
             rules=rules_of(service, session, row, caller),
             health=row.health,
         )

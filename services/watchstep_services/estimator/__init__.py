@@ -11,21 +11,38 @@ if TYPE_CHECKING:
     from watchstep_services.estimator.backend import JobStatus as JobStatus
     from watchstep_services.estimator.backend import Launch as Launch
     from watchstep_services.estimator.backend_model import BackendModel as BackendModel
+    from watchstep_services.estimator.estimator import Estimator as Estimator
+    from watchstep_services.estimator.job import Job as Job
     from watchstep_services.estimator.local import Local as Local
+    from watchstep_services.estimator.ray_jobs import Ray as Ray
     from watchstep_services.estimator.slurm import Slurm as Slurm
 
 _PLACES = {
     "Backend": "backend",
     "BackendModel": "backend_model",
+    "Estimator": "estimator",
+    "Job": "job",
     "JobHandle": "backend",
     "JobStatus": "backend",
     "Launch": "backend",
     "Local": "local",
+    "Ray": "ray_jobs",
     "Slurm": "slurm",
 }
 """Name → module here. Imported when first used: no backend costs those who use another."""
 
-__all__ = ["Backend", "BackendModel", "JobHandle", "JobStatus", "Launch", "Local", "Slurm"]
+__all__ = [
+    "Backend",
+    "BackendModel",
+    "Estimator",
+    "Job",
+    "JobHandle",
+    "JobStatus",
+    "Launch",
+    "Local",
+    "Ray",
+    "Slurm",
+]
 
 
 def __getattr__(name: str) -> Any:

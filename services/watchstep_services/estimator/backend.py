@@ -37,9 +37,10 @@ class JobHandle:
     Attributes:
         backend: name of the backend that it runs on; its kind, where it is registered under no other name.
         id: as people know it.
-        identity: the backend's own facts that tell this start of this job from every other with the same id: when it
-            was submitted or started, its UID, how often it was requeued. JSON-ready. With the id it is all that
-            `Backend.status`, `stop` and `kill` may need.
+        identity: the backend's own facts that tell this job from every other that has, had or will have the same id: when
+            it was submitted or started, its UID, its cluster. JSON-ready. It stays when the cluster itself starts the
+            job again (requeue, back-off): that is a new attempt of the same job, which meets the run's tombstone
+            if it was stopped. With the id it is all that `Backend.status`, `stop` and `kill` may need.
         details: what else finds it, as where its output lies. JSON-ready; no part of what the job is.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -13,3 +15,6 @@ class BackendModel(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shares_files: ClassVar[bool] = False
+    """Whether its jobs see this machine's files and interpreter, at the same places."""

@@ -38,6 +38,7 @@ class Local(BackendModel):
 
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 0.0
+    shares_files: ClassVar[bool] = True
 
     folder: Path | None = Field(
         None,

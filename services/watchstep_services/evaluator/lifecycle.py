@@ -93,14 +93,15 @@ def advance_run(service: Service, run_id: int) -> RunState:
     """Bring a run's state up to date, with events on its start and end; returns the state."""
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
-        found = bound_job(session, run_id, run.attempt)
+        asked = run.attempt
+        found = bound_job(session, run_id, asked)
     bound = None if found is None else found.row
     status = None if found is None else _job_status(service, found)
     with service.database.write() as session:
         now = read_clock(session)
         run = session.get_one(Run, run_id, with_for_update=True)
         gone_for = 0
-        if bound is not None and bound.attempt == run.attempt and status is not None:
+        if bound is not None and asked == run.attempt and status is not None:
             job = session.get_one(Job, bound.id)
             job.state, job.exit_code = status.state, status.exit_code
             if status.is_over and job.gone_ns is None:

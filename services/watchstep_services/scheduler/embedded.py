@@ -22,6 +22,7 @@ from watchstep_services.api.app import create_app
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import next_due_ns
+from watchstep_services.estimator.backends_file import BACKENDS_FILE
 from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
@@ -130,7 +131,15 @@ class EmbeddedService:
         settings = self.settings.model_copy(update={"store": store.location})
         with database.write() as session:
             own_store(session, store.location)
-        self.service = Service(settings, database, self.url, rules, self._queue, receiver_file=receivers)
+        self.service = Service(
+            settings,
+            database,
+            self.url,
+            rules,
+            self._queue,
+            receiver_file=receivers,
+            owner_backends=home / BACKENDS_FILE,
+        )
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._queue.start(self.service)
         self._undo.append(self._queue.close)

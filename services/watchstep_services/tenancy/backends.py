@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import delete, select
@@ -12,7 +13,7 @@ from watchstep.errors import ConfigError, NotFoundError
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import BackendRow, Job, ProjectBackend
 from watchstep_services.database.upsert import insert_missing
-from watchstep_services.estimator import local
+from watchstep_services.estimator import backends_file, local
 from watchstep_services.estimator.backend import OVER
 from watchstep_services.estimator.kinds import IN_SERVICE, checked_settings
 from watchstep_services.tenancy.conflict import ConflictError
@@ -129,6 +130,25 @@ def allow_local(session: Session, project: str) -> None:
     row = find_backend(session, local.NAME)
     if row.kind == local.NAME:
         insert_missing(session, ProjectBackend, {"project": project, "backend_id": row.id})
+
+
+def allow_owned(session: Session, project: str, file: Path, name: str) -> None:
+    """Let a project's jobs be on a backend that the owner's file holds; nothing where it holds none of this name.
+
+    Raises:
+        ConfigError: the file, or what it says of the backend, cannot be used.
+    """
+    if (held := backends_file.read(file).get(name)) is None:
+        return
+    now = read_clock(session)
+    settings = checked_settings(held.kind, held.settings)
+    values = {
+        "name": name, "kind": held.kind, "settings": settings, "version": 1, "created_ns": now, "updated_ns": now,
+    }  # fmt: skip
+    insert_missing(session, BackendRow, values)
+    insert_missing(
+        session, ProjectBackend, {"project": project, "backend_id": find_backend(session, name).id}
+    )
 
 
 def _checked_settings(kind: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,6 +17,8 @@ from watchstep_services.database.upsert import insert_missing
 from watchstep_services.estimator import local
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.tenancy.conflict import ConflictError
+
+_RESTART = re.compile(r"(?P<first>.+?)(?:-r\d+)+")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,14 @@ class Bound:
 
 
 def bound_job(session: Session, run_id: int, attempt: str) -> Bound | None:
-    """The job that is bound to an attempt, if one is."""
+    """The job that is bound to an attempt, or to the one that it is a restart of: ``a1`` and ``a1-r2`` are one launch's."""
+    found = _bound(session, run_id, attempt)
+    if found is None and (restart := _RESTART.fullmatch(attempt)) is not None:
+        return _bound(session, run_id, restart["first"])
+    return found
+
+
+def _bound(session: Session, run_id: int, attempt: str) -> Bound | None:
     bound = (
         select(Job, BackendRow)
         .outerjoin(BackendRow, BackendRow.name == Job.backend)

@@ -1,0 +1,196 @@
+"""Launch a program on a cluster, recorded and judged, without a change to it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
+from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress
+from watchstep.client.transport import Transport, segment
+from watchstep.errors import WatchstepError
+from watchstep.hook import ON_STOP, STORE
+from watchstep.launch.environment import LAUNCHED
+from watchstep.layout import check_name
+from watchstep.store import checked_scheme
+from watchstep_rules.attached import AttachedRule
+from watchstep_rules.config import RuleConfig
+from watchstep_services.estimator import backends_file
+from watchstep_services.estimator.backend import Backend, JobHandle, Launch
+from watchstep_services.estimator.ending import end
+from watchstep_services.estimator.errors import SubmissionRejectedError
+from watchstep_services.estimator.job import Job
+from watchstep_services.estimator.job_record import JobRecord
+from watchstep_services.estimator.judge import Judge, judge_of
+
+# The current folder, which Python would look into first, may hold modules of any name.
+_RUN = "import sys; sys.path[:1] = []; from watchstep.command import main; main()"
+_REQUEST_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What to launch, where, and what judges it.
+
+    Attributes:
+        program: a Python file, or a command line, as text or as its words: ``"train.py"``,
+            ``"torchrun --nproc-per-node=2 train.py"``.
+        backend: what runs it.
+        store: where runs lie: a folder that its jobs see, or s3://, gs://, az://.
+        rules: judge it, beside the service's own.
+        arguments: of the program.
+        environment: variables added to what the backend gives every job.
+        folder: the working directory.
+        project: of its runs.
+        service: URL of the service that judges it, with WATCHSTEP_TOKEN (an operator's) and WATCHSTEP_RECORDER_TOKEN (what
+            the job itself shows; the same where it is not set). Left out, it is WATCHSTEP_SERVICE, or the one that serves the store on this
+            machine; where there is none, one is started beside the job, and ends when nothing has run for five minutes.
+        on_stop: what a stop asks of the program: "raise" `StopTraining` at the end of a step, in all ranks at the same;
+            or "ignore", which leaves it to the backend's stop.
+    """
+
+    program: str | Sequence[str]
+    backend: Backend
+    store: str | Path = "watchstep-runs"
+    rules: Sequence[AttachedRule | RuleConfig] = ()
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: str | Path = "."
+    project: str = "default"
+    service: str = ""
+    on_stop: Literal["raise", "ignore"] = "raise"
+
+    def fit(self, *, run: str = "", wait: bool = True) -> Job:
+        """Launch it.
+
+        Args:
+            run: the run's id; a new one where it is left out.
+            wait: return when it is over.
+
+        Raises:
+            SubmissionRejectedError: it cannot be started as it is.
+            BackendDownError, CredentialsExpiredError: the backend did not take it. Nothing runs after any of these.
+            RuleError, ServiceError: the service refuses a rule, or does not answer; nothing is launched.
+        """
+        project = check_name("project", self.project)
+        name, attempt = check_name("run", run or new_run_id()), new_nonce()
+        words = self._words()
+        store = self._store_url()
+        judge = judge_of(self.service, store)
+        address = judge.address()
+        asked = _Asked(address.operator, project, name)
+        asked.register([_config(rule) for rule in self.rules])
+        bound_as = self._known_as(judge)
+        given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self.on_stop}
+        launch = Launch(
+            (self._python(), "-c", _RUN, "run", "--", *words),
+            {**self.environment, **given, SERVICE: address.recorder.url},
+            Path(self.folder).expanduser().absolute(),
+            name=_name_of(name),
+            secrets={TOKEN: address.recorder.token},
+        )
+        handle = self.backend.submit(launch)
+        try:
+            settings = _settings(self.backend)
+            record = JobRecord(project, name, attempt, store, handle, self.backend.kind, settings, judge)
+            record.save()
+            asked.bind(attempt, replace(handle, backend=bound_as))
+        except (
+            BaseException
+        ):  # a job that no service can stop, or that nobody finds again, is not left running
+            end(self.backend, handle, 0.0)
+            raise
+        job = Job(record, self.backend)
+        if wait:
+            job.wait()
+        return job
+
+    @staticmethod
+    def reattach(run: str, project: str = "default", *, backend: Backend | None = None) -> Job:
+        """See `Job.reattach`."""
+        return Job.reattach(run, project, backend=backend)
+
+    def _words(self) -> list[str]:
+        if isinstance(self.program, str):
+            is_file = Path(self.folder, self.program).is_file()  # of which the name may have a space
+            words = [self.program] if is_file else shlex.split(self.program)
+        else:
+            words = list(self.program)
+        if not words:
+            raise SubmissionRejectedError("program: none is named", 'Estimator("train.py", …)')
+        if len(words) == 1 and words[0].endswith(".py"):
+            if self._shares_files and not Path(self.folder, words[0]).expanduser().is_file():
+                raise SubmissionRejectedError(
+                    f"program {words[0]!r}: not found in {Path(self.folder).absolute()}",
+                    "check its name, or give folder=",
+                )
+            words = [self._python(), *words]
+        return [*words, *self.arguments]
+
+    @property
+    def _shares_files(self) -> bool:
+        return bool(getattr(self.backend, "shares_files", False))
+
+    def _python(self) -> str:
+        return sys.executable if self._shares_files else "python"
+
+    def _store_url(self) -> str:
+        text = str(self.store)
+        return (text if checked_scheme(text) else Path(text).expanduser().absolute().as_uri()).rstrip("/")
+
+    def _known_as(self, judge: Judge) -> str:
+        """The name under which the service knows the backend: its kind, or one in the file of this machine's owner."""
+        if not judge.home:
+            return self.backend.kind
+        return backends_file.put(
+            Path(judge.home) / backends_file.BACKENDS_FILE, self.backend.kind, _settings(self.backend)
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of the service for one run."""
+
+    address: ServiceAddress
+    project: str
+    run: str
+
+    def register(self, rules: list[RuleConfig]) -> None:
+        body: dict[str, Any] = {"run": self.run, "rules": [rule.as_data() for rule in rules]}
+        if any(rule.stops for rule in rules):
+            body["allow_stop"] = f"attached to {self.project}/{self.run} with 'stop' by who launched it"
+        self._call("POST", "", body)
+
+    def bind(self, attempt: str, job: JobHandle) -> None:
+        held = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
+        self._call("PUT", f"/{segment(self.run)}/job", {"attempt": attempt, "job": held})
+
+    def _call(self, method: str, path: str, body: dict[str, Any]) -> None:
+        runs = f"/v1/projects/{segment(self.project)}/runs{path}"
+        Transport(self.address, _REQUEST_SECONDS).call(method, runs, body=body)
+
+
+def _config(rule: AttachedRule | RuleConfig) -> RuleConfig:
+    if isinstance(rule, AttachedRule):
+        return rule.config
+    if isinstance(rule, RuleConfig):
+        return rule
+    raise WatchstepError(f"rule {rule!r}: no rule", "attach rules as from watchstep_rules import nan_or_inf")
+
+
+def _settings(backend: Any) -> dict[str, Any]:
+    """A backend's settings, where it is made of them (`BackendModel`)."""
+    dump = getattr(backend, "model_dump", None)
+    return {} if dump is None else dict(dump(mode="json", exclude_defaults=True))
+
+
+def _name_of(run: str) -> str:
+    """What a job is called in its backend's lists; no other launch has it."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:40]
+    return f"ws-{plain}-{secrets.token_hex(4)}" if plain else f"ws-{secrets.token_hex(4)}"

@@ -1,0 +1,193 @@
+"""A launched job, from the side that launched it or that takes it up later."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from watchstep.client import Client, Event, RunState
+from watchstep.errors import ServiceError
+from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
+from watchstep_services.estimator.ending import end
+from watchstep_services.estimator.errors import BackendDownError
+from watchstep_services.estimator.job_record import JobRecord, load
+from watchstep_services.estimator.kinds import open_backend
+
+if TYPE_CHECKING:
+    from watchstep.reading.run import Run
+
+ENDED = frozenset(("completed", "failed", "stopped", "lost"))
+"""States of a run of which nothing more is to come."""
+
+_FIRST_LOOK = 0.05
+_LONGEST_LOOK = 5.0
+_LAST_WORDS_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class Job:
+    """A job with its run. It keeps nothing that `Job.reattach` in another process would not find again.
+
+    Methods that ask the backend raise `BackendDownError` and `CredentialsExpiredError` where it does not answer or refuses; the
+    job goes on meanwhile. Methods that ask the service raise `ServiceError`.
+
+    Attributes:
+        record: what it is, JSON-ready.
+        backend: what it runs on.
+    """
+
+    def __init__(self, record: JobRecord, backend: Backend | None = None) -> None:
+        self.record = record
+        self.backend = open_backend(record.kind, record.settings) if backend is None else backend
+
+    @classmethod
+    def reattach(cls, run: str, project: str = "default", *, backend: Backend | None = None) -> Job:
+        """The newest launch of a run from this machine, after the launcher has ended.
+
+        Args:
+            run: its id.
+            project: its project.
+            backend: for a backend of your own, which cannot be made of what is written down.
+
+        Raises:
+            NotFoundError: none is known here.
+            ConfigError: its record cannot be used.
+        """
+        return cls(load(run, project), backend)
+
+    @property
+    def id(self) -> str:
+        """The run's id."""
+        return self.record.run
+
+    @property
+    def handle(self) -> JobHandle:
+        """The job on its backend."""
+        return self.record.handle
+
+    def status(self) -> JobStatus:
+        """How the job is, by its backend."""
+        return self.backend.status(self.handle)
+
+    def logs(self, *, follow: bool = False) -> Iterator[bytes]:
+        """The job's output so far, in pieces; with ``follow``, until it is over."""
+        cursor, pause = "", _FIRST_LOOK
+        while True:
+            over = not follow or self.status().is_over
+            part = self.backend.logs(self.handle, cursor)
+            cursor = part.cursor
+            if part.data:
+                pause = _FIRST_LOOK
+                yield part.data
+            elif over:
+                return
+            else:
+                time.sleep(max(pause, self.backend.poll_seconds))
+                pause = min(_LONGEST_LOOK, 2 * pause)
+
+    def run(self) -> Run:
+        """What the job has recorded. Raises `NotFoundError` before it has begun to."""
+        from watchstep.reading.run import open_run
+
+        return open_run(f"{self.record.store}/{self.record.project}/{self.record.run}")
+
+    def client(self) -> Client:
+        """A client of the service that judges it.
+
+        Raises:
+            ServiceError: none does, or it cannot be started again.
+        """
+        if self.record.judge is None:
+            raise ServiceError(
+                f"run {self.record.project}/{self.record.run}: no service judges it",
+                "launch with rules, or name a service",
+            )
+        address = self.record.judge.address().operator
+        return Client(address.url, address.token, self.record.project)
+
+    def run_state(self) -> RunState:
+        """All that the service knows of the run."""
+        return self.client().run(self.record.run)
+
+    def events(self) -> Iterator[Event]:
+        """Events of the run from its beginning, as they come, until this launch of it has ended.
+
+        A connection that breaks is made again where it broke.
+        """
+        for event in self.client().follow(self.record.run, after=0):
+            yield event
+            if event.type == "watchstep.run.ended" and self._is_mine(str(event.data.get("attempt", ""))):
+                return
+
+    def wait(self, timeout: float | None = None) -> JobStatus:
+        """Wait until the job is over, and its run has been judged to the end; how the job ended.
+
+        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job.
+
+        Args:
+            timeout: seconds; without an end where it is left out.
+
+        Raises:
+            TimeoutError: it is not over by then; it goes on.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = _FIRST_LOOK
+        while not (status := self._asked()).is_over:
+            self._rest(pause, deadline)
+            pause = min(_LONGEST_LOOK, 1.5 * pause)
+        self._await_judgement()
+        return status
+
+    def stop(self, reason: str = "", *, grace_seconds: float = 30.0) -> None:
+        """Stop the job, graded: its workers are asked first, then the backend, then it is killed.
+
+        The service does it, and records it: of a job that is over, that there was nothing to stop. Where no service
+        answers, the backend is asked from here.
+
+        Args:
+            reason: for people.
+            grace_seconds: how long the job may take to end when no service answers; the service has its own setting.
+        """
+        try:
+            self.client().stop(self.record.run, reason or "asked by its launcher")
+        except ServiceError as error:
+            _log.warning("run %s is stopped by its backend alone: %s", self.record.run, error.what)
+            end(self.backend, self.handle, grace_seconds)
+
+    def _asked(self) -> JobStatus:
+        try:
+            return self.status()
+        except BackendDownError as error:
+            _log.warning("job %s:%s: %s", self.handle.backend, self.handle.id, error.what)
+            return JobStatus("unknown", detail=error.what)
+
+    def _rest(self, pause: float, deadline: float | None) -> None:
+        seconds = max(pause, self.backend.poll_seconds)
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"job {self.handle.backend}:{self.handle.id} is not over yet; it goes on")
+            seconds = min(seconds, left)
+        time.sleep(seconds)
+
+    def _await_judgement(self) -> None:
+        """What a job wrote last is judged a moment after it has ended."""
+        if self.record.judge is None:
+            return
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        try:
+            client = self.client()
+            while client.run(self.record.run).info.state not in ENDED and time.monotonic() < deadline:
+                time.sleep(10 * _FIRST_LOOK)
+        except ServiceError as error:
+            _log.warning("run %s: what it came to is not known yet: %s", self.record.run, error.what)
+
+    def _is_mine(self, attempt: str) -> bool:
+        return attempt == self.record.attempt or attempt.startswith(f"{self.record.attempt}-r")
+
+    def __repr__(self) -> str:
+        named: Any = f"{self.record.project}/{self.record.run}"
+        return f"Job({named}, {self.handle.backend}:{self.handle.id})"
