@@ -14,6 +14,7 @@ from watchstep_services.estimator.backend_model import BackendModel
 
 KINDS: dict[str, tuple[str, str]] = {
     "local": ("watchstep_services.estimator.local", "Local"),
+    "ray": ("watchstep_services.estimator.ray_jobs", "Ray"),
     "slurm": ("watchstep_services.estimator.slurm", "Slurm"),
 }
 """Kind → module and class. The class is a `BackendModel` that fulfils `Backend`."""

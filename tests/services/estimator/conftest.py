@@ -6,14 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.services.estimator.slurm_cluster import SlurmCluster, missing, running_slurm
+from tests.services.estimator import ray_cluster as rays
+from tests.services.estimator import slurm_cluster as slurms
+from tests.services.estimator.ray_cluster import RayCluster
+from tests.services.estimator.slurm_cluster import SlurmCluster
 
 
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    if why := missing():
+    if why := slurms.missing():
         pytest.skip(why)
-    with running_slurm() as cluster:
+    with slurms.running_slurm() as cluster:
         yield cluster
 
 
@@ -22,3 +25,11 @@ def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Slurm
     """A cluster that commands of this process find."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.configuration))
     return slurm_cluster
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    if why := rays.missing():
+        pytest.skip(why)
+    with rays.running_ray() as cluster:
+        yield cluster
