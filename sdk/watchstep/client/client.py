@@ -79,6 +79,13 @@ class Client:
         }
         return self._pages(Alert, f"{self._part(run)}/alerts", "alerts", query)
 
+    def standing(self, run: str, fingerprint: str) -> Mapping[str, Any]:
+        """An alert over all attempts of its run: who has taken it up, which silence covers it, and who was not told and why."""
+        held: Mapping[str, Any] = self._transport.call(
+            "GET", f"{self._of(run)}/alerts/{segment(fingerprint)}"
+        )
+        return held
+
     def actions(self, run: str) -> Iterator[Action]:
         """What a run's events caused."""
         return self._pages(Action, f"{self._part(run)}/actions", "actions", {})
@@ -182,8 +189,8 @@ class Client:
     def heatmap(
         self,
         run: str,
-        figure: str,
         tensors: str | Sequence[str],
+        figure: str,
         *,
         mode: Mode | None = "train",
         reduce: Reduce = "mean",

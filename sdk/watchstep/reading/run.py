@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,20 +20,20 @@ from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_n
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns
-from watchstep.reading.index import RunIndex
-from watchstep.reading.losses import losses_of
+from watchstep.reading.index import RunIndex, Want
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 from watchstep.reading.run_state import state_of
-from watchstep.reading.scan import Want
 from watchstep.reading.sql import query
 from watchstep.reading.tensor import Tensor
-from watchstep.reading.waiting import steps_that_come
 from watchstep.snapshot import Snapshot, open_snapshot
 from watchstep.store import Store
-from watchstep.tensors import MODES, Mode, TensorInfo
+from watchstep.tensors import LOSSES, MODES, Mode, TensorInfo
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 2.0
 
 
 def open_run(url: str | os.PathLike[str] | Store) -> Run:
@@ -203,7 +204,32 @@ class Run:
 
     def losses(self) -> pa.Table:
         """All losses: step, mode, worker, name, value; null where the loss was not finite."""
-        return losses_of(self._index)
+        import pyarrow as pa
+
+        wanted = frozenset(info.name for info in self._index.tensors() if LOSSES in info.collections)
+        held = self._index.consistently(lambda: self._index.collect(Want(("mean",), wanted)))
+        names = [info.name for info in self._index.tensors()]
+        ranks = np.empty(len(names), np.int64)
+        ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+        order = np.lexsort((ranks[held["tensor"]], held["mode"], held["worker"], held["step"]))
+        return pa.table(
+            {
+                "step": held["step"][order],
+                "mode": [MODES[mode] for mode in held["mode"][order]],
+                "worker": held["worker"][order].astype(np.int32),
+                "name": [names[tensor] for tensor in held["tensor"][order]],
+                "value": pa.array(held["mean"][order], from_pandas=True),
+            },
+            schema=pa.schema(
+                [
+                    ("step", "int64"),
+                    ("mode", "string"),
+                    ("worker", "int32"),
+                    ("name", "string"),
+                    ("value", "float64"),
+                ]
+            ),
+        )
 
     def series(
         self,
@@ -280,7 +306,8 @@ class Run:
         names = self.tensors(tensors) if isinstance(tensors, str) else list(tensors)
         if isinstance(tensors, str) and not names:
             raise ConfigError(
-                f"collection {tensors!r}: no tensor is in it", "see Run.collections for the names"
+                f"collection {tensors!r}: no tensor is in it",
+                "Run.collections has the names; of a service, GET …/tensors",
             )
         self.check_tensors(names)
         return self._index.consistently(
@@ -317,7 +344,8 @@ class Run:
         for name in names:
             if name not in known:
                 raise NotFoundError(
-                    f"tensor {name!r}: not recorded in run {self.id}", "see Run.tensors() for the names"
+                    f"tensor {name!r}: not recorded in run {self.id}",
+                    "Run.tensors() has the names; of a service, GET …/tensors",
                 )
 
     def sql(self, text: str) -> pa.Table:
@@ -369,7 +397,23 @@ class Run:
             Those of the steps that are there: fewer than asked where the run ended or the time was up. A step is
             there as soon as one worker recorded it.
         """
-        return steps_that_come(self, steps, mode, timeout)
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        pause = _FIRST_PAUSE
+        while True:
+            ended = self._has_ended()
+            if self.refresh():
+                pause = _FIRST_PAUSE
+            known = set(self.steps(mode))
+            there = [step for step in steps if step in known]
+            if len(there) == len(steps) or ended or time.monotonic() >= deadline:
+                return there
+            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+
+    def _has_ended(self) -> bool:
+        """Whether every attempt that wrote something has a worker that ended."""
+        ended = {entry.key.removeprefix(ENDS).split("/")[0] for entry in self._store.entries(ENDS)}
+        return bool(self.attempts) and set(self.attempts) <= ended
 
     def _infos(self) -> list[TensorInfo]:
         return sorted(self._index.tensors(), key=lambda info: (info.order, info.name))

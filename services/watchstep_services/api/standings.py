@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
@@ -11,9 +12,11 @@ from sqlalchemy.orm import Session
 
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.lookup import find_standing
-from watchstep_services.database.models import Muted, Standing
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import Muted, Silence, Standing
 from watchstep_services.dispatcher.grouping.acknowledgement import acknowledge, withdraw
 from watchstep_services.dispatcher.grouping.labels import labels_of
+from watchstep_services.dispatcher.grouping.silences import active, covering
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/alerts/{fingerprint}", tags=["alerts"])
 
@@ -55,6 +58,16 @@ class MutedOutput(BaseModel):
     at_ns: int
 
 
+class CoveringSilence(BaseModel):
+    """The silence that covers an alert now; of several the one that ends last."""
+
+    id: int
+    author: str
+    reason: str
+    ends_ns: int
+    holds_stop: bool = Field(description="Stops are held back as well.")
+
+
 class StandingOutput(BaseModel):
     """An alert over all attempts."""
 
@@ -73,6 +86,9 @@ class StandingOutput(BaseModel):
     dry_run: bool
     message: str
     acknowledgement: Acknowledgement | None
+    silence: CoveringSilence | None = Field(
+        description="Nobody is told of it now, or would be if it fired; null where it is told."
+    )
     muted: list[MutedOutput]
 
 
@@ -121,13 +137,23 @@ def _output(session: Session, row: Standing, project: str, run: str) -> Standing
         taken = Acknowledgement(
             who=row.acknowledged_by, at_ns=row.acknowledged_ns, comment=row.acknowledgement
         )
-    apart = {"labels", "acknowledgement", "muted"}
+    apart = {"labels", "acknowledgement", "silence", "muted"}
     held: dict[str, Any] = {
         name: getattr(row, name) for name in StandingOutput.model_fields if name not in apart
     }
+    labels = labels_of(row, project, run)
     return StandingOutput(
-        labels=labels_of(row, project, run),
+        labels=labels,
         acknowledgement=taken,
+        silence=_silence(session, project, labels),
         muted=[MutedOutput(**{name: getattr(one, name) for name in said}) for one in muted],
         **held,
     )
+
+
+def _silence(session: Session, project: str, labels: Mapping[str, str]) -> CoveringSilence | None:
+    found = covering(active(session, project, read_clock(session)), labels)
+    if found is None:
+        return None
+    row = session.get_one(Silence, found.id)
+    return CoveringSilence(**{name: getattr(row, name) for name in CoveringSilence.model_fields})

@@ -47,7 +47,7 @@ def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
     shown.columns[0].no_wrap = True  # a narrow terminal breaks messages before it breaks names
     for outcome in attempt.outcomes:
         for change in outcome.fired:
-            shown.add_row(*(escape(cell) for cell in _row(outcome, change, name)))
+            shown.add_row(*_row(outcome, change, name))
     if shown.row_count:
         out.print(Padding(shown, _INDENT))
     quiet = [one for one in attempt.outcomes if not one.fired]
@@ -96,7 +96,7 @@ def show_rules(out: Console, tested: Sequence[Replayed]) -> None:
             seen.setdefault(name, []).append((step, f"{result.outcome.project}/{result.outcome.run}"))
     for name, found in sorted(seen.items(), key=lambda item: (-len(item[1]), item[0])):
         step, run = min(found)
-        shown.add_row(name, str(len(found)), str(len(tested)), str(step), escape(run))
+        shown.add_row(name, str(len(found)), str(len(tested)), str(step), run)
     if shown.row_count:
         out.print(shown)
     else:
@@ -148,7 +148,7 @@ def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Repla
             step, where = str(first.step), f"{outcome.project}/{outcome.run}"
         cells = [_value(setting.value) for setting in variation.settings]
         mark = "<- now" if variation.current else ""
-        shown.add_row(*cells, str(len(fired)), str(len(tested)), step, escape(where), mark)
+        shown.add_row(*cells, str(len(fired)), str(len(tested)), step, where, mark)
     out.print(Padding(shown, _INDENT))
 
 

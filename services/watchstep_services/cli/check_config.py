@@ -8,15 +8,17 @@ from typing import Annotated
 import typer
 
 from watchstep_services.checks.configuration import check_configuration
-from watchstep_services.cli.output import console, table
-from watchstep_services.settings import load_settings
+from watchstep_services.cli.output import show, table
+from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
+from watchstep_services.cli.service_options import Store
 
 
 def check_config(
+    store: Store = DEFAULT_STORE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Try every connection of the service: database, broker, stores. Exit code 1 where one does not work."""
-    settings = load_settings()
+    settings = settings_for(store, None)
     found = list(check_configuration(settings))
     failing = any(each.state == "failed" for each in found)
     if as_json:
@@ -25,5 +27,5 @@ def check_config(
         shown = table("check", "state", "found", "mend")
         for each in found:
             shown.add_row(each.what, each.state, each.detail, each.mend)
-        console().print(shown)
+        show(shown)
     raise typer.Exit(1 if failing else 0)

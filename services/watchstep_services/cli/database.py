@@ -8,19 +8,21 @@ from typing import Annotated
 
 import typer
 
+from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
+from watchstep_services.cli.service_options import Store
 from watchstep_services.database import schema
 from watchstep_services.database.engine import Database, open_database
-from watchstep_services.settings import load_settings
 
 app = typer.Typer(
-    help="The schema of the database of WATCHSTEP_DATABASE_URL or WATCHSTEP_HOME.", no_args_is_help=True
+    help="The schema of the database of WATCHSTEP_DATABASE_URL, or of the service of a store on this machine.",
+    no_args_is_help=True,
 )
 
 
 @app.command("status")
-def status() -> None:
+def status(store: Store = DEFAULT_STORE) -> None:
     """Which revision the database has, and which this version of Watchstep needs. Exit code 1 where they differ."""
-    with _opened() as database:
+    with _opened(store) as database:
         found = schema.status(database)
         typer.echo(f"database {database.shown_url}: {found}")
         raise typer.Exit(0 if found.is_current else 1)
@@ -29,9 +31,10 @@ def status() -> None:
 @app.command("upgrade")
 def upgrade(
     revision: Annotated[str, typer.Argument(help="How far; the newest that is known.")] = "head",
+    store: Store = DEFAULT_STORE,
 ) -> None:
     """Bring the schema up to date. Several at once wait for each other; the first does it."""
-    with _opened() as database:
+    with _opened(store) as database:
         schema.upgrade(database, schema.checked_revision(revision))
         typer.echo(f"database {database.shown_url}: {schema.status(database)}")
 
@@ -40,9 +43,10 @@ def upgrade(
 def downgrade(
     revision: Annotated[str, typer.Argument(help="To which revision; 'base' removes every table.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    store: Store = DEFAULT_STORE,
 ) -> None:
     """Go back to an earlier schema. What only later ones hold is lost. Stop the service first."""
-    with _opened() as database:
+    with _opened(store) as database:
         wanted = schema.checked_revision(revision)
         if not yes:
             typer.confirm(
@@ -53,8 +57,8 @@ def downgrade(
 
 
 @contextmanager
-def _opened() -> Iterator[Database]:
-    database = open_database(load_settings().resolved_database_url)
+def _opened(store: str) -> Iterator[Database]:
+    database = open_database(settings_for(store, None).resolved_database_url)
     try:
         database.check()
         yield database

@@ -4,23 +4,53 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+_PIPE = 100
+_NARROW = 12
+"""Columns that may be folded are not made narrower than this."""
 
 
-def console() -> Console:
-    """A console for standard output; a pipe gets 100 columns and no colours."""
+def console(least: int = 0) -> Console:
+    """A console for standard output, at least so wide; a pipe gets 100 columns and no colours."""
     plain = Console()
-    return plain if plain.is_terminal else Console(width=100, highlight=False)
+    if not plain.is_terminal:
+        return Console(width=max(least, _PIPE), highlight=False)
+    return plain if plain.width >= least else Console(width=least)
+
+
+class PlainTable(Table):
+    """A table whose words are shown as they are: they come from training programs and other people."""
+
+    def add_row(self, *cells: RenderableType | None, **options: object) -> None:
+        """Add a row; nothing in a text is markup, and nothing in it moves the cursor."""
+        super().add_row(*(Text(_plain(cell)) if isinstance(cell, str) else cell for cell in cells), **options)  # type: ignore[arg-type]
 
 
 def table(*columns: str) -> Table:
-    """A table with a header line and no frame; columns that start with ``>`` stand to the right."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
+    """A table with a header line and no frame.
+
+    Args:
+        columns: their heads. One that starts with ``>`` stands to the right; one that starts with ``=`` holds what people copy,
+            as ids and names: `show` never breaks nor cuts it, however narrow the terminal.
+    """
+    made = PlainTable(box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        right = column.startswith(">")
-        made.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+        made.add_column(
+            column.lstrip(">="),
+            justify="right" if column.startswith(">") else "left",
+            no_wrap=column.startswith("="),
+            overflow="fold",
+        )
     return made
+
+
+def show(shown: Table) -> None:
+    """Print a table. Where what must stay whole takes more than the terminal's width, lines are longer than that."""
+    console(sum(_least(column) + 1 for column in shown.columns)).print(shown)
 
 
 def figure(value: float | None) -> str:
@@ -31,3 +61,15 @@ def figure(value: float | None) -> str:
 def moment(at_ns: int) -> str:
     """Nanoseconds since the epoch as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ns / 1e9))
+
+
+def _least(column: Column) -> int:
+    lines = [line for cell in (column.header, *column.cells) for line in str(cell).splitlines()]
+    widest = max(map(cell_len, lines), default=0)
+    return widest if column.no_wrap else min(widest, max(_NARROW, cell_len(str(column.header))))
+
+
+def _plain(cell: str) -> str:
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in cell
+    )

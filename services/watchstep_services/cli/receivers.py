@@ -10,7 +10,7 @@ import typer
 
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, table
+from watchstep_services.cli.output import console, show, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 from watchstep_services.dispatcher.receivers import receiver_file, sealing, webhook
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
@@ -31,18 +31,19 @@ def check(
 ) -> None:
     """Say all that is wrong with a file of receivers, and what it comes to. Exit code 1 where it cannot be used."""
     out = console()
-    read = receiver_file.check(receiver_file.text_of(file))
+    text = receiver_file.text_of(file)
+    read = receiver_file.check(text)
     if not isinstance(read, ReceiverFile):
         for fault in read:
             out.print(f"{file}:{fault.line}: error: {fault.text}", markup=False, soft_wrap=True)
         raise typer.Exit(1)
-    for line in _missing(read):
-        out.print(f"{file}:1: warning: {line}", markup=False, soft_wrap=True)
-    shown = table("RECEIVER", "KIND", "ROUTED")
+    for number, words in _missing(read, text):
+        out.print(f"{file}:{number}: warning: {words}", markup=False, soft_wrap=True)
+    shown = table("=RECEIVER", "KIND", "ROUTED")
     routed = read.route.receivers()
     for receiver in read.receivers:
         shown.add_row(receiver.name, receiver.kind, "yes" if receiver.name in routed else "by rules alone")
-    out.print(shown)
+    show(shown)
     for line in _lines(read.route, 0):
         out.print(line, markup=False, soft_wrap=True)
 
@@ -82,15 +83,16 @@ def new_secret() -> None:
     typer.echo(webhook.new_secret())
 
 
-def _missing(read: ReceiverFile) -> list[str]:
+def _missing(read: ReceiverFile, text: str) -> list[tuple[int, str]]:
     found = []
     for receiver in read.receivers:
         for field, secret in receiver.secrets().items():
             try:
                 receiver.check_secret(field, read_secret(field, secret))
             except ConfigError as error:
-                found.append(f"{receiver.name}: {error.what}")
-    return found
+                line = receiver_file.line_of(text, receiver.name, field)
+                found.append((line, f"{receiver.name}: {error.what}"))
+    return sorted(found)
 
 
 def _lines(node: RouteNode, depth: int) -> list[str]:

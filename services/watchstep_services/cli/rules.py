@@ -17,7 +17,7 @@ from watchstep_rules.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
 from watchstep_rules.explanation import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_services.cli import backtest, rule_tests, rules_check, stop_grants
-from watchstep_services.cli.output import console, table
+from watchstep_services.cli.output import console, show, table
 from watchstep_services.cli.rule_words import after, does, lasting
 
 app = typer.Typer(help="The rules.", no_args_is_help=True)
@@ -34,14 +34,14 @@ app.command("test")(rule_tests.run_tests)
 def list_rules() -> None:
     """List the rules."""
     defaults = {config.rule: config for config in DEFAULT_RULES}
-    shown = table("RULE", "DEFAULT", "FIRES WHEN")
+    shown = table("=RULE", "DEFAULT", "FIRES WHEN")
     for name, rule in sorted(RULES.items()):
         config = defaults.get(name)
         state = "off" if config is None else config.severity + (", stops" if config.stops else "")
         shown.add_row(name, state, rule.summary)
     for name, rule in sorted(KINDS.items()):
         shown.add_row(name, "your own", rule.summary)
-    console().print(shown)
+    show(shown)
 
 
 @app.command("show")
@@ -57,7 +57,7 @@ def show_rule(name: Annotated[str, typer.Argument(help="The rule's name.")]) -> 
     for line in _by_default(rule):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     out.print()
-    out.print(_parameters(rule))
+    show(_parameters(rule))
     for title, sentences in (("Usual causes", rule.usual_causes), ("What to try", rule.what_to_try)):
         if sentences:
             out.print(f"\n{title}:")
@@ -94,7 +94,7 @@ def _by_default(rule: AnyRule) -> Iterator[str]:
 
 
 def _parameters(rule: AnyRule) -> Table:
-    shown = table("PARAMETER", "TYPE", "DEFAULT", "MEANING")
+    shown = table("=PARAMETER", "TYPE", "DEFAULT", "MEANING")
     schema = rule.params_type.model_json_schema()
     for name, held in schema.get("properties", {}).items():
         required = name in schema.get("required", ())

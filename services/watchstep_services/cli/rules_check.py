@@ -15,7 +15,7 @@ from watchstep_rules.python_rule import PythonParams
 from watchstep_rules.rule_check import Checked, Remark, check_text
 from watchstep_rules.rule_file import text_of
 from watchstep_rules.rule_schema import schema_text
-from watchstep_services.cli.output import console, table
+from watchstep_services.cli.output import console, show, table
 from watchstep_services.cli.rule_words import after, counted, does, lasting
 
 _LINE = re.compile(r"line (\d+)")
@@ -35,7 +35,7 @@ def check(
             )
         if checked.configs:
             out.print(f"{path}: {counted(len(checked.configs), 'rule')}", markup=False)
-            out.print(_configs(checked.configs))
+            show(_configs(checked.configs))
             for line in _isolations(checked.configs):
                 out.print(line, markup=False, soft_wrap=True)
         elif checked.ok:
@@ -74,7 +74,7 @@ def _isolations(configs: tuple[RuleConfig, ...]) -> list[str]:
 
 
 def _configs(configs: tuple[RuleConfig, ...]) -> Table:
-    shown = table("NAME", "JUDGES", "FIRES AFTER", "THEN")
+    shown = table("=NAME", "JUDGES", "FIRES AFTER", "THEN")
     for config in configs:
         name = config.name if config.name == config.rule else f"{config.name} ({config.rule})"
         shown.add_row(name, _judges(config), _after(config), _then(config))

@@ -18,7 +18,7 @@ from watchstep.store import Store
 from watchstep.tensors import LOSSES, MODES, Mode
 from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
 from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.output import console, figure, table
+from watchstep_services.cli.output import console, figure, show, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 
 app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
@@ -51,20 +51,20 @@ def list_runs(
     if service:
         _list_known(client_of(store, service, project))
         return
-    shown = table("PROJECT", "RUN", "STARTED", "STATE")
+    shown = table("=PROJECT", "=RUN", "STARTED", "STATE")
     for entry in find_runs(Store.open(store)):
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created_ns / 1e9))
         shown.add_row(entry.project, entry.run, started, entry.state)
-    console().print(shown)
+    show(shown)
 
 
 def _list_known(client: Client) -> None:
-    shown = table("PROJECT", "RUN", "STARTED", "STATE", ">STEP", ">FIRING")
+    shown = table("=PROJECT", "=RUN", "STARTED", "STATE", ">STEP", ">FIRING")
     for run in client.runs():
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created_ns / 1e9))
         firing = str(run.alerts.get("firing", 0))
         shown.add_row(run.project, run.run, started, run.state, str(run.last_step), firing)
-    console().print(shown)
+    show(shown)
 
 
 @app.command("show")
@@ -94,7 +94,7 @@ def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
     for collection, names in sorted(opened.collections.items()):
         shown.add_row(collection, str(len(names)), ", ".join(names[:3]))
     out.print()
-    out.print(shown)
+    show(shown)
 
 
 @app.command("stats")
@@ -118,7 +118,7 @@ def show_statistics(
         whole = [row["step"], row["mode"], row["worker"], row["count"], row["nan"], infinite]
         real = [row[name] for name in ("min", "max", "mean", "std", "l2", "zero_share")]
         shown.add_row(*map(str, whole), *map(figure, real))
-    console().print(shown)
+    show(shown)
 
 
 @app.command("compact")
@@ -152,13 +152,13 @@ def diff_runs(
         out.print(f"no difference in {found.compared} rows", markup=False)
         return
     out.print(f"first difference: step {found.step}, {found.tensor}", markup=False)
-    shown = table(">STEP", "MODE", ">WORKER", "TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
+    shown = table(">STEP", "MODE", ">WORKER", "=TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
     for row in found.table.slice(0, most).to_pylist():
         numbers = [figure(row[name]) for name in ("a", "b", "relative")]
         shown.add_row(
             str(row["step"]), row["mode"], str(row["worker"]), row["tensor"], row["figure"], *numbers
         )
-    out.print(shown)
+    show(shown)
     raise typer.Exit(1)
 
 

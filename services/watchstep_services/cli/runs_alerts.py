@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from watchstep.client import Client
 from watchstep_rules.explanation import Explanation
 from watchstep_rules.judging.judge import Health
 from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.output import console
+from watchstep_services.cli.output import console, moment
 from watchstep_services.cli.serve import DEFAULT_STORE
+from watchstep_services.cli.telling import printable
 
 
 def alerts(
@@ -40,10 +42,25 @@ def alerts(
         dry = "; dry run" if details["dry_run"] else ""
         title, *rest = Explanation.model_validate(details["explanation"]).as_text().splitlines()
         out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", markup=False, soft_wrap=True)
-        for line in rest:
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        for line in (*rest, *_taken_up(client, name, alert)):
+            out.print(printable(line), markup=False, highlight=False, soft_wrap=True)
     for line in _not_evaluated([rule.raw for rule in client.rules(name)]):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _taken_up(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[str]:
+    """Who has taken an alert that fires up, and until when nobody is told of it."""
+    if alert["phase"] != "firing":
+        return
+    standing = client.standing(run, alert["fingerprint"])
+    taken, silence = standing["acknowledgement"], standing["silence"]
+    if taken is not None:
+        said = f": {taken['comment']}" if taken["comment"] else ""
+        yield f"  taken   acknowledged by {taken['who']}, {moment(taken['at_ns'])}{said}"
+    if silence is not None:
+        held = ", and stops are held back" if silence["holds_stop"] else ""
+        until = f"until {moment(silence['ends_ns'])} by silence {silence['id']} of {silence['author']}"
+        yield f"  silent  {until}{held}: {silence['reason']}"
 
 
 def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:

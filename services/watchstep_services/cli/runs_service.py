@@ -11,7 +11,7 @@ import typer
 from watchstep.client import Client, Event
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.output import console, table
+from watchstep_services.cli.output import console, show, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 from watchstep_services.cli.telling import lines_of, printable
 
@@ -52,7 +52,7 @@ def actions(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: Servi
     for action in client.actions(_named(name, run)):
         at = _time(action.created_ns)
         shown.add_row(at, action.kind, action.state, str(len(action.tries)), printable(action.outcome))
-    console().print(shown, markup=False)
+    show(shown)
 
 
 def stop(

@@ -32,20 +32,31 @@ def serve(
     store: Annotated[
         str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
     ] = DEFAULT_STORE,
-    rules: Annotated[Path | None, typer.Option(help="Your rule file. Only its rules may stop jobs.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8642,
+    rules: Annotated[
+        Path | None,
+        typer.Option(envvar="WATCHSTEP_RULES_FILE", help="Your rule file. Only its rules may stop jobs."),
+    ] = None,
+    host: Annotated[str, typer.Option(envvar="WATCHSTEP_HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="WATCHSTEP_PORT", help="Port to listen on; 0 takes a free one.")
+    ] = 8642,
     home: Annotated[
         Path | None,
-        typer.Option(help="Folder of the service itself; .watchstep in a local store, or in your home."),
+        typer.Option(
+            envvar="WATCHSTEP_HOME",
+            help="Folder of the service itself; .watchstep in a local store, or in your home.",
+        ),
     ] = None,
     receivers: Annotated[
-        Path | None, typer.Option(help="Your file of receivers and routes: who is told of alerts.")
+        Path | None,
+        typer.Option(
+            envvar="WATCHSTEP_RECEIVERS_FILE",
+            help="Your file of receivers and routes: who is told of alerts.",
+        ),
     ] = None,
 ) -> None:
     """Watch a store: judge its runs while they go on, keep alerts, stop jobs."""
-    named = {} if receivers is None else {"receivers_file": receivers}
-    settings = settings_for(store, home, rules_file=rules, host=host, port=port, **named)
+    settings = settings_for(store, home, rules_file=rules, receivers_file=receivers, host=host, port=port)
     logs.configure(settings.log, settings.log_level)
     logging.getLogger("uvicorn.error").setLevel(
         logging.WARNING
@@ -106,13 +117,15 @@ def _tell(teller: Teller) -> None:
 
 
 def settings_for(store: str, home: Path | None, **values: Any) -> Settings:
-    """Settings of an embedded service for a store; its home is in the store where that is a folder.
+    """Settings of an embedded service for a store.
+
+    Its home is the one that is named here or by WATCHSTEP_HOME; else in the store, where that is a folder.
 
     Raises:
         ConfigError: a value cannot be used.
     """
     if home is not None:
         values["home"] = home
-    elif not checked_scheme(store):
+    elif not os.environ.get("WATCHSTEP_HOME") and not checked_scheme(store):
         values["home"] = Path(store).expanduser().absolute() / ".watchstep"
     return load_settings(store=store, **values)

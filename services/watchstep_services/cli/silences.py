@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, moment, table
+from watchstep_services.cli.output import console, moment, show, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 from watchstep_services.cli.service_options import Project, Reason, Service, Store
 
@@ -62,7 +62,7 @@ def list_silences(
                 str(one["id"]), one["state"], ", ".join(one["matchers"]), moment(one["ends_ns"]),
                 "held back" if one["holds_stop"] else "", one["author"], one["reason"],
             )  # fmt: skip
-    console().print(shown)
+    show(shown)
 
 
 @app.command("expire")
@@ -88,8 +88,8 @@ def preview(
     """Show which alerts that fire now a silence would hold back. Token: WATCHSTEP_TOKEN."""
     url, token = service_of(store, service)
     found = call("POST", f"{url}/v1/projects/{project}/silences/preview", token, {"matchers": matchers})
-    shown = table("RUN", "RULE", "SEVERITY", "SINCE", "SAYS")
+    shown = table("=RUN", "=RULE", "SEVERITY", "SINCE", "SAYS")
     for one in found["alerts"]:
         labels = one["labels"]
         shown.add_row(one["run"], labels["name"], labels["severity"], moment(one["fired_ns"]), one["message"])
-    console().print(shown)
+    show(shown)

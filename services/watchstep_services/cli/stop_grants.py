@@ -8,7 +8,7 @@ import typer
 
 from watchstep.errors import NotFoundError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, moment, table
+from watchstep_services.cli.output import console, moment, show, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 from watchstep_services.cli.service_options import Project, Reason, Service, Store
 
@@ -62,11 +62,11 @@ def revoke_stop(
 def stop_grants(project: Project = "default", store: Store = DEFAULT_STORE, service: Service = "") -> None:
     """List which rules were allowed to stop jobs of a project, by whom and why. Token: WATCHSTEP_TOKEN."""
     url, token = service_of(store, service)
-    shown = table(">ID", "RULE", "DIGEST", "SINCE", "BY", "WHY", "REVOKED")
+    shown = table(">ID", "=RULE", "=DIGEST", "SINCE", "BY", "WHY", "REVOKED")
     for one in call("GET", f"{url}/v1/projects/{project}/stop-grants?limit=1000", token)["grants"]:
         ended = f"{moment(one['revoked_ns'])}: {one['revoked_reason']}" if one["revoked_ns"] else ""
         shown.add_row(
             str(one["id"]), one["name"], one["digest"][:12], moment(one["granted_ns"]), one["granted_by"],
             one["reason"], ended,
         )  # fmt: skip
-    console().print(shown)
+    show(shown)

@@ -10,7 +10,7 @@ import typer
 
 from watchstep.errors import StoreError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, table
+from watchstep_services.cli.output import show, table
 from watchstep_services.cli.serve import DEFAULT_STORE
 
 projects = typer.Typer(
@@ -23,6 +23,7 @@ At = Annotated[str, typer.Option("--service", envvar="WATCHSTEP_SERVICE", help="
 On = Annotated[str, typer.Option("--local", help="Or the store of the service that runs on this machine.")]
 Name = Annotated[str, typer.Argument(help="Its name.")]
 _MOST = 1000
+_COPIED = ("name", "store", "url", "location", "role_arn")
 
 
 @stores.command("list")
@@ -139,10 +140,15 @@ def _all(kind: str, service: str, local: str) -> Iterable[dict[str, Any]]:
 
 
 def _show(rows: Iterable[dict[str, Any]], *columns: str) -> None:
-    shown = table(*(column.removesuffix("_ns").upper() for column in columns))
+    shown = table(*(_head(column) for column in columns))
     for row in rows:
         shown.add_row(*(_text(row[column]) for column in columns))
-    console().print(shown)
+    show(shown)
+
+
+def _head(column: str) -> str:
+    copied = "=" if column in _COPIED else ""
+    return f"{copied}{column.removesuffix('_ns').upper()}"
 
 
 def _text(value: Any) -> str:

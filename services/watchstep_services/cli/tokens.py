@@ -18,14 +18,15 @@ from sqlalchemy import select
 
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, table
+from watchstep_services.cli.output import show, table
+from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
+from watchstep_services.cli.service_options import Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Token
 from watchstep_services.database.schema import upgrade
 from watchstep_services.events import rfc3339
 from watchstep_services.roles import ROLES
-from watchstep_services.settings import load_settings
 from watchstep_services.token_register import MAX_LIFETIME, of_project, revoke, state_of
 from watchstep_services.tokens import create_token, id_of
 
@@ -70,9 +71,10 @@ def create(
     expires_in: Annotated[
         str, typer.Option(help="After so long it is worthless, e.g. 90d, 12h; never where left out.")
     ] = "",
+    store: Store = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Make a token for the service of WATCHSTEP_DATABASE_URL or WATCHSTEP_HOME; it is printed once."""
+    """Make a token for the service of a store on this machine, or of WATCHSTEP_DATABASE_URL; it is printed once."""
     if role not in ROLES:
         raise typer.BadParameter(f"use one of {', '.join(ROLES)}", param_hint="--role")
     lifetime = _lifetime(expires_in) if expires_in else None
@@ -84,7 +86,7 @@ def create(
         }
         token, where = str(_ask("POST", service, project, "", body)["token"]), service
     else:
-        with _database() as database:
+        with _database(store) as database:
             token = create_token(
                 database, role, project, name=name, created_by=_MAKER, lifetime_seconds=lifetime
             )
@@ -98,21 +100,22 @@ def create(
 def list_tokens(
     project: Annotated[str | None, typer.Option(help="Only those of this project.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    store: Store = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
     """Show the tokens that there are, without their secrets."""
-    rows = list(_rows_of_service(service, project) if service else _rows_of_database(project))
+    rows = list(_rows_of_service(service, project) if service else _rows_of_database(project, store))
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    shown = table("id", "name", "role", "project", "state", "expires", "last used", "made by")
+    shown = table("=id", "=name", "role", "project", "state", "expires", "last used", "made by")
     for row in rows:
         project_shown = row["project"] or "(all)"
         used, ends = _moment(row["last_used_ns"]), _moment(row["expires_ns"])
         shown.add_row(
             row["id"], row["name"], row["role"], project_shown, row["state"], ends, used, row["created_by"]
         )
-    console().print(shown)
+    show(shown)
 
 
 @app.command("revoke")
@@ -121,6 +124,7 @@ def revoke_token(
     project: Annotated[
         str | None, typer.Option(help="The project that it is for, to be asked as its admin.")
     ] = None,
+    store: Store = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
     """Make a token worthless, from its next request on."""
@@ -128,7 +132,7 @@ def revoke_token(
     if service:
         _ask("DELETE", service, project, f"/{quote(public, safe='')}", None)
     else:
-        with _database() as database:
+        with _database(store) as database:
             revoke(database, public, project, _MAKER)
     typer.echo(f"token {public} is revoked")
 
@@ -150,8 +154,8 @@ def _rows_of_service(service: str, project: str | None) -> Iterator[dict[str, An
         rest = f"?limit=1000&page_token={following}" if following else ""
 
 
-def _rows_of_database(project: str | None) -> Iterator[dict[str, Any]]:
-    with _database() as database, database.read() as session:
+def _rows_of_database(project: str | None, store: str) -> Iterator[dict[str, Any]]:
+    with _database(store) as database, database.read() as session:
         now = read_clock(session)
         statement = select(Token).where(*of_project(project)).order_by(Token.created_ns.desc(), Token.id)
         for row in session.execute(statement).scalars():
@@ -164,19 +168,19 @@ def _moment(at_ns: int | None) -> str:
 
 
 @contextmanager
-def _database() -> Iterator[Database]:
+def _database(store: str) -> Iterator[Database]:
     """The service's database, brought up to date.
 
     Raises:
         ConfigError: it does not answer, or it is a SQLite file that no service has made: a token in it would open nothing.
     """
-    database = open_database(load_settings().resolved_database_url)
+    database = open_database(settings_for(store, None).resolved_database_url)
     try:
         path = database.engine.url.database
         if database.engine.dialect.name == "sqlite" and path and not Path(path).is_file():
             raise ConfigError(
                 f"database {path}: no such file",
-                "name the service's in WATCHSTEP_DATABASE_URL, or its home in WATCHSTEP_HOME",
+                "name the store that the service watches by --store, or its database in WATCHSTEP_DATABASE_URL",
             )
         database.check()
         upgrade(database)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from sqlalchemy import select
@@ -16,7 +17,7 @@ MOST_SEGMENTS = 16
 
 
 def evidence_of(session: Session, place: Place, step: int) -> dict[str, Any]:
-    """The run's place on the store, the step, and the segments that hold it."""
+    """The run's place on the store, the step, the segments that hold it, and what shows the run from there."""
     rows = session.execute(
         select(Segment)
         .where(
@@ -30,4 +31,9 @@ def evidence_of(session: Session, place: Place, step: int) -> dict[str, Any]:
         .limit(MOST_SEGMENTS)
     ).scalars()
     root = f"{place.location}/{run_prefix(place.project, place.run)}"
-    return {"store": root, "step": step, "segments": [key_of(row).path for row in rows]}
+    return {
+        "store": root,
+        "step": step,
+        "segments": [key_of(row).path for row in rows],
+        "command": f"watchstep runs show {shlex.quote(root)}",
+    }

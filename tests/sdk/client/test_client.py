@@ -85,7 +85,7 @@ def test_queries_give_arrays_and_tables(client: Client, driven: Driven) -> None:
     table = client.series("run-2", tensor, "l2")
     assert table["mean"].to_pylist() == run.series(tensor, "l2")["l2"].to_pylist()
     assert len(client.series("run-2", tensor, "l2", points=7)) <= 7
-    held, expected = client.heatmap("run-2", "l2", "gradients", points=10), run.heatmap("gradients", "l2", 10)
+    held, expected = client.heatmap("run-2", "gradients", "l2", points=10), run.heatmap("gradients", "l2", 10)
     assert held.tensors == expected.tensors
     np.testing.assert_array_equal(held.edges, expected.edges)
     np.testing.assert_array_equal(held.values, expected.values)

@@ -54,7 +54,11 @@ def test_a_silence_is_previewed_begun_listed_and_ended(api: Api, folder_store: S
     ]
     assert api.call("GET", "/v1/projects/other/silences/1").status_code == 404
     assert api.call("DELETE", "/v1/projects/other/silences/1").status_code == 404
+    standing = f"{RUN}/alerts/{fingerprint(api)}"
+    covering = api.call("GET", standing).json()["silence"]
+    assert (covering["id"], covering["reason"], covering["holds_stop"]) == (1, "a sweep", False)
     ended = api.call("DELETE", f"{PROJECT}/silences/1").json()
+    assert api.call("GET", standing).json()["silence"] is None
     assert (ended["state"], bool(ended["expired_by"])) == ("expired", True)
     assert api.call("DELETE", f"{PROJECT}/silences/1").json() == ended
     assert api.call("GET", f"{PROJECT}/silences?state=active").json()["silences"] == []

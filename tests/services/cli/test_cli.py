@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from watchstep import Hook
+from watchstep.errors import WatchstepError
 from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_services.cli.app import app
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 
@@ -97,6 +102,36 @@ def test_bad_input_is_told_in_two_lines(store: Path, arguments: list[str], says:
     assert says in done.stderr
     assert "mend: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def log_as_it_was() -> Iterator[None]:
+    """The commands of a service send the log of their process to its own output."""
+    root, server = logging.getLogger(), logging.getLogger("uvicorn.error")
+    before = list(root.handlers), root.level, server.level
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    server.setLevel(before[2])
+
+
+@pytest.mark.usefixtures("log_as_it_was")
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("WATCHSTEP_RULES_FILE", "/no/rules.yaml", "rule file /no/rules.yaml"),
+        ("WATCHSTEP_RECEIVERS_FILE", "/no/receivers.yaml", "receivers file /no/receivers.yaml"),
+        ("WATCHSTEP_HOST", "999.0.0.1", "address 999.0.0.1:8642"),
+        ("WATCHSTEP_PORT", "70000", "WATCHSTEP_PORT = 70000"),
+        ("WATCHSTEP_HOME", "/dev/null/home", "home /dev/null/home"),
+    ],
+)
+def test_serve_takes_its_settings_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(WatchstepError, match=re.escape(says)):
+        CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "runs")], catch_exceptions=False)
 
 
 def line_of(process: subprocess.Popen[str]) -> str:

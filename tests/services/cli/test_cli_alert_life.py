@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,18 @@ def test_what_operators_do_with_an_alert(folder: Path) -> None:
     assert "tried" in told("rules", "stop-grants", *of)
     assert "stops jobs of vision no longer" in told("rules", "revoke-stop", "mine", "--reason", "wolf", *of)
     assert "acknowledged" in told("runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--comment", "on it")
+    alerts = told("runs", "alerts", f"{PROJECT}/run-1")
+    assert re.search(
+        r"taken acknowledged by serve in \S+ \(operator, token \S+\), [-0-9]+ [:0-9]+: on it", alerts
+    )
+    assert "silent" not in alerts
     assert "repeated again" in told("runs", "acknowledge", f"{PROJECT}/run-1", "mine", "--withdraw")
     assert "run-1 mine" in told("silences", "preview", "name=mine", *of)
     assert "silence 1" in told("silences", "create", "name=mine", "--reason", "a sweep", *of)
     assert "a sweep" in told("silences", "list", *of)
+    alerts = told("runs", "alerts", f"{PROJECT}/run-1")
+    assert "acknowledged" not in alerts
+    assert len(re.findall(r"silent until [-0-9]+ [:0-9]+ by silence 1 of .*?: a sweep", alerts)) == 1
     assert "silence 1 has ended" in told("silences", "expire", "1", *of)
     assert "a sweep" not in told("silences", "list", *of)
     assert "a sweep" in told("silences", "list", "--all", *of)

@@ -34,9 +34,34 @@ def test_a_file_is_checked_before_it_counts(tmp_path: Path) -> None:
     assert "environment variable WATCHSTEP_RECEIVER_SECRET is not set" in done.output
     assert "all alerts -> hook" in done.output
     assert "by rules alone" in done.output
+    assert f"{path}:3: warning: hook: " in done.output
     path.write_text(path.read_text(encoding="utf-8").replace("sns", "sms"), encoding="utf-8")
     done = CliRunner().invoke(app, ["receivers", "check", str(path)])
     assert (done.exit_code, f"{path}:4: error: receivers.1: " in done.output) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("written_as", "instead", "line", "words"),
+    [
+        ("name: pager", "name: hook", 4, "two receivers are called 'hook'"),
+        (
+            "receiver: hook",
+            "routes: [{matchers: ['a=b'], receiver: nobody}]",
+            6,
+            "that are not there: nobody",
+        ),
+        ("{env: WATCHSTEP_RECEIVER_SECRET}", "whsec_abc", 3, "which does not stand in a file"),
+    ],
+)
+def test_what_only_the_whole_file_shows_has_a_line_too(
+    tmp_path: Path, written_as: str, instead: str, line: int, words: str
+) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text(encoding="utf-8").replace(written_as, instead), encoding="utf-8")
+    done = CliRunner().invoke(app, ["receivers", "check", str(path)])
+    assert done.exit_code == 1
+    assert f"{path}:{line}: error: " in done.output
+    assert words in done.output
 
 
 def test_a_running_service_sends_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

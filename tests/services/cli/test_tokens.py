@@ -42,6 +42,37 @@ def test_a_token_of_every_project(database: Database, monkeypatch: pytest.Monkey
     assert seen(database, created("--role", "operator")) == ("operator", None)
 
 
+def test_a_store_names_its_service(tmp_path: Path) -> None:
+    store = tmp_path / "runs"
+    with EmbeddedService(load_settings(store=str(store), home=store / ".watchstep")) as service:
+        token = created("--role", "viewer", "--store", str(store))
+        assert seen(service.database, token) == ("viewer", None)
+        listed = tokens("list", "--store", str(store))
+        assert id_of(token) in listed
+        assert "revoked" in tokens("revoke", id_of(token), "--store", str(store))
+        assert seen(service.database, token) is None
+    with pytest.raises(ConfigError, match="no such file") as refused:
+        tokens("list", "--store", str(tmp_path / "other"))
+    assert "--store" in refused.value.mend
+
+
+def test_ids_stay_whole_in_a_narrow_terminal(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
+    for made in range(3):
+        create_token(
+            sqlite, "viewer", "a-project-with-a-rather-long-name", name=f"screen [{made}] in the hall"
+        )
+    ids = [row["id"] for row in json.loads(tokens("list", "--json"))]
+    monkeypatch.setenv("COLUMNS", "40")
+    for width, forced in (("40", "1"), ("100", "")):
+        monkeypatch.setenv("COLUMNS", width)
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        listed = tokens("list").splitlines()
+        for number, made in zip(reversed(range(3)), ids, strict=True):
+            (line,) = [each for each in listed if made in each]
+            assert f"screen [{number}] in the hall" in line
+
+
 def test_a_token_of_one_project(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
     token = created("--role", "recorder", "--project", "vision")

@@ -123,7 +123,7 @@ def _page(letter: Letter) -> str:
         '<!doctype html><html><body style="font-family: sans-serif">'
         f'<h2 style="border-left: 6px solid {colour}; padding-left: 10px">{html.escape(letter.title)}</h2>'
         f'<pre style="white-space: pre-wrap">{html.escape(letter.text)}</pre>'
-        f'<p><a href="{html.escape(letter.notification.run_url)}">Evidence</a></p>'
+        f'<p><a href="{html.escape(letter.notification.run_url)}">In the API</a> (JSON, with a token)</p>'
         "</body></html>\n"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -74,7 +75,7 @@ class Notification:
         id: stable over all tries; one that comes twice carries the same. At most 128 letters, digits, ``-``, ``_``, ``.``, ``:``.
         project: whose alerts.
         run: whose alerts; empty where they are of several runs.
-        run_url: the run's address for people; the project's where they are of several runs.
+        run_url: the run's address on the API; the project's where they are of several runs.
         status: ``firing`` while any of the alerts fires.
         group_key: of the group, stable as long as it lives: the same for its first, repeated and last notification.
         group_labels: what the alerts of the group have in common by the route's ``group_by``.
@@ -114,6 +115,14 @@ class Notification:
             raise FormatError(
                 f"notification: {place}: {first['msg']}", "this is a fault of Watchstep; please report it"
             ) from error
+
+    @property
+    def command(self) -> str:
+        """What shows the alerts in a terminal, for ``run_url`` asks for a token and answers in JSON."""
+        service = shlex.quote(self.run_url.rpartition("/v1/projects/")[0])
+        if self.run:
+            return f"watchstep runs alerts {self.project}/{self.run} --service {service}"
+        return f"watchstep runs list --project {self.project} --service {service}"
 
     @property
     def firing(self) -> tuple[NotifiedAlert, ...]:

@@ -7,22 +7,25 @@ themselves do not stand in it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from watchstep.errors import ConfigError
-from watchstep_rules.yaml_places import Places
+from watchstep_rules.yaml_places import Loc, Places
 from watchstep_rules.yaml_reading import data_of
 from watchstep_services.dispatcher.receivers.kinds import AnyReceiver
-from watchstep_services.dispatcher.receivers.routing import RootNode
+from watchstep_services.dispatcher.receivers.routing import RootNode, RouteNode
 from watchstep_services.dispatcher.receivers.secret_fields import Given, Kept
 
 MAX_BYTES = 1_000_000
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_PLACE = "place"
 
 
 class ReceiverFile(BaseModel):
@@ -37,17 +40,18 @@ class ReceiverFile(BaseModel):
     @classmethod
     def _are_told_apart(cls, receivers: tuple[AnyReceiver, ...]) -> tuple[AnyReceiver, ...]:
         seen: set[str] = set()
-        for receiver in receivers:
+        for place, receiver in enumerate(receivers):
             if receiver.name in seen:
-                raise ValueError(f"two receivers are called {receiver.name!r}")
+                raise _fault(("receivers", place, "name"), f"two receivers are called {receiver.name!r}")
             seen.add(receiver.name)
             written = [
                 field for field, secret in receiver.secrets().items() if isinstance(secret, Given | Kept)
             ]
             if written:
-                raise ValueError(
+                raise _fault(
+                    ("receivers", place, written[0]),
                     f"receiver {receiver.name!r}: {written[0]} is a secret, which does not stand in a file: "
-                    "write {env: NAME} or {file: PATH}"
+                    "write {env: NAME} or {file: PATH}",
                 )
         return receivers
 
@@ -55,7 +59,8 @@ class ReceiverFile(BaseModel):
     def _routes_lead_somewhere(self) -> ReceiverFile:
         unknown = sorted(self.route.receivers() - self.names)
         if unknown:
-            raise ValueError(f"the route names receivers that are not there: {', '.join(unknown)}")
+            place = next(loc for loc, name in _named(self.route, ("route",)) if name == unknown[0])
+            raise _fault(place, f"the route names receivers that are not there: {', '.join(unknown)}")
         return self
 
     @property
@@ -66,6 +71,19 @@ class ReceiverFile(BaseModel):
     def find(self, name: str) -> AnyReceiver | None:
         """The receiver of a name."""
         return next((receiver for receiver in self.receivers if receiver.name == name), None)
+
+
+def _fault(place: Loc, words: str) -> PydanticCustomError:
+    """What is wrong with a part of the file that a validator of the whole has found."""
+    return PydanticCustomError("receivers_file", "{words}", {"words": words, _PLACE: place})
+
+
+def _named(node: RouteNode, place: Loc) -> Iterator[tuple[Loc, str]]:
+    """Where a tree names which receiver."""
+    if node.receiver:
+        yield (*place, "receiver"), node.receiver
+    for number, child in enumerate(node.routes):
+        yield from _named(child, (*place, "routes", number))
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,13 @@ def text_of(path: Path) -> str:
         raise ConfigError(f"receivers file {path}: cannot be read ({error})", "check the path") from error
 
 
+def line_of(text: str, name: str, field: str) -> int:
+    """The line on which a receiver of a file that can be used has a field; the receiver's own where it has none."""
+    held = data_of(text)["receivers"]
+    number = next(number for number, receiver in enumerate(held) if receiver["name"] == name)
+    return Places.of(text).line(("receivers", number, field))
+
+
 def check(text: str) -> ReceiverFile | list[Fault]:
     """A file's receivers and route, or all that is wrong with it, by line. No fault repeats what may be a secret."""
     try:
@@ -125,7 +150,8 @@ def check(text: str) -> ReceiverFile | list[Fault]:
         for fault in error.errors(include_input=False, include_url=False):
             words = fault["msg"].removeprefix("Value error, ")
             place = ".".join(str(part) for part in fault["loc"])
-            faults.append(Fault(places.line(fault["loc"]), f"{place}: {words}" if place else words))
+            where = fault.get("ctx", {}).get(_PLACE, fault["loc"])
+            faults.append(Fault(places.line(where), f"{place}: {words}" if place else words))
         return sorted(faults, key=lambda fault: fault.line)
     except RecursionError:
         return [Fault(1, "nested too deeply")]

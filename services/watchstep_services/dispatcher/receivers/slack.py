@@ -43,7 +43,7 @@ def send(_receiver: SlackReceiver, letter: Letter, outside: Outside) -> Tried:
 
 
 def message(letter: Letter) -> dict[str, Any]:
-    """The message: what, where, why, and a link to the evidence."""
+    """The message: what, where, why, and how to see the evidence."""
     told = letter.notification
     blocks: list[dict[str, Any]] = [
         {"type": "header", "text": {"type": "plain_text", "text": letter.title[:_HEADER], "emoji": False}}
@@ -58,7 +58,10 @@ def message(letter: Letter) -> dict[str, Any]:
         {
             "type": "context",
             "elements": [
-                {"type": "mrkdwn", "text": f"{_link(told.run_url, 'Evidence')} · {_escape(told.id)}"}
+                {
+                    "type": "mrkdwn",
+                    "text": f"`{_escape(told.command)}` · {_link(told.run_url, 'in the API')} · {_escape(told.id)}",
+                }
             ],
         }
     )

@@ -41,7 +41,8 @@ ALERT_FIELDS: dict[str, str] = {
 FIELDS: dict[str, str] = {
     "project": "the project",
     "run": "the run's id; empty where the alerts are of several runs",
-    "run_url": "the run's address",
+    "run_url": "the run's address on the API, which asks for a token and answers in JSON",
+    "command": "what shows the alerts in a terminal",
     "status": "firing or resolved",
     "STATUS": "FIRING or RESOLVED",
     "count": "how many alerts",
@@ -56,7 +57,7 @@ TEXT_FIELDS = {**FIELDS, "alerts": "each alert, by the template for one"}
 """What may stand in a text."""
 
 DEFAULT_TITLE = "[{STATUS}] {name} ({severity}) {project}/{run}{more}"
-DEFAULT_TEXT = "{alerts}\n\n{run_url}"
+DEFAULT_TEXT = "{alerts}\n\n{command}\n{run_url}"
 DEFAULT_ALERT = (
     "{title}\n  message {message}\n  seen    {seen}\n  where   {where}\n  against {against}\n  since   {since}\n"
     "  usually {causes}\n  try     {try}"
@@ -125,6 +126,7 @@ def _values(notification: Notification) -> dict[str, str]:
         "project": notification.project,
         "run": notification.run,
         "run_url": notification.run_url,
+        "command": notification.command,
         "status": notification.status,
         "STATUS": notification.status.upper(),
         "count": str(len(notification.alerts)),

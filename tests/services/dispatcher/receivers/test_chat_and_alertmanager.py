@@ -32,7 +32,7 @@ def test_a_message_says_what_where_why_and_leads_to_the_evidence(server: HttpSer
     ):
         assert words in first
     assert more["text"]["text"] == "and 2 more"
-    assert f"<{told.run_url}|Evidence>" in context["elements"][0]["text"]
+    assert f"`{told.command}` · <{told.run_url}|in the API>" in context["elements"][0]["text"]
     for block in attachment["blocks"][1:-1]:
         assert len(block["text"]["text"]) <= 3000
     send(SLACK, outside(url=server.url), sample("resolved"))

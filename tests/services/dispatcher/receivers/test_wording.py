@@ -21,7 +21,8 @@ def test_what_is_told_by_default() -> None:
     title, text = word(sample(alerts=2), Templates())
     assert title == "[FIRING] no-nans (critical) vision/run-1, and 1 more"
     assert text.count("seen    3 of 64 elements are NaN") == 2
-    assert text.endswith(sample().run_url)
+    shown = "watchstep runs alerts vision/run-1 --service http://watch.example"
+    assert text.endswith(f"{shown}\n{sample().run_url}")
 
 
 def test_every_field_has_a_value() -> None:
