@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,20 +19,20 @@ from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_n
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns
-from watchstep.reading.index import RunIndex, Want
+from watchstep.reading.index import RunIndex
+from watchstep.reading.losses import losses_of
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 from watchstep.reading.run_state import state_of
+from watchstep.reading.scan import Want
 from watchstep.reading.sql import query
 from watchstep.reading.tensor import Tensor
+from watchstep.reading.waiting import steps_that_come
 from watchstep.snapshot import Snapshot, open_snapshot
 from watchstep.store import Store
-from watchstep.tensors import LOSSES, MODES, Mode, TensorInfo
+from watchstep.tensors import MODES, Mode, TensorInfo
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 2.0
 
 
 def open_run(url: str | os.PathLike[str] | Store) -> Run:
@@ -204,32 +203,7 @@ class Run:
 
     def losses(self) -> pa.Table:
         """All losses: step, mode, worker, name, value; null where the loss was not finite."""
-        import pyarrow as pa
-
-        wanted = frozenset(info.name for info in self._index.tensors() if LOSSES in info.collections)
-        held = self._index.consistently(lambda: self._index.collect(Want(("mean",), wanted)))
-        names = [info.name for info in self._index.tensors()]
-        ranks = np.empty(len(names), np.int64)
-        ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
-        order = np.lexsort((ranks[held["tensor"]], held["mode"], held["worker"], held["step"]))
-        return pa.table(
-            {
-                "step": held["step"][order],
-                "mode": [MODES[mode] for mode in held["mode"][order]],
-                "worker": held["worker"][order].astype(np.int32),
-                "name": [names[tensor] for tensor in held["tensor"][order]],
-                "value": pa.array(held["mean"][order], from_pandas=True),
-            },
-            schema=pa.schema(
-                [
-                    ("step", "int64"),
-                    ("mode", "string"),
-                    ("worker", "int32"),
-                    ("name", "string"),
-                    ("value", "float64"),
-                ]
-            ),
-        )
+        return losses_of(self._index)
 
     def series(
         self,
@@ -397,23 +371,7 @@ class Run:
             Those of the steps that are there: fewer than asked where the run ended or the time was up. A step is
             there as soon as one worker recorded it.
         """
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        pause = _FIRST_PAUSE
-        while True:
-            ended = self._has_ended()
-            if self.refresh():
-                pause = _FIRST_PAUSE
-            known = set(self.steps(mode))
-            there = [step for step in steps if step in known]
-            if len(there) == len(steps) or ended or time.monotonic() >= deadline:
-                return there
-            time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-            pause = min(_LONGEST_PAUSE, 2 * pause)
-
-    def _has_ended(self) -> bool:
-        """Whether every attempt that wrote something has a worker that ended."""
-        ended = {entry.key.removeprefix(ENDS).split("/")[0] for entry in self._store.entries(ENDS)}
-        return bool(self.attempts) and set(self.attempts) <= ended
+        return steps_that_come(self, steps, mode, timeout)
 
     def _infos(self) -> list[TensorInfo]:
         return sorted(self._index.tensors(), key=lambda info: (info.order, info.name))
