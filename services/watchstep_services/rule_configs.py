@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from watchstep_rules.config import RuleConfig
@@ -29,9 +29,10 @@ def put_all(
     """Give a run the owner's rule configs, its project's, and those that are asked for.
 
     Of one name, an operator's stands for the project's and the owner's, and the project's for the owner's. A recorder's keep
-    no other quiet, and are left out where the same judges already.
+    no other quiet, and are left out where the same judges already. An evaluation under way begins anew where something changed.
     """
     held = _held(session, run)
+    before = {name: row.data for name, row in held.items()}
     if origin == "operator":
         for config in asked:
             _put(session, run, "operator", config, held)
@@ -45,6 +46,8 @@ def put_all(
         for config in asked:
             if _without_actions(config) not in plain:
                 _put(session, run, "recorder", config.without_inhibits(), held)
+    if before and {name: row.data for name, row in held.items()} != before:
+        _fence(session, run)
 
 
 def put_one(session: Session, run: Run, config: RuleConfig) -> None:
@@ -120,7 +123,6 @@ def _retire(row: RuleConfigRow) -> None:
 
 def _fence(session: Session, run: Run) -> None:
     """Have an evaluation that began under other rules write nothing; the next one comes at once."""
-    run.epoch += 1
-    run.lease_until_ns = 0
     session.flush()
+    session.execute(update(Run).where(Run.id == run.id).values(epoch=Run.epoch + 1, lease_until_ns=0))
     hint(session, run.id)

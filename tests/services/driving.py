@@ -29,6 +29,7 @@ from watchstep_services.database.records import hint, put_segment
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.evaluator.evaluate import Evaluation, evaluate
 from watchstep_services.evaluator.history import HistoryCache
+from watchstep_services.evaluator.remembered import RememberedCache
 from watchstep_services.registration import register
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
@@ -60,7 +61,7 @@ class Driven:
 
     def restarted(self) -> Driven:
         """The same service in a new process: nothing in memory."""
-        return Driven(replace(self.service, histories=HistoryCache()))
+        return Driven(replace(self.service, histories=HistoryCache(), remembered=RememberedCache()))
 
     def register(self, run: str = "run-1", rules: Sequence[RuleConfig] = ()) -> int:
         """Register a run as a recorder would."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Engine, select
+from sqlalchemy import BigInteger, Dialect, Engine, select
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
@@ -43,6 +43,11 @@ def replace_clock(engine: Engine, expression: str) -> None:
     """
     setattr(engine.dialect, _REPLACED, expression)
     engine.clear_compiled_cache()
+
+
+def clock_expression(dialect: Dialect) -> str:
+    """The time in an engine's SQL, for statements that are written as text."""
+    return str(now_ns().compile(dialect=dialect))
 
 
 def read_clock(session: Session) -> int:

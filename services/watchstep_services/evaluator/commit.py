@@ -30,6 +30,7 @@ from watchstep_services.evaluator.judging import Judged
 from watchstep_services.evaluator.memories import write_memories
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.plan import Gap
+from watchstep_services.evaluator.quiet_commit import commit_quietly, is_quiet
 from watchstep_services.evaluator.rule_health import tell_health
 from watchstep_services.evaluator.seals import AttemptProgress, SealDecision, writers_as_data
 from watchstep_services.points import reach
@@ -74,10 +75,12 @@ class Committed:
     Attributes:
         actions: ids of the actions that it caused.
         hinted: a hint came while the run was held, whose message may have found it held: it is to be looked at again.
+        told: by rule config, the health that was last told of.
     """
 
     actions: list[int]
     hinted: bool
+    told: dict[int, str | None]
 
 
 def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
@@ -85,6 +88,14 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
 
     Then nothing was written.
     """
+    if is_quiet(service, outcome):
+        came = commit_quietly(service, held, outcome, _read(held, outcome.collected))
+        told = {one.row.id: one.told for one in outcome.judged}
+        return None if came is None else Committed([], came != held.hints, told)
+    return _commit_in_steps(service, held, outcome)
+
+
+def _commit_in_steps(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
     with service.database.write() as session:
         moved = _move(session, held, outcome, service.worker)
         if moved is None:
@@ -102,12 +113,14 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
             place.attempt,
             {one.row.id: one.kept for one in outcome.judged if one.changed and one.row.id in known},
         )
+        told: dict[int, str | None] = {}
         for judged in outcome.judged:
             memory = _remember(session, place.attempt, judged, known.get(judged.row.id))
             tell_health(session, place, judged, memory, sealed)
+            told[judged.row.id] = memory.told_health
         actions = publish(service, session, place, outcome.judged, sealed)
         reach("evaluate.writing", held)
-        return Committed(actions, hints != held.hints)
+        return Committed(actions, hints != held.hints, told)
 
 
 _RUN = Run.__table__.c
@@ -163,10 +176,7 @@ _READ = (
 
 
 def _segments(session: Session, held: Claim, collected: Collected, now: int, before: dict[str, Any]) -> None:
-    read = [
-        {"row_id": entry.row_id, "position": held.journal + place, "ranks": _ranks(block)}
-        for place, (entry, block) in enumerate(collected.blocks)
-    ]
+    read = _read(held, collected)
     if read:
         session.connection().execute(_READ, read)
     for entry, problem in collected.corrupt:
@@ -190,6 +200,14 @@ def _segments(session: Session, held: Claim, collected: Collected, now: int, bef
             .values(health=health)
             .execution_options(synchronize_session=False)
         )
+
+
+def _read(held: Claim, collected: Collected) -> list[dict[str, Any]]:
+    """Of each segment that was read its row, its position in the journal, and its ranks."""
+    return [
+        {"row_id": entry.row_id, "position": held.journal + place, "ranks": _ranks(block)}
+        for place, (entry, block) in enumerate(collected.blocks)
+    ]
 
 
 def _ranks(block: Block) -> list[list[int]]:

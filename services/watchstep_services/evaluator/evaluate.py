@@ -116,6 +116,9 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
     seen.committed(held, outcome)
     key = (held.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, history.lookback, history.rows)
+    service.remembered.put(
+        key, held.epoch, [one.committed(done.told.get(one.row.id)) for one in outcome.judged]
+    )
     more = outcome.collected.more or done.hinted
     return Evaluation("committed", more, tuple(done.actions), history.steady)
 
@@ -147,7 +150,7 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
         attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt, held)
-    configs = ticks.load_configs(service, held.run_id, collected.attempt)
+    configs = ticks.held_configs(service, held, collected.attempt)
     depth = lookback(configs)
     before = _history(service, held, run_store, attempt, depth)
 

@@ -22,13 +22,17 @@ from watchstep_services.database.models import RuleConfigRow
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rule config of a run with what it remembers, also as the text that is kept; no config where its data is no longer valid."""
+    """A rule config of a run with what it remembers, also as the text that is kept; no config where its data is no longer valid.
+
+    ``told`` is the health that was last told of; None where nothing is kept of the attempt yet.
+    """
 
     row: RuleConfigRow
     config: RuleConfig | None
     memory: RuleMemory
     problem: str = ""
     kept: str = ""
+    told: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,21 @@ class Judged:
     transitions: list[Transition]
     seconds: float = 0.0
     changed: bool = True
+    told: str | None = None
+    problem: str = ""
+
+    def committed(self, told: str | None) -> Loaded:
+        """What the next evaluation loads, once this is committed and a health was told of."""
+        return Loaded(self.row, self.config, self.memory, self.problem, self.kept, told)
 
 
-def load_config(row: RuleConfigRow, memory: str | None) -> Loaded:
+def load_config(row: RuleConfigRow, memory: str | None, told: str | None = None) -> Loaded:
     """A rule config from the database. One that this version cannot read is told as the rule's health."""
     held = memory_of(memory)
     try:
-        return Loaded(row, _config_of(json.dumps(row.data, sort_keys=True)), held, kept=memory or "")
+        return Loaded(row, _config_of(json.dumps(row.data, sort_keys=True)), held, "", memory or "", told)
     except Exception as error:  # noqa: BLE001 - one that cannot be read must not stop the others
-        return Loaded(row, None, held, str(error).replace("\n", " ")[:500], memory or "")
+        return Loaded(row, None, held, str(error).replace("\n", " ")[:500], memory or "", told)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,16 +95,26 @@ def judge_all(configs: list[Loaded], history: Block, arrived: Block, progress: P
 
 def _judged(held: Loaded, verdict: Verdict) -> Judged:
     if verdict.memory is held.memory and held.kept:
-        return Judged(held.row, held.config, held.memory, held.kept, [], [], verdict.seconds, changed=False)
+        return Judged(
+            held.row,
+            held.config,
+            held.memory,
+            held.kept,
+            [],
+            [],
+            verdict.seconds,
+            changed=False,
+            told=held.told,
+        )
     try:
         kept = verdict.memory.model_dump_json()
     except Exception as error:  # noqa: BLE001 - a state that cannot be kept is its rule's fault, and must not stop the others
         told = failed(held.memory, error)
-        return Judged(held.row, held.config, told, told.model_dump_json(), [], [])
+        return Judged(held.row, held.config, told, told.model_dump_json(), [], [], told=held.told)
     said = (verdict.findings, verdict.transitions)
-    return Judged(held.row, held.config, verdict.memory, kept, *said, seconds=verdict.seconds)
+    return Judged(held.row, held.config, verdict.memory, kept, *said, seconds=verdict.seconds, told=held.told)
 
 
 def _unreadable(held: Loaded) -> Judged:
     told = held.memory.model_copy(update={"health": Health.ERROR, "problem": held.problem})
-    return Judged(held.row, None, told, told.model_dump_json(), [], [])
+    return Judged(held.row, None, told, told.model_dump_json(), [], [], told=held.told, problem=held.problem)

@@ -41,17 +41,35 @@ def tell_health(session: Session, place: Place, judged: Judged, kept: Memory, se
         kept: its row of the attempt.
         sealed: the last step that every worker has passed.
     """
+    if not has_news(judged.config, judged.memory, kept.told_health, sealed):
+        return
     health = judged.memory.health
-    told = kept.told_health
-    if health is Health.ERROR and told != health.value:
+    if health is Health.ERROR:
         _tell(session, place, judged.row, judged.memory, kept)
-    elif health is Health.OK and told:
+    elif health is Health.OK:
         _tell(session, place, judged.row, judged.memory, kept)
         kept.told_health = ""
-    elif health is Health.NO_DATA and not told and sealed >= NO_DATA_STEPS and _is_chosen(judged.config):
+    else:
         if not _was_told(session, judged.row.id):
             _tell(session, place, judged.row, judged.memory, kept)
         kept.told_health = health.value
+
+
+def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, sealed: int) -> bool:
+    """Whether `tell_health` has something to tell, or to note.
+
+    Args:
+        config: the rule config.
+        memory: what it remembers.
+        told: the health that was last told of.
+        sealed: the last step that every worker has passed.
+    """
+    health = memory.health
+    if health is Health.ERROR:
+        return told != Health.ERROR.value
+    if health is Health.OK:
+        return bool(told)
+    return not told and sealed >= NO_DATA_STEPS and _is_chosen(config)
 
 
 def tell_silent(session: Session, place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from sqlalchemy import String, bindparam, select
@@ -12,7 +13,8 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.judge import RuleMemory, due_ns
 from watchstep_rules.registry import find_rule
 from watchstep_services.database.models import Attempt, Memory, RuleConfigRow, Run
-from watchstep_services.evaluator.judging import Loaded, load_config
+from watchstep_services.evaluator.claim import Claim
+from watchstep_services.evaluator.judging import Loaded, load_config, memory_of
 from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.service import Service
 
@@ -33,12 +35,21 @@ def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bo
     """The rule configs of a run, with what they remember of an attempt; all, or those that watch the clock."""
     with service.database.read() as session:
         rows = session.execute(_CONFIGS, {"of_run": run_id, "named": attempt}).all()
-    return [load_config(row, memory) for row, memory in rows if not only_clocks or _watches(row.rule)]
+    return [load_config(*row) for row in rows if not only_clocks or _watches(row[0].rule)]
+
+
+def held_configs(service: Service, held: Claim, attempt: str) -> list[Loaded]:
+    """The same for a run that is claimed: from this process where it is what the database holds."""
+    known = service.remembered.get((held.run_id, attempt), held.epoch)
+    if known is None:
+        return load_configs(service, held.run_id, attempt)
+    # Read anew from its text, as if it came from the database: one way in, whatever a rule left in its state.
+    return [replace(one, memory=memory_of(one.kept)) for one in known]
 
 
 # Made once: every evaluation asks it.
 _CONFIGS = (
-    select(RuleConfigRow, Memory.memory)
+    select(RuleConfigRow, Memory.memory, Memory.told_health)
     .outerjoin(
         Memory,
         (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == bindparam("named", type_=String())),
