@@ -168,9 +168,7 @@ class Faults:
         marked = path.with_suffix(".since")
         pid = int(taken["pid"])
         if resumed.exists():
-            since = marked.read_text() if marked.exists() else None
-            wrote = audit.written_by(engine, pid, since) if since else ["resumed by somebody else"]
-            self.done.wrote += [f"{taken} wrote {what}" for what in wrote]
+            self._hold_to_account(engine, taken, marked)
             self.done.others["pauses past the lease"] += 1
             self.done.fenced += json.loads(resumed.read_text())["point"] in {
                 "evaluate.fenced", "dispatch.recorded"
@@ -178,12 +176,21 @@ class Faults:
             self.done.kills["after a pause"] += 1
             return True
         if not _exists(pid):
+            self._hold_to_account(engine, taken, marked)
             self.done.others["killed while paused"] += 1
             return True
         if not marked.exists() and _lost(engine, taken):
             marked.write_text(str(audit.clock(engine)))
             os.kill(pid, signal.SIGCONT)
+        elif marked.exists() and time.time() - marked.stat().st_mtime > _PATIENCE:
+            os.kill(pid, signal.SIGKILL)  # its work broke off where no point is
         return False
+
+    def _hold_to_account(self, engine: Engine, taken: dict[str, Any], marked: Path) -> None:
+        """Note what a process wrote of what was another's when it went on."""
+        if marked.exists():
+            wrote = audit.written_by(engine, taken, marked.read_text())
+            self.done.wrote += [f"{taken} wrote: {what}" for what in wrote]
 
     def _kill_a_child(self, worker: str) -> None:
         assert self.parts is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -32,12 +33,12 @@ class PointListener:
     def __init__(self, folder: Path, harness: str) -> None:
         self._points, self._taken = folder / "points", folder / "taken"
         self._harness = harness
-        self._paused = ""
+        self._paused, self._thread = "", 0
 
     def __call__(self, name: str, subject: object) -> None:
         """A point is reached."""
-        if self._paused and name not in _OVER:
-            return
+        if self._paused and (name not in _OVER or threading.get_ident() != self._thread):
+            return  # work of its other threads has leases of its own
         if self._paused:
             note = {"point": name, "pid": os.getpid()}
             self._note(f"{self._paused}.resumed", note)
@@ -60,7 +61,7 @@ class PointListener:
         if effect == KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         elif effect == PAUSE:
-            self._paused = token
+            self._paused, self._thread = token, threading.get_ident()
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             request = urllib.request.Request(f"{self._harness}/faults/{effect}", b"", method="POST")
