@@ -119,7 +119,7 @@ def _behind(orders: Sequence[Order], place: Sequence[Any]) -> ColumnElement[bool
     return or_(*cases)
 
 
-def _asked(
+async def _asked(
     request: Request,
     response: Response,
     limit: Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Most items of the page.")] = 100,

@@ -45,7 +45,7 @@ class Place:
     key: SnapshotKey
 
 
-def _place(
+async def _place(
     project: str,
     run: str,
     attempt: Annotated[str, Path(max_length=128)],

@@ -66,7 +66,7 @@ class Queries:
             yield store
 
 
-def _queries(request: Request) -> Queries:
+async def _queries(request: Request) -> Queries:
     held = request.app.state.queries
     assert isinstance(held, Queries)
     return held

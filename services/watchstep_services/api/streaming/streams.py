@@ -61,7 +61,7 @@ class Streams:
             self._loop.call_soon_threadsafe(self._closing.set)
 
 
-def _streams(request: Request) -> Streams:
+async def _streams(request: Request) -> Streams:
     held = request.app.state.streams
     assert isinstance(held, Streams)
     return held
