@@ -5,14 +5,19 @@ The check stands before the application, so that nothing of a request is read fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from watchstep_services.api.direct import Direct
+from watchstep_services.api.known_tokens import KnownTokens
 from watchstep_services.api.policies import Policy, Routes, open_to_all, permits, policy_of
 from watchstep_services.api.problems import RefusedError, answer_to
 from watchstep_services.api.rate_limits import RateLimits
@@ -27,6 +32,13 @@ _IDENTITY = "watchstep.identity"
 _bearer = HTTPBearer(auto_error=False, description="A Watchstep token.")
 
 
+@dataclass(frozen=True)
+class _Admitted:
+    route: Route
+    policy: Policy
+    values: dict[str, Any]
+
+
 class Gate:
     """ASGI: lets a request through to its route, or answers why not.
 
@@ -35,13 +47,25 @@ class Gate:
         service: whose tokens count.
         routes: all that there are.
         limits: how often may be asked.
+        known: tokens that were looked up a moment ago.
+        direct: what answers the good requests of some endpoints.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, routes: Routes, limits: RateLimits) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        routes: Routes,
+        limits: RateLimits,
+        known: KnownTokens,
+        direct: Mapping[object, Direct[Any]],
+    ) -> None:
         self._app = app
         self._service = service
         self._routes = routes
         self._limits = limits
+        self._known = known
+        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -51,20 +75,32 @@ class Gate:
         if scope["type"] != "http":
             return  # nothing here speaks anything else; the server ends the connection
         try:
-            most = await self._admit(scope)
+            admitted = await self._admit(scope)
         except Exception as error:  # noqa: BLE001 - no handler of the application stands around this
             await answer_to(Request(scope), error)(scope, receive, send)
             return
-        await self._app(scope, limited(receive, most), send)
+        receive = limited(receive, admitted.policy.most_bytes)
+        direct = self._direct.get(admitted.route.endpoint)
+        if direct is None:
+            await self._app(scope, receive, send)
+        else:
+            scope["route"] = admitted.route
+            await direct.answer(scope, receive, send, admitted.values, self._app)
 
-    async def _admit(self, scope: Scope) -> int:
-        """Let a request in; returns how large its body may be."""
+    async def _admit(self, scope: Scope) -> _Admitted:
+        """Let a request in."""
         check_head(scope)
-        endpoint, values, methods = self._routes.find(scope)
+        route, values, methods = self._routes.find(scope)
+        endpoint = None if route is None else route.endpoint
         policy = policy_of(endpoint)
         if policy is None or policy.permission is not None:
             permission = None if policy is None else policy.permission
-            identity = await run_in_threadpool(self._identify, scope, permission)
+            token = _shown_token(scope)
+            identity = self._known.find(token)
+            if identity is None:
+                identity = await run_in_threadpool(self._identify, scope, token, permission)
+            elif not self._limits.spared(identity, permission):
+                await run_in_threadpool(self._limits.take, identity, permission)
             if endpoint is None:
                 _refuse_unknown(scope, methods)
             if policy is None or policy.permission is None:
@@ -72,14 +108,14 @@ class Gate:
             _check(identity, policy, policy.permission, values)
             scope[_IDENTITY] = identity
         check_length(scope, policy.most_bytes)
-        return policy.most_bytes
+        assert route is not None, "what has a policy is a route"
+        return _Admitted(route, policy, values)
 
-    def _identify(self, scope: Scope, permission: Permission | None) -> Identity:
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        token = token.strip() if scheme.lower() == "bearer" else ""
+    def _identify(self, scope: Scope, token: str, permission: Permission | None) -> Identity:
         client = scope.get("client")
         address = client[0] if client else "of a socket"
         self._limits.check_address(address, token)
+        began = self._known.now()
         identity = identify(self._service.database, token) if token else None
         if identity is None:
             self._limits.note_failure(address)
@@ -88,9 +124,15 @@ class Gate:
                 "no token, or one that is not known, was revoked or has expired",
                 "send a valid one as bearer token; the command line and the client take it from WATCHSTEP_TOKEN",
             )
+        self._known.keep(token, identity, began)
         self._limits.note_success(token)
         self._limits.take(identity, permission)
         return identity
+
+
+def _shown_token(scope: Scope) -> str:
+    scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:
@@ -137,15 +179,20 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def _caller(request: Request) -> Identity:
+async def _served(request: Request) -> Service:
+    # Coroutines, this and the others that do nothing: what is none is called in a thread, which costs more than it does.
+    return service_of(request)
+
+
+async def _caller(request: Request) -> Identity:
     identity = request.scope.get(_IDENTITY)
     assert isinstance(identity, Identity), "an endpoint that asks who calls must not be open to all"
     return identity
 
 
-def document_token(_: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> None:
+async def document_token(_: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> None:
     """Tells the OpenAPI document that a token is asked for; `Gate` has looked at it already."""
 
 
 Caller = Annotated[Identity, Depends(_caller)]
-Served = Annotated[Service, Depends(service_of)]
+Served = Annotated[Service, Depends(_served)]

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from sqlalchemy import update
 
 from watchstep.errors import ConfigError
 from watchstep.layout import SegmentKey, WriterId, check_name
 from watchstep_services import metrics
 from watchstep_services.api.access import Served, permits
-from watchstep_services.api.lookup import find_open_run
+from watchstep_services.api.direct import Direct
+from watchstep_services.api.lookup import hold_open_run
 from watchstep_services.api.models import Announced, AnnouncementInput, ControlData
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.models import Run
-from watchstep_services.database.records import hint, put_segment
+from watchstep_services.database.records import RUNS, hint, put_segment
 from watchstep_services.points import reach
+from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/announcements", tags=["recording"])
 
 _WRITERS_WITH_HEALTH = 1024
 _HEALTH_BYTES = 1024 * 1024  # of all writers of a run: its row is read whenever the run is looked at
+_THREADS = 8
 _LAGS_SECONDS = 1.0
 _LONGEST_PAUSE = 10.0
 
@@ -40,10 +42,24 @@ def pause_seconds(lag_ns: int) -> float:
     return 0.0 if lag < _LAGS_SECONDS else min(_LONGEST_PAUSE, 2 * lag)
 
 
-@router.post("", summary="Announce a segment")
+@router.post("", summary="Announce a segment", response_model=Announced)
 @permits("record")
-def announce(project: str, run: str, body: AnnouncementInput, service: Served) -> Announced:
+def announce(project: str, run: str, body: AnnouncementInput, service: Served) -> Response:
     """Put a segment into the inbox. Whether it exists, and what it holds, only the store says. Archived projects take none."""
+    return Response(_taken_in(service, project, run, body), media_type="application/json")
+
+
+def direct(service: Service) -> Direct[AnnouncementInput]:
+    """The same, for `access.Gate`."""
+    return Direct(
+        AnnouncementInput,
+        lambda values, body: _taken_in(service, values["project"], values["run"], body),
+        _THREADS,
+    )
+
+
+def _taken_in(service: Service, project: str, run: str, body: AnnouncementInput) -> bytes:
+    """Take a segment in; returns the answer."""
     # The key is made here from checked parts; a recorder names no key.
     writer = WriterId(
         check_name("attempt", body.attempt), check_name("node", body.node), check_name("writer", body.writer)
@@ -52,36 +68,41 @@ def announce(project: str, run: str, body: AnnouncementInput, service: Served) -
         raise ConfigError(f"steps {body.first} to {body.last}: none", "announce the first and the last step")
     key = SegmentKey(writer, body.seq, body.first, body.last)
     with service.database.write() as session:
-        row = find_open_run(session, project, run)
-        now = read_clock(session)
-        waiting = row.due_ns is not None and row.due_ns <= now
-        pause = pause_seconds(now - (row.due_ns or now) if waiting else 0)
-        said: dict[str, Any] = {"heard_ns": now}
+        row = hold_open_run(session, project, run)
+        waiting = row.due_ns is not None and row.due_ns <= row.now_ns
+        pause = pause_seconds(row.now_ns - (row.due_ns or row.now_ns) if waiting else 0)
+        said: dict[str, Any] = {"heard_ns": row.now_ns}
         if row.quiet_ns:
-            said["look_ns"] = now + row.quiet_ns
-        before = None
-        if body.health:
-            held = dict(row.health.get("recorders", {}))
-            before = held.get(f"{writer.node}/{writer.writer}", {})
-            held[f"{writer.node}/{writer.writer}"] = body.health
-            if len(held) <= _WRITERS_WITH_HEALTH and len(json.dumps(held)) <= _HEALTH_BYTES:
-                said["health"] = {**row.health, "recorders": held}
-        fresh = put_segment(session, row.id, key, now)
+            said["look_ns"] = row.now_ns + row.quiet_ns
+        health, before = _with_health(row.health, f"{writer.node}/{writer.writer}", body.health)
+        if health is not None:
+            said["health"] = health
+        fresh = put_segment(session, row.id, key, row.now_ns)
         if fresh:
             hint(session, row.id, asked=True, also=said)
         else:
-            session.execute(
-                update(Run)
-                .where(Run.id == row.id)
-                .values(**said)
-                .execution_options(synchronize_session=False)
-            )
+            session.execute(update(RUNS).where(RUNS.c.id == row.id).values(said))
         reach("announce.accepting", row.id)
-        run_id, control, holder = row.id, row.control, row.holder
-    reach("announce.accepted", run_id)
+    reach("announce.accepted", row.id)
     metrics.ANNOUNCEMENTS.labels("fresh" if fresh else "known").inc()
     if before is not None:
         metrics.recorder_said(before, body.health)
     if fresh and not waiting:  # else it stands in the line already, by an earlier message
-        service.notifier.run_changed(run_id, holder)
-    return Announced(control=ControlData.model_validate(control), pause_seconds=pause)
+        service.notifier.run_changed(row.id, row.holder)
+    # Not by the framework, which would check it once more.
+    told = Announced(control=ControlData.model_validate(row.control), pause_seconds=pause)
+    return told.model_dump_json().encode()
+
+
+def _with_health(
+    held: Mapping[str, Any], writer: str, said: dict[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """A run's health with what a writer says of itself, None where it stays; and what it said before, None where it says nothing."""
+    if not said:
+        return None, None
+    recorders = dict(held.get("recorders", {}))
+    before = recorders.get(writer, {})
+    recorders[writer] = said
+    if len(recorders) > _WRITERS_WITH_HEALTH or len(json.dumps(recorders)) > _HEALTH_BYTES:
+        return None, before
+    return {**held, "recorders": recorders}, before

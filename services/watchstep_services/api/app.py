@@ -36,6 +36,7 @@ from watchstep_services.api import (
     tokens,
 )
 from watchstep_services.api.access import Gate, document_token
+from watchstep_services.api.known_tokens import KnownTokens
 from watchstep_services.api.observation import Observed
 from watchstep_services.api.policies import Routes
 from watchstep_services.api.queries.state import Queries
@@ -99,6 +100,15 @@ def create_app(service: Service) -> FastAPI:
         policies.describe(part.router)
         app.include_router(part.router, dependencies=policies.documented(part.router, document_token))
     routes = Routes((*own, *(route for part in PARTS for route in part.router.routes)))
-    app.add_middleware(Gate, service=service, routes=routes, limits=rate_limits(service.settings))
+    app.state.known_tokens = KnownTokens()
+    limits = rate_limits(service.settings)
+    app.add_middleware(
+        Gate,
+        service=service,
+        routes=routes,
+        limits=limits,
+        known=app.state.known_tokens,
+        direct={announcements.announce: announcements.direct(service)},
+    )
     app.add_middleware(Observed)
     return app

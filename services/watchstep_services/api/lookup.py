@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep.layout import check_name, run_prefix
 from watchstep.store import Store
+from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Project, Run, Standing
 from watchstep_services.service import Service
 from watchstep_services.tenancy.projects import archived
@@ -27,22 +31,56 @@ def find_run(session: Session, project: str, run: str) -> Run:
     return row
 
 
-def find_open_run(session: Session, project: str, run: str) -> Run:
-    """The run's row, of a project that takes what is recorded.
+@dataclass(frozen=True)
+class HeldRun:
+    """What an announcement needs of a run; nobody else writes it until the transaction ends.
+
+    Attributes:
+        now_ns: by the database's clock.
+    """
+
+    id: int
+    due_ns: int | None
+    quiet_ns: int
+    health: dict[str, Any]
+    control: dict[str, Any]
+    holder: str
+    now_ns: int
+
+
+# One query, made once: every announcement comes by here. What refers to the run need not wait for it.
+_HELD = (
+    select(
+        Run.id,
+        Run.due_ns,
+        Run.quiet_ns,
+        Run.health,
+        Run.control,
+        Run.holder,
+        now_ns().label("now_ns"),
+        Project.archived_ns,
+    )
+    .join(Project, Project.name == Run.project)
+    .where(Run.project == bindparam("project"), Run.run == bindparam("run"))
+    .with_for_update(of=Run, key_share=True)
+)
+
+
+def hold_open_run(session: Session, project: str, run: str) -> HeldRun:
+    """A run of a project that takes what is recorded, locked.
 
     Raises:
         BadNameError, NotFoundError: as `find_run`.
         ConflictError: the project is archived.
     """
     run_prefix(project, run)
-    # One query: every announcement comes by here.
-    named = select(Run, Project.archived_ns).join(Project, Project.name == Run.project)
-    found = session.execute(named.where(Run.project == project, Run.run == run)).one_or_none()
+    found = session.execute(_HELD, {"project": project, "run": run}).one_or_none()
     if found is None:
         raise _unknown(project, run)
-    if found[1] is not None:
+    *held, archived_ns = found
+    if archived_ns is not None:
         raise archived(project)
-    return found[0]
+    return HeldRun(*held)
 
 
 def _unknown(project: str, run: str) -> NotFoundError:

@@ -20,6 +20,7 @@ PERMISSION = "x-watchstep-permission"
 REACH = "x-watchstep-reach"
 """Of an operation: ``all projects`` where a token of one project is not enough."""
 
+_MOST_PARTS = 16
 _POLICY = "_watchstep_policy"
 _OPEN = "none"
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
@@ -104,22 +105,43 @@ class Routes:
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
         self._routes = tuple(route for route in routes if isinstance(route, Route))
+        self._last_words = frozenset(route.path.rpartition("/")[2] for route in self._routes)
+        self._shaped: dict[tuple[int, str], tuple[Route, ...]] = {}
 
-    def find(self, scope: Scope) -> tuple[object | None, dict[str, Any], frozenset[str]]:
+    def find(self, scope: Scope) -> tuple[Route | None, dict[str, Any], frozenset[str]]:
         """The route of a request.
 
         Returns:
-            Its endpoint, the values in its path, and, where only the method is wrong, no endpoint but the methods that are
-            right.
+            It, the values in its path, and, where only the method is wrong, no route but the methods that are right.
         """
         methods: set[str] = set()
-        for route in self._routes:
+        for route in self._candidates(scope):
             match, child = route.matches(scope)
             if match is Match.FULL:
-                return route.endpoint, child["path_params"], frozenset()
+                return route, child["path_params"], frozenset()
             if match is Match.PARTIAL:
                 methods |= route.methods or set()
         return None, {}, frozenset(methods)
+
+    def _candidates(self, scope: Scope) -> tuple[Route, ...]:
+        """Routes that may match: most differ in how many parts they have, or in the last one."""
+        path = scope["path"]
+        number, last = path.count("/"), path.rpartition("/")[2]
+        if scope.get("root_path") or number > _MOST_PARTS:
+            return self._routes
+        shape = (
+            number,
+            last if last in self._last_words else "",
+        )  # else it is a value, of which there are many
+        found = self._shaped.get(shape)
+        if found is None:
+            found = self._shaped[shape] = tuple(route for route in self._routes if _may_match(route, *shape))
+        return found
+
+
+def _may_match(route: Route, parts: int, last: str) -> bool:
+    own = route.path.rpartition("/")[2]
+    return ":path}" in route.path or (route.path.count("/") == parts and ("{" in own or own == last))
 
 
 def _mark(policy: Policy) -> Callable[[Endpoint], Endpoint]:

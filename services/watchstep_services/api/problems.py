@@ -98,6 +98,8 @@ def answer_to(request: Request, error: Exception) -> JSONResponse:
         return _watchstep(request, error)
     if isinstance(error, SQLAlchemyError):
         return _database(request, error)
+    if isinstance(error, HTTPException):
+        return _http(request, error)
     return _unexpected(request, error)
 
 

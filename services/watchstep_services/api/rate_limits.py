@@ -23,6 +23,7 @@ from limits.strategies import SlidingWindowCounterRateLimiter
 
 from watchstep_services import metrics
 from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.tally import Tally
 from watchstep_services.roles import Identity, Permission
 from watchstep_services.settings import Settings
 from watchstep_services.tokens import digest_of
@@ -32,6 +33,10 @@ _MOST_KEPT = 10_000
 _PAUSE_SECONDS = 5.0
 _ANSWER_SECONDS = 0.25
 _NAMESPACE = "watchstep"
+_BATCHES = 600
+"""Of a limit, so many parts: up to one of them, and for up to a second, is counted in memory before the storage hears of it."""
+
+_EXACT_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -66,18 +71,26 @@ class RateLimits:
         self._recording = _per_minute(settings.recordings_per_minute)
         self._failing = _per_minute(settings.failures_per_minute)
         self._silent_until = -math.inf
+        self._tally = Tally(clock)
         self._known: OrderedDict[str, float] = OrderedDict()
         self._lock = threading.Lock()
 
+    def spared(self, identity: Identity, permission: Permission | None) -> bool:
+        """Count a request of a token in memory alone; False where the storage has to be asked: `take` does that."""
+        item, kind = self._of(permission)
+        return item is None or self._tally.spared((kind, identity.token), item.amount // _BATCHES)
+
     def take(self, identity: Identity, permission: Permission | None) -> None:
-        """Count a request of a token.
+        """Count a request of a token, and those that were counted in memory before it.
 
         Raises:
             TooOftenError: it was one too many.
         """
-        recording = permission == "record"
-        item = self._recording if recording else self._asking
-        wait = self._hit(item, "record" if recording else "ask", identity.token)
+        item, kind = self._of(permission)
+        recording = kind == "record"
+        wait = self._hit(item, kind, identity.token, cost=1 + self._tally.taken((kind, identity.token)))
+        if wait:
+            self._tally.refused((kind, identity.token), _EXACT_SECONDS)
         if wait and recording:
             raise TooOftenError(
                 wait,
@@ -128,6 +141,9 @@ class RateLimits:
         with self._lock:
             return self._known.get(digest_of(token), -math.inf) > self._clock()
 
+    def _of(self, permission: Permission | None) -> tuple[RateLimitItem | None, str]:
+        return (self._recording, "record") if permission == "record" else (self._asking, "ask")
+
     def _locked_out(self, address: str, wait: int) -> TooOftenError:
         return TooOftenError(
             wait,
@@ -135,9 +151,9 @@ class RateLimits:
             f"ask again in {wait} s, with a valid token",
         )
 
-    def _hit(self, item: RateLimitItem | None, *names: str) -> int:
+    def _hit(self, item: RateLimitItem | None, *names: str, cost: int = 1) -> int:
         """Count; seconds to wait where it was one too many, else 0."""
-        if item is None or self._tried(lambda: self._limiter.hit(item, *names), True):
+        if item is None or self._tried(lambda: self._limiter.hit(item, *names, cost=cost), True):
             return 0
         metrics.LIMITS_REFUSED.labels(names[0]).inc()
         return self._seconds(item, *names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import or_
 
@@ -117,9 +117,14 @@ def get_token(id: str, service: Served) -> TokenOutput:  # noqa: A002 - the name
 
 @router.delete(f"{_ALL}/{{id}}", summary="Revoke a token")
 @permits("administer")
-def delete_token(id: str, service: Served, caller: Caller) -> TokenOutput:  # noqa: A002 - the name in the path
-    """Any token. It is worthless from its next request on, and stays in the list. Safe to repeat."""
-    return _shown(service, revoke(service.database, id, None, caller.who))
+def delete_token(
+    id: str,  # noqa: A002 - the name in the path
+    service: Served,
+    caller: Caller,
+    request: Request,
+) -> TokenOutput:
+    """Any token. It is worthless within five seconds, and stays in the list. Safe to repeat."""
+    return _revoke(request, service, id, None, caller)
 
 
 @router.get(_OF_PROJECT, summary="List a project's tokens")
@@ -160,9 +165,18 @@ def delete_project_token(
     id: str,  # noqa: A002 - the name in the path
     service: Served,
     caller: Caller,
+    request: Request,
 ) -> TokenOutput:
-    """One that is for this project only. It is worthless from its next request on, and stays in the list. Safe to repeat."""
-    return _shown(service, revoke(service.database, id, project, caller.who))
+    """One that is for this project only. It is worthless within five seconds, and stays in the list. Safe to repeat."""
+    return _revoke(request, service, id, project, caller)
+
+
+def _revoke(
+    request: Request, service: Service, public: str, project: str | None, caller: Identity
+) -> TokenOutput:
+    revoked = revoke(service.database, public, project, caller.who)
+    request.app.state.known_tokens.forget(public)
+    return _shown(service, revoked)
 
 
 def _make(service: Service, caller: Identity, request: TokenRequest, response: Response) -> TokenMade:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import and_, case, select, update
+from sqlalchemy import Table, and_, case, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.layout import SegmentKey
@@ -15,6 +15,9 @@ from watchstep_services.database.event_order import publish_at_end
 from watchstep_services.database.models import Action, Event, Run, Segment
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.events import CloudEvent
+
+RUNS: Table = Run.__table__  # type: ignore[assignment]
+"""For statements that need nothing of the mapping: every announcement sends some."""
 
 
 def add_event(session: Session, run_id: int, event: CloudEvent, at_ns: int) -> None:
@@ -114,6 +117,4 @@ def hint(
     values = {**(also or {}), "hints": Run.hints + 1, "due_ns": case((waiting, Run.due_ns), else_=now_ns())}
     if asked:
         values["asked_ns"] = case((waiting, Run.asked_ns), else_=now_ns())
-    session.execute(
-        update(Run).where(Run.id == run_id).values(**values).execution_options(synchronize_session=False)
-    )
+    session.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
