@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from watchstep_services.estimator.backend import JobStatus as JobStatus
     from watchstep_services.estimator.backend import Launch as Launch
     from watchstep_services.estimator.backend_model import BackendModel as BackendModel
+    from watchstep_services.estimator.command import Command as Command
     from watchstep_services.estimator.estimator import Estimator as Estimator
     from watchstep_services.estimator.job import Job as Job
     from watchstep_services.estimator.local import Local as Local
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Backend": "backend",
     "BackendModel": "backend_model",
+    "Command": "command",
     "Estimator": "estimator",
     "Job": "job",
     "JobHandle": "backend",
@@ -34,6 +36,7 @@ _PLACES = {
 __all__ = [
     "Backend",
     "BackendModel",
+    "Command",
     "Estimator",
     "Job",
     "JobHandle",
