@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote, unquote, urlsplit
 
+from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI
 
 METHODS = ("get", "put", "post", "delete", "patch", "head", "options")
@@ -59,6 +61,23 @@ class Answer:
     status: int
     headers: dict[str, str]
     text: str
+
+
+class Ask(Protocol):
+    """One request to the application that is walked."""
+
+    def __call__(self, method: str, target: str, token: str = "", body: object = None) -> Answer: ...
+
+
+@contextmanager
+def asking(app: FastAPI) -> Iterator[Ask]:
+    """Requests as of `ask`, all in one event loop with one set of threads: a thousand of them cost half as much."""
+    with start_blocking_portal() as portal:
+
+        def asked(method: str, target: str, token: str = "", body: object = None) -> Answer:
+            return portal.call(_ask, app, method, target, token, body, {})
+
+        yield asked
 
 
 def ask(
