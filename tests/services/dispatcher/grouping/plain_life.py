@@ -1,6 +1,6 @@
 """The life of alerts as its documentation tells it, with nothing clever: what the service must do as well.
 
-One run, one worker, three rule configs over three series, one receiver that is told of the run's alerts together.
+One run, one worker, four rule configs over three series, three receivers that are told of the run's alerts together.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SECOND = 10**9
-WAIT, INTERVAL, REPEAT = 10 * SECOND, 60 * SECOND, 600 * SECOND
-HOLD = {"loss": 2, "first": 1, "tried": 1}
-KEEP = {"loss": 3, "first": 1, "tried": 2}
+HOLD = {"loss": 2, "first": 1, "tried": 1, "follows": 1}
+KEEP = {"loss": 3, "first": 1, "tried": 2, "follows": 2}
 NAMES = tuple(HOLD)
-TOLD = ("loss", "first")
+TOLD = ("loss", "first", "follows")
 """The others are tried dry."""
+SOURCE, TARGET = "loss", "follows"
+"""While the one fires, the other is kept quiet."""
+REPLACED = {"first": (1, 3), "follows": (2, 1)}
+"""Rule configs that are changed as time goes by, and how many clean steps end their alerts: first, and then by turns."""
+
+Said = tuple[str, tuple[tuple[str, str, bool], ...], int, int]
 
 
 @dataclass
@@ -23,14 +28,15 @@ class Watched:
     bad: int = 0
     clean: int = 0
     firing: bool = False
+    quiet: bool = False
 
-    def judge(self, name: str, is_bad: bool) -> str:
+    def judge(self, is_bad: bool, hold: int, keep: int) -> str:
         """What a step makes of it: fires, resolved or nothing."""
         self.bad, self.clean = (self.bad + 1, 0) if is_bad else (0, self.clean + 1)
-        if not self.firing and self.bad >= HOLD[name]:
+        if not self.firing and self.bad >= hold:
             self.firing = True
             return "fires"
-        if self.firing and self.clean >= KEEP[name]:
+        if self.firing and self.clean >= keep:
             self.firing = False
             return "resolved"
         return ""
@@ -38,27 +44,43 @@ class Watched:
 
 @dataclass
 class Known:
-    """One alert over all attempts, and what the receiver knows of it."""
+    """One alert over all attempts."""
 
     firing: bool = False
+    hidden: bool = False
     attempt: str = ""
     step: int = -1
     times: int = 0
     acknowledged: bool = False
-    told_times: int = 0
-    told_firing: bool = False
+
+
+@dataclass
+class Heard:
+    """What a receiver knows of an alert."""
+
+    alert: Known
+    times: int = 0
+    firing: bool = False
+
+    @property
+    def fires(self) -> bool:
+        return self.alert.firing and not self.alert.hidden
 
     @property
     def is_news(self) -> bool:
-        return self.told_times != self.times
+        return not self.alert.hidden and self.times != self.alert.times
 
     @property
     def is_over(self) -> bool:
-        return self.told_firing and not self.firing and not self.is_news
+        return self.firing and not self.fires and not self.is_news
 
     @property
     def lasts(self) -> bool:
-        return self.firing and self.told_firing and not self.is_news
+        return self.fires and self.firing and not self.is_news
+
+    @property
+    def matters(self) -> bool:
+        return self.is_news or self.is_over or self.lasts
 
 
 @dataclass
@@ -70,6 +92,91 @@ class Mute:
     holds_stop: bool
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a receiver is told: seconds, whether of ends, and whether again of what somebody has taken up."""
+
+    wait: int
+    interval: int
+    repeat: int
+    ends: bool = True
+    refresh: bool = False
+
+
+WAYS = {
+    "ops": Way(10, 60, 600),
+    "pager": Way(0, 60, 3600, ends=False),
+    "alertmanager": Way(0, 60, 90, refresh=True),
+}
+
+
+@dataclass
+class Group:
+    """What one receiver is told, and when."""
+
+    way: Way
+    heard: dict[str, Heard] = field(default_factory=dict)
+    due_ns: int | None = None
+    told_ns: int = 0
+    is_open: bool = False
+    repeats: int = 0
+    notifications: list[Said] = field(default_factory=list)
+
+    def changed(self, name: str, alert: Known, *, told: bool, now_ns: int) -> None:
+        """Something is new of an alert; whether that is told, it may know the alert already."""
+        if told:
+            self.heard.setdefault(name, Heard(alert))
+        if name in self.heard:
+            self._wake(now_ns)
+
+    def _wake(self, now_ns: int) -> None:
+        way = self.way
+        at = max(now_ns, self.told_ns + way.interval * SECOND) if self.is_open else now_ns + way.wait * SECOND
+        self.due_ns = at if self.due_ns is None else min(self.due_ns, at)
+
+    def flush(self, silences: dict[str, int], now_ns: int) -> None:
+        """What is due is told; silences are by name, when each ends."""
+        if self.due_ns is None or self.due_ns > now_ns:
+            return
+        loud = {name: one for name, one in self.heard.items() if name not in silences}
+        news = [name for name, one in loud.items() if one.is_news]
+        over = [name for name, one in loud.items() if one.is_over]
+        lasting = [name for name, one in loud.items() if one.lasts]
+        ends = over if self.way.ends else []
+        again = any(self.way.refresh or not loud[name].alert.acknowledged for name in lasting)
+        if news or ends:
+            self._tell(news + lasting, ends, 0, now_ns)
+        elif again and now_ns >= self.told_ns + self.way.repeat * SECOND:
+            self._tell(lasting, [], self.repeats + 1, now_ns)
+        for name in news:
+            loud[name].times, loud[name].firing = loud[name].alert.times, True
+        for name in over:
+            loud[name].firing = False
+        self._schedule(silences, now_ns)
+        self.heard = {name: one for name, one in self.heard.items() if one.fires or one.is_news or one.firing}
+
+    def _tell(self, firing: list[str], over: list[str], repeats: int, now_ns: int) -> None:
+        self.told_ns, self.repeats = now_ns, repeats
+        said = [(name, "firing", self.heard[name].alert.acknowledged) for name in firing]
+        said += [(name, "resolved", self.heard[name].alert.acknowledged) for name in over]
+        status = "firing" if firing else "resolved"
+        self.notifications.append((status, tuple(sorted(said)), repeats, now_ns))
+
+    def _schedule(self, silences: dict[str, int], now_ns: int) -> None:
+        moments = []
+        self.is_open = False
+        for name, one in self.heard.items():
+            self.is_open |= one.lasts or (one.is_over and name not in silences)
+            if name in silences:
+                if one.matters:
+                    moments.append(silences[name])
+            elif one.is_over:
+                moments.append(self.told_ns + self.way.interval * SECOND)
+            elif one.lasts and (self.way.refresh or not one.alert.acknowledged):
+                moments.append(self.told_ns + self.way.repeat * SECOND)
+        self.due_ns = max(now_ns, min(moments)) if moments else None
+
+
 @dataclass
 class Life:
     """All of it."""
@@ -77,42 +184,61 @@ class Life:
     now_ns: int
     attempt: str = "a0"
     step: int = -1
+    keep: dict[str, int] = field(default_factory=lambda: dict(KEEP))
     watched: dict[str, Watched] = field(default_factory=lambda: {name: Watched() for name in NAMES})
     known: dict[str, Known] = field(default_factory=lambda: {name: Known() for name in NAMES})
+    groups: dict[str, Group] = field(default_factory=lambda: {name: Group(way) for name, way in WAYS.items()})
     silences: list[Mute] = field(default_factory=list)
     allowed: bool = False
-    due_ns: int | None = None
-    told_ns: int = 0
-    is_open: bool = False
-    repeats: int = 0
     stops: list[tuple[str, str]] = field(default_factory=list)
-    notifications: list[tuple[str, tuple[tuple[str, str, bool], ...], int, int]] = field(default_factory=list)
 
     def judge(self, rows: list[frozenset[str]]) -> None:
         """Steps that arrive together; of each, the names that are bad."""
-        changed = False
-        for name in NAMES:
-            for step, bad in enumerate(rows, self.step + 1):
-                change = self.watched[name].judge(name, name in bad)
-                if change == "fires":
-                    self._fires(name, step)
-                    changed |= name in TOLD
-                elif change == "resolved" and self._resolved(name):
-                    changed |= name in TOLD
+        changed: set[str] = set()
+        began: set[str] = set()
+        for step, bad in enumerate(rows, self.step + 1):
+            for name in NAMES:  # the source before its target
+                self._step(name, step, name in bad, changed, began)
         self.step += len(rows)
         for name, alert in self.known.items():
             watched = self.watched[name]
             if alert.firing and not watched.firing and not watched.bad and self.step >= alert.step:
-                alert.firing = False  # of an earlier attempt, and this one came past the step without it
-                changed |= name in TOLD
-        if changed:
-            self._wake()
+                alert.firing = (
+                    False  # of an earlier attempt or rule config, and this one came past it without
+                )
+                changed.add(name)
+        for name in changed.intersection(TOLD):
+            alert = self.known[name]
+            told = (alert.firing or name in began) and not alert.hidden
+            for group in self.groups.values():
+                group.changed(name, alert, told=told, now_ns=self.now_ns)
 
-    def _fires(self, name: str, step: int) -> None:
-        alert = self.known[name]
+    def _step(self, name: str, step: int, is_bad: bool, changed: set[str], began: set[str]) -> None:
+        watched = self.watched[name]
+        change = watched.judge(is_bad, HOLD[name], self.keep[name])
+        kept_quiet = name == TARGET and self.watched[SOURCE].firing
+        if change == "fires":
+            watched.quiet = kept_quiet
+            self._fires(name, step, began)
+            changed.add(name)
+        elif change == "resolved":
+            watched.quiet = False
+            if self._resolved(name):
+                changed.add(name)
+        elif watched.firing and watched.quiet and not kept_quiet:
+            watched.quiet = False
+            self._fires(name, step, began)
+            changed.add(name)
+
+    def _fires(self, name: str, step: int, began: set[str]) -> None:
+        alert, quiet = self.known[name], self.watched[name].quiet
         if not alert.firing:
             alert.firing, alert.acknowledged = True, False
             alert.times += 1
+            alert.hidden = quiet
+            began.add(name)
+        else:
+            alert.hidden = alert.hidden and quiet  # what is known of stays known
         alert.attempt, alert.step = self.attempt, step
         if name == "loss":
             self.stops.append((self.attempt, self._stop()))
@@ -120,7 +246,8 @@ class Life:
     def _stop(self) -> str:
         if not self.allowed:
             return "not_allowed"
-        if self._silence("loss", holds_stop=True):
+        held = self._silences("loss")
+        if held and max(held, key=lambda one: one.ends_ns).holds_stop:
             return "silenced"
         asked = (self.attempt, "requested") in self.stops
         return "repeated" if asked else "requested"
@@ -132,68 +259,39 @@ class Life:
         alert.firing = False
         return True
 
-    def _silence(self, name: str, *, holds_stop: bool = False) -> int:
-        """When the last silence of an alert ends; 0 for none."""
-        held = [one for one in self.silences if one.name == name and one.ends_ns > self.now_ns]
-        if holds_stop and held:
-            return max(held, key=lambda one: one.ends_ns).holds_stop
-        return max((one.ends_ns for one in held), default=0)
-
-    def _wake(self) -> None:
-        at = max(self.now_ns, self.told_ns + INTERVAL) if self.is_open else self.now_ns + WAIT
-        self.due_ns = at if self.due_ns is None else min(self.due_ns, at)
+    def _silences(self, name: str) -> list[Mute]:
+        return [one for one in self.silences if one.name == name and one.ends_ns > self.now_ns]
 
     def restarts(self) -> None:
         """A new attempt: rules begin anew, alerts go on."""
         self.attempt = f"a{int(self.attempt[1:]) + 1}"
         self.watched = {name: Watched() for name in NAMES}
 
+    def replaced(self, name: str) -> int:
+        """A rule config is another: it begins anew, its alert goes on; returns how many clean steps end it now."""
+        self.keep[name] = next(keep for keep in REPLACED[name] if keep != self.keep[name])
+        self.watched[name] = Watched()
+        return self.keep[name]
+
     def expires(self, name: str) -> None:
         """All silences of an alert are ended."""
-        ended = [one for one in self.silences if one.name == name and one.ends_ns > self.now_ns]
+        ended = self._silences(name)
         for one in ended:
             one.ends_ns = self.now_ns
-        alerts = [self.known[one] for one in TOLD]
-        if ended and any(alert.is_news or alert.is_over or alert.firing for alert in alerts):
-            self.due_ns = self.now_ns
+        for group in self.groups.values():
+            if ended and group.heard:
+                group.due_ns = self.now_ns
+
+    def withdraws(self, name: str) -> None:
+        """Who has taken an alert up no longer does."""
+        self.known[name].acknowledged = False
+        for group in self.groups.values():
+            if name in group.heard:
+                group.due_ns = self.now_ns
 
     def sweep(self) -> None:
         """What is due is told."""
-        if self.due_ns is None or self.due_ns > self.now_ns:
-            return
-        heard = {name: self.known[name] for name in TOLD if not self._silence(name)}
-        news = [name for name, alert in heard.items() if alert.is_news]
-        over = [name for name, alert in heard.items() if alert.is_over]
-        lasting = [name for name, alert in heard.items() if alert.lasts]
-        again = self.now_ns >= self.told_ns + REPEAT and any(not heard[name].acknowledged for name in lasting)
-        if news or over:
-            self._tell(news + lasting, over, repeats=0)
-        elif again:
-            self._tell(lasting, [], repeats=self.repeats + 1)
-        for name in news:
-            self.known[name].told_times, self.known[name].told_firing = self.known[name].times, True
-        for name in over:
-            self.known[name].told_firing = False
-        self._schedule()
-
-    def _tell(self, firing: list[str], over: list[str], repeats: int) -> None:
-        self.told_ns, self.repeats = self.now_ns, repeats
-        said = [(name, "firing", self.known[name].acknowledged) for name in firing]
-        said += [(name, "resolved", self.known[name].acknowledged) for name in over]
-        status = "firing" if firing else "resolved"
-        self.notifications.append((status, tuple(sorted(said)), repeats, self.now_ns))
-
-    def _schedule(self) -> None:
-        moments = []
-        self.is_open = False
-        for name in TOLD:
-            alert, silent_until = self.known[name], self._silence(name)
-            self.is_open |= alert.lasts or (alert.is_over and not silent_until)
-            if silent_until:
-                if alert.is_news or alert.is_over or alert.lasts:
-                    moments.append(silent_until)
-            elif alert.is_over:
-                moments.append(self.told_ns + INTERVAL)
-            elif alert.lasts and not alert.acknowledged:
-                moments.append(self.told_ns + REPEAT)
-        self.due_ns = max(self.now_ns, min(moments)) if moments else None
+        ends = {name: max((one.ends_ns for one in self._silences(name)), default=0) for name in TOLD}
+        silences = {name: end for name, end in ends.items() if end}
+        for group in self.groups.values():
+            group.flush(silences, self.now_ns)

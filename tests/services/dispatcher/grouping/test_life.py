@@ -16,44 +16,92 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import select
 
 from tests.services.dispatcher.grouping.clock import Clock, made_once, open_with
-from tests.services.dispatcher.grouping.plain_life import HOLD, KEEP, NAMES, TOLD, Life, Mute
+from tests.services.dispatcher.grouping.plain_life import (
+    HOLD,
+    NAMES,
+    REPLACED,
+    SOURCE,
+    TARGET,
+    TOLD,
+    WAYS,
+    Life,
+    Mute,
+)
 from tests.services.driving import Driven, make_service
 from tests.services.recording import NAN, PROJECT, Recording
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig
-from watchstep_services.database.models import AuditEntry, Silence, Standing, StopGrant
+from watchstep_services.database.models import AuditEntry, Run, Silence, Standing, StopGrant
 from watchstep_services.dispatcher.grants import allow, revoke
 from watchstep_services.dispatcher.grouping import silences
 from watchstep_services.dispatcher.grouping.acknowledgement import acknowledge, withdraw
 from watchstep_services.dispatcher.grouping.flush import flush_due
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
 from watchstep_services.registration import register
+from watchstep_services.rule_configs import put_one
 
 EXAMPLES = int(os.environ.get("WATCHSTEP_LIFE_EXAMPLES", "20"))
 """How many lives are lived; `make test-life` lives many more."""
 
+_HOOK = "https://chat.example.com/hook"
 RECEIVERS = ReceiverFile.model_validate(
     {
-        "receivers": [{"name": "ops", "kind": "webhook", "url": "https://chat.example.com/hook"}],
-        "route": {"group_wait": 10, "group_interval": 60, "repeat_interval": 600},
+        "receivers": [
+            {"name": "ops", "kind": "webhook", "url": _HOOK},
+            {"name": "pager", "kind": "webhook", "url": _HOOK},
+            {
+                "name": "alertmanager",
+                "kind": "alertmanager",
+                "url": "https://alertmanager.example.com",
+                "resend_seconds": WAYS["alertmanager"].repeat,
+            },
+        ],
+        "route": {
+            "routes": [
+                {
+                    "receiver": name,
+                    "continue": True,
+                    "group_wait": way.wait,
+                    "group_interval": way.interval,
+                    "repeat_interval": way.repeat,
+                    "send_resolved": way.ends,
+                }
+                for name, way in WAYS.items()
+            ]
+        },
     }
 )
-SERIES = {"loss": "loss", "first": "first", "tried": "second"}
+SERIES = {"loss": "loss", "first": "first", "tried": "second", "follows": "second"}
+
+STRETCHES = st.lists(
+    st.tuples(st.frozensets(st.sampled_from(NAMES)), st.integers(1, 4)), min_size=1, max_size=3
+)
+"""Steps that arrive together: the names that are bad, and for how many steps."""
 
 
-def config(name: str) -> RuleConfig:
+def config(name: str, keep: int) -> RuleConfig:
     return RuleConfig.model_validate(
         {
-            "rule": "nan_or_inf",
+            # What is to be kept quiet must wait for seals, as this rule does.
+            "rule": "all_zero" if name == TARGET else "nan_or_inf",
             "name": name,
             "tensors": {"include": SERIES[name]},
             "for": {"steps": HOLD[name]},
-            "keep_firing": {"steps": KEEP[name]},
+            "keep_firing": {"steps": keep},
             "dry_run": name == "tried",
+            "inhibits": [TARGET] if name == SOURCE else [],
             "actions": ["stop", {"notify": "ops"}] if name == "loss" else [{"notify": "ops"}],
         }
     )
+
+
+def value_of(bad: frozenset[str], tensor: str) -> float:
+    """One tensor is NaN for one rule, and zero for another."""
+    names = {name for name in bad if tensor.startswith(SERIES[name])}
+    if TARGET in names:
+        return 0.0
+    return NAN if names else 1.0
 
 
 class Lives(RuleBasedStateMachine):
@@ -79,7 +127,7 @@ class Lives(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        asked = tuple(config(name) for name in NAMES)
+        asked = tuple(config(name, self.life.keep[name]) for name in NAMES)
         self.run_id = register(self.driven.service, PROJECT, "run-1", asked, "operator")
         self._attempt()
 
@@ -88,18 +136,26 @@ class Lives(RuleBasedStateMachine):
         self.recording.begin(started_ns=1 + int(self.life.attempt[1:]))
         self.segments = 0
 
-    @rule(rows=st.lists(st.frozensets(st.sampled_from(NAMES)), min_size=1, max_size=4))
-    def judge(self, rows: list[frozenset[str]]) -> None:
+    @rule(stretches=STRETCHES)
+    def judge(self, stretches: list[tuple[frozenset[str], int]]) -> None:
+        rows = [bad - {"tried"} if TARGET in bad else bad for bad, steps in stretches for _ in range(steps)]
         first = self.life.step + 1
 
         def value(step: int, tensor: str) -> float:
-            return NAN if any(tensor.startswith(SERIES[name]) for name in rows[step - first]) else 1.0
+            return value_of(rows[step - first], tensor)
 
         self.last = self.recording.write(self.segments, first, first + len(rows) - 1, value)
         self.segments += 1
         self.driven.announce(self.run_id, self.last)
         self.driven.settle(self.run_id)
         self.life.judge(rows)
+
+    @rule(stretches=STRETCHES, seconds=st.sampled_from([10, 60, 100]))
+    def go_on(self, stretches: list[tuple[frozenset[str], int]], seconds: int) -> None:
+        """What mostly happens: steps come, and a while later those who are to be told are."""
+        self.judge(stretches)
+        self.time_passes(seconds)
+        self.sweep(1)
 
     @precondition(lambda self: self.last is not None)
     @rule()
@@ -133,6 +189,13 @@ class Lives(RuleBasedStateMachine):
         self.life.restarts()
         self.life.step = max(-1, self.life.step - back)
         self._attempt()
+
+    @rule(name=st.sampled_from(tuple(REPLACED)))
+    def replace_a_rule_config(self, name: str) -> None:
+        asked = config(name, self.life.replaced(name))
+        with self.database.write() as session:
+            put_one(session, session.get_one(Run, self.run_id), asked)
+        self.driven.settle(self.run_id)
 
     @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([5, 90, 900]), holds_stop=st.booleans())
     def silence(self, name: str, seconds: int, holds_stop: bool) -> None:
@@ -172,10 +235,7 @@ class Lives(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([one for one in TOLD if self.life.known[one].acknowledged]))
         with self.database.write() as session:
             withdraw(session, session.execute(select(Standing).filter_by(name=name)).scalar_one())
-        alert = self.life.known[name]
-        alert.acknowledged = False
-        if alert.is_news or alert.is_over or alert.lasts:
-            self.life.due_ns = self.clock.now_ns
+        self.life.withdraws(name)
 
     @rule()
     def allow_or_revoke(self) -> None:
@@ -184,16 +244,24 @@ class Lives(RuleBasedStateMachine):
                 row = session.execute(select(StopGrant).filter_by(revoked_ns=None)).scalar_one()
                 revoke(session, row, "somebody", "why")
             else:
-                allow(session, PROJECT, config("loss"), "somebody", "why")
+                allow(session, PROJECT, config("loss", self.life.keep["loss"]), "somebody", "why")
         self.life.allowed = not self.life.allowed
 
     @invariant()
     def alerts_are_the_models(self) -> None:
         with self.database.read() as session:
             rows = session.execute(select(Standing)).scalars()
-            held = {row.name: (row.phase == "firing", row.episode, bool(row.acknowledged_by)) for row in rows}
+            held = {
+                row.name: (
+                    row.phase == "firing",
+                    bool(row.inhibited_by),
+                    row.episode,
+                    bool(row.acknowledged_by),
+                )
+                for row in rows
+            }
         assert held == {
-            name: (alert.firing, alert.times, alert.acknowledged)
+            name: (alert.firing, alert.hidden, alert.times, alert.acknowledged)
             for name, alert in self.life.known.items()
             if alert.times
         }
@@ -203,9 +271,12 @@ class Lives(RuleBasedStateMachine):
         if not hasattr(self, "run_id"):
             return
         actions = [action for action in self.driven.actions(self.run_id) if action.kind == "notify"]
-        told = [action.payload["notification"] for action in actions]
-        assert [_said(one) for one in told] == self.life.notifications
-        assert len({one["id"] for one in told}) == len(told)
+        for name, group in self.life.groups.items():
+            told = [
+                action.payload["notification"] for action in actions if action.payload["receiver"] == name
+            ]
+            assert [_said(one) for one in told] == group.notifications, name
+        assert len({action.payload["notification"]["id"] for action in actions}) == len(actions)
         assert len({action.key for action in actions}) == len(actions)
 
     @invariant()
