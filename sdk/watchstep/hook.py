@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from watchstep import guards, rule_files
 from watchstep.capture import process_end
 from watchstep.capture.access import Target
+from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.ending import Ending
@@ -26,6 +27,7 @@ from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.session import Session
 from watchstep.capture.system.sampler import Sampler
 from watchstep.capture.writer import Writer
+from watchstep.checkpoints import Checkpoint
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.copied_hook import CopiedHook
 from watchstep.errors import ConfigError
@@ -150,6 +152,8 @@ class Hook:
         writer.start()
         self._ending = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health)
         process_end.watch(self._ending)
+        self._checkpoints = CheckpointNotes(self._open_store, self._health)
+        self._ending.detach_with(lambda: self._checkpoints.close(bounds.close_seconds))
         self._sample_system()
         _log.info("watchstep: recording %s", self.run_url)
 
@@ -157,6 +161,11 @@ class Hook:
     def run(self) -> str:
         """The run's id."""
         return self._identity.run
+
+    @property
+    def project(self) -> str:
+        """The run's project."""
+        return self._identity.project
 
     @property
     def run_url(self) -> str:
@@ -347,6 +356,26 @@ class Hook:
         """
         for watch in self._watches:
             watch.begin_pass()
+
+    @_guarded
+    def checkpoint_saved(self, path: str | os.PathLike[str], step: int | None = None) -> None:
+        """Say that a checkpoint has been saved. A stop names the last one that was saved before its first bad step.
+
+        Args:
+            path: where it lies; shown to people, and given back to a training that goes on from it.
+            step: the last step whose update it holds; the last finished one where it is left out.
+        """
+        held = self._recorder.last_finished if step is None else _checked_step(step)
+        identity = self._identity
+        saved = Checkpoint(os.fspath(path), max(0, held), identity.attempt, identity.worker, time.time_ns())
+        self._checkpoints.add(saved)
+
+    def protected_checkpoints(self) -> frozenset[str]:
+        """Paths, as `checkpoint_saved` was given them, that a rotation must not delete: one may be the last good one.
+
+        They are those of the last two minutes, which may not have been judged yet, and the newest before them.
+        """
+        return self._checkpoints.protected()
 
     def snapshot(self) -> None:
         """Write the full weights and gradients of the next step that is updated."""

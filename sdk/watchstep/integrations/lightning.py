@@ -64,6 +64,8 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         self._recording = Recording(store_url, hook, on_stop, options)
         self._last: dict[str, Any] = {}
         self._least: tuple[Any, Any] | None = None
+        self._by_batch = False
+        self._updates = 0
 
     @property
     def hook(self) -> Hook | None:
@@ -83,8 +85,12 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         self._recording.begin(updates, _ranks(trainer))
         self._last = dict(trainer.callback_metrics)
         model = trainer.model if isinstance(trainer.model, nn.Module) else pl_module
+        self._updates = trainer.global_step
+        self._by_batch = not pl_module.automatic_optimization and len(optimizers) > 1
         several = pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1
         self._recording.watch(model, optimizers[0] if optimizers else None, sum_losses=several)
+        if self._by_batch:
+            self._recording.count_by_hand()
 
     @kept_from_training
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -103,6 +109,9 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         hook = self._recording.hook
         if hook is None:
             return
+        if self._by_batch and trainer.global_step != self._updates:
+            self._updates = trainer.global_step
+            hook.step()
         if trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
             self._log_training(trainer)
         if self._recording.asked is not None and not trainer.should_stop:

@@ -104,6 +104,12 @@ class Recording:
             self.hook.watch(model, optimizer, replicated=replicated, sum_losses=sum_losses)
             self._watched.add(model)
 
+    def count_by_hand(self) -> None:
+        """From the first step on only `Hook.step` counts."""
+        if self.hook is not None:
+            for watch in self.hook._watches:  # noqa: SLF001 - the callbacks are parts of the recorder
+                watch.counts_steps = False
+
     def log(self, values: Mapping[str, Any], mode: Mode = "train") -> None:
         """Record what are numbers among values, at the current step."""
         numbers = {name: value for name, value in values.items() if _is_number(value)}
@@ -118,7 +124,7 @@ class Recording:
     def fault(self, where: str, error: Exception) -> None:
         """Something of the callback went wrong: count it, or log it where nothing records."""
         if self.hook is not None:
-            self.hook._health.fault(where, error)  # noqa: SLF001 - the callbacks are parts of the recorder
+            self.hook._health.fault(where, error)  # noqa: SLF001 - as above
         else:
             _log.warning("watchstep: %s: %s: %s; nothing is recorded", where, type(error).__name__, error)
 

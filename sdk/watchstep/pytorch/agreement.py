@@ -70,10 +70,12 @@ class Agreement:
         if not has_closure:
             self._agree(optimizer)
 
+    def closure_done(self, optimizer: Optimizer) -> None:
+        """The gradients of a step with a closure are known. May raise `StopTraining`, on all ranks."""
+        self._agree(optimizer)
+
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """The update is made: with a closure nothing was known before. May raise `StopTraining`, on all ranks."""
-        if has_closure:
-            self._agree(optimizer)
+        """Nothing: the vote was before."""
 
     def _agree(self, optimizer: Optimizer) -> None:
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():

@@ -53,6 +53,9 @@ class Attachment:
         if watch is not None:
             watch.before_step(optimizer, has_closure=has_closure)
 
+    def closure_done(self, optimizer: Optimizer) -> None:
+        """Nothing: the hook that the step has begun listens itself."""
+
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Nothing: from the first step on the hook listens itself."""
 

@@ -29,6 +29,8 @@ _PASSED_OVER = {"torch", "accelerate"}
 
 _installed: list[bool] = []
 
+_LIGHTNING = {"lightning", "pytorch_lightning"}
+
 
 @dataclass(frozen=True)
 class FoundLoss:
@@ -118,7 +120,18 @@ def _place_of(frame: FrameType | None) -> Place:
     """The place outside PyTorch and Accelerate from which ``backward()`` is called."""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame = frame.f_back
+    frame = _beyond_lightning(frame)
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+
+
+def _beyond_lightning(frame: FrameType | None) -> FrameType | None:
+    """Who called a LightningModule's ``manual_backward``; the same frame where nobody did."""
+    above = frame
+    while above is not None and above.f_globals.get("__name__", "").partition(".")[0] in _LIGHTNING:
+        if above.f_code.co_name == "manual_backward":
+            return above.f_back
+        above = above.f_back
+    return frame
 
 
 class LossNames:

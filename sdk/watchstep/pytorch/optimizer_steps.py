@@ -7,6 +7,7 @@ outermost pair counts.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -20,6 +21,10 @@ class StepListener(Protocol):
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The gradients are as the optimizer will see them, unless a closure is to compute them."""
+        ...
+
+    def closure_done(self, optimizer: Optimizer) -> None:
+        """The closure has computed the gradients, for the first time in this step, and nothing is updated yet by them."""
         ...
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
@@ -61,9 +66,29 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return callable(kwargs.get("closure")) or any(callable(argument) for argument in args)
 
 
-def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+class _ToldClosure:
+    """A program's closure, of whose first end in a step listeners are told."""
+
+    def __init__(self, optimizer: Optimizer, closure: Callable[..., Any]) -> None:
+        self._optimizer = optimizer
+        self._closure = closure
+        self._told = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._closure(*args, **kwargs)
+        if not self._told:
+            self._told = True
+            for held in _listeners:
+                if (listener := held()) is not None:
+                    listener.closure_done(self._optimizer)
+        return result
+
+
+def _before(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not observable():
-        return  # a compiled step is not observed: what is traced has no memory to look at
+        return None  # a compiled step is not observed: what is traced has no memory to look at
     depth = _depth.get(optimizer, 0)
     _depth[optimizer] = depth + 1
     if depth == 0:
@@ -72,6 +97,9 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         for held in _listeners:
             if (listener := held()) is not None:
                 listener.before_step(optimizer, has_closure=has_closure)
+        if has_closure:
+            return _told_of(optimizer, args, kwargs)
+    return None
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,6 +112,20 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for held in _listeners:
             if (listener := held()) is not None:
                 listener.after_step(optimizer, has_closure=has_closure)
+
+
+def _told_of(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step with what tells of its closure in the closure's place."""
+    if callable(closure := kwargs.get("closure")):
+        return args, {**kwargs, "closure": _ToldClosure(optimizer, closure)}
+    held = list(args)
+    for place, argument in enumerate(held):
+        if argument is not optimizer and callable(argument):
+            held[place] = _ToldClosure(optimizer, argument)
+            break
+    return tuple(held), kwargs
 
 
 def _without_self(optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -79,6 +79,7 @@ class Watch:
         self._loss_names = LossNames()
         self.summed_losses: SummedLosses | None = None
         self._told_of_passes = False
+        self._saw_closure = False
         self._backward = (-1, 0)
         self._thread: int | None = None
         self._counting = CountingOptimizer(optimizer)
@@ -143,13 +144,23 @@ class Watch:
         try:
             if self._captured():
                 return
+            self._saw_closure = False
             scaling = gradient_scaler.scaling_of(optimizer)
             if scaling.skips:
                 self._see_skip(optimizer)
                 return
             if not has_closure:
-                self._measure(optimizer, scaling, has_closure=False)
+                self._measure(optimizer, scaling, updated_already=False)
             self._parameters.before_update(optimizer, self._recorder.step, scaling.updates)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("measuring", error)
+
+    def closure_done(self, optimizer: Optimizer) -> None:
+        """A closure has computed gradients inside the optimizer's step: now they are known, and nothing is updated yet."""
+        try:
+            if not self._captured():
+                self._saw_closure = True
+                self._measure(optimizer, gradient_scaler.PLAIN, updated_already=False)
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("measuring", error)
 
@@ -158,8 +169,8 @@ class Watch:
         try:
             if self._captured():
                 return
-            if has_closure:
-                self._measure(optimizer, gradient_scaler.PLAIN, has_closure=True)
+            if has_closure and not self._saw_closure:  # what looked like one was none
+                self._measure(optimizer, gradient_scaler.PLAIN, updated_already=True)
             self._parameters.after_update(optimizer, self._recorder.step)
             self._kept.after_step(optimizer, lambda: self._parameters.of(optimizer).parameters)
             self._finish(optimizer)
@@ -302,7 +313,7 @@ class Watch:
         self._parameters.measure_checksums(updated, self._recorder.step)
         return True
 
-    def _measure(self, optimizer: Optimizer, scaling: Scaling, *, has_closure: bool) -> None:
+    def _measure(self, optimizer: Optimizer, scaling: Scaling, *, updated_already: bool) -> None:
         began = self._schedule.now()
         updated = self._updated(optimizer)
         if updated is None:
@@ -323,7 +334,8 @@ class Watch:
         self._parameters.measure_gradients(updated, step, scaling, measured)
         self._buffers.measure(step)
         self._unheld.measure(step)
-        self._snapshot(step, updated.parameters, "after the update" if has_closure else "before the update")
+        state = "after the update" if updated_already else "before the update"
+        self._snapshot(step, updated.parameters, state)
         self._recorder.about_to_update()
 
     def _holds_nonfinite(self, updated: Updated) -> bool:

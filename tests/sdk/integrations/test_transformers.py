@@ -17,7 +17,7 @@ from watchstep import Hook, Run, StopTraining, open_run
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError
 
-transformers = pytest.importorskip(
+transformers: Any = pytest.importorskip(
     "transformers", reason="TRANSFORMERS IS NOT INSTALLED: its callback is not proven by this run"
 )
 from watchstep.integrations.transformers import WatchstepCallback  # noqa: E402 - it needs transformers

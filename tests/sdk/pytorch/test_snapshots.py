@@ -260,7 +260,7 @@ def test_two_optimizers_make_one_snapshot_of_a_step(tmp_path: Path) -> None:
     assert "dropped_snapshots" not in hook.health["counts"]
 
 
-def test_a_closure_updates_before_it_is_looked_at_and_the_snapshot_says_so(tmp_path: Path) -> None:
+def test_of_a_closure_the_snapshot_is_taken_before_the_update(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     hook = hook_with(tmp_path, every=1)
@@ -273,10 +273,12 @@ def test_a_closure_updates_before_it_is_looked_at_and_the_snapshot_says_so(tmp_p
         loss.backward()
         return loss
 
+    before = next(model.parameters()).detach().clone()
     optimizer.step(closure)
     held = only(finished(hook))
-    assert held.metadata["parameters"] == "after the update"
-    np.testing.assert_array_equal(held.read("0.weight"), next(model.parameters()).detach().numpy())
+    assert held.metadata["parameters"] == "before the update"
+    np.testing.assert_array_equal(held.read("0.weight"), before.numpy())
+    assert not torch.equal(before, next(model.parameters()))
 
 
 def test_what_a_snapshot_costs_is_told_and_takes_nothing_from_statistics(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Loops of Accelerate, recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.sdk.integrations.models import column, loader
+from tests.sdk.training import EVERY_STEP, small_model
+from watchstep import Hook, open_run
+from watchstep.control import ControlDocument, StopRequest
+from watchstep.errors import ConfigError
+
+accelerate: Any = pytest.importorskip(
+    "accelerate", reason="ACCELERATE IS NOT INSTALLED: recording its loops is not proven by this run"
+)
+from watchstep.integrations.accelerate import watch  # noqa: E402 - it needs accelerate
+
+
+@pytest.fixture(autouse=True)
+def _its_state_is_new() -> Iterator[None]:
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def prepared(accelerator: Any) -> tuple[Any, Any, Any]:
+    model = small_model()
+    held: tuple[Any, Any, Any] = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader(64)
+    )
+    return held
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, data: Any, hook: Hook) -> list[float]:
+    losses = []
+    for x, y in data:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if hook.stopped is not None:
+            break
+    return losses
+
+
+def asked_to_stop(hook: Hook, step: int) -> None:
+    """As the service does it: by the control document."""
+    attempt = hook._identity.attempt
+    hook._control_changed(
+        ControlDocument().with_stop(StopRequest(attempt, step, "nan_or_inf: 3 NaN")), attempt
+    )
+
+
+def test_one_line_records_a_loop(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer, data = prepared(accelerator)
+    hook = watch(accelerator, model, optimizer, store_url=tmp_path, run="r", config=EVERY_STEP)
+    losses = train(accelerator, model, optimizer, data, hook)
+    accelerator.log({"accuracy": 0.5}, step=8)
+    assert accelerator.get_tracker("watchstep", unwrap=True) is hook
+    accelerator.end_training()
+    assert not hook.health["faults"]
+    run = open_run(hook.run_url)
+    for name in ("0.weight", "0.weight:gradient", "0:output"):
+        assert list(column(run, name)) == list(range(8)), name
+    assert list(column(run, "loss").values()) == pytest.approx(losses)
+    assert column(run, "accuracy") == {7: 0.5}
+    (end,) = run.ends()
+    assert (end.state, end.last_step) == ("completed", 7)
+
+
+def test_micro_batches_are_one_step_whose_loss_is_their_mean(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer, data = prepared(accelerator)
+    hook = watch(accelerator, model, optimizer, store_url=tmp_path, first_step=10, config=EVERY_STEP)
+    losses = train(accelerator, model, optimizer, data, hook)
+    hook.close()
+    due = {10: sum(losses[:4]) / 4, 11: sum(losses[4:]) / 4}
+    assert column(open_run(hook.run_url), "loss") == pytest.approx(due)
+
+
+def test_two_losses_have_two_names(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer, data = prepared(accelerator)
+    hook = watch(accelerator, model, optimizer, store_url=tmp_path, config=EVERY_STEP)
+    for x, y in data:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.close()
+    assert {"loss", "loss_2"} <= set(open_run(hook.run_url).tensors())
+
+
+def test_a_loop_that_looks_stops_by_itself(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer, data = prepared(accelerator)
+    hook = watch(accelerator, model, optimizer, store_url=tmp_path, on_stop="check", config=EVERY_STEP)
+    asked_to_stop(hook, 2)
+    assert len(train(accelerator, model, optimizer, data, hook)) == 3
+    hook.close()
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.last_step) == ("stopped", 2)
+    with pytest.raises(ConfigError, match="rulez"):
+        watch(accelerator, model, optimizer, rulez="rules.yaml")
+
+
+_RANKS = """
+import sys
+from tests.sdk.integrations.test_accelerate import *
+accelerator = accelerate.Accelerator(cpu=True)
+model, optimizer, data = prepared(accelerator)
+hook = watch(accelerator, model, optimizer, store_url=sys.argv[1] + "/runs", on_stop="check", config=EVERY_STEP)
+asked_to_stop(hook, 2)
+assert len(train(accelerator, model, optimizer, data, hook)) == 3
+accelerator.end_training()
+assert not hook.health["faults"], hook.health["faults"]
+"""
+
+
+@pytest.mark.slow
+def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(_RANKS)
+    root = Path(__file__).parents[3]
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    done = subprocess.run(
+        [sys.executable, *launch, "--mixed_precision=no", "--dynamo_backend=no", program, tmp_path],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = [found for found in (tmp_path / "runs" / "default").iterdir() if found.is_dir()]
+    run = open_run(str(folder))
+    assert run.tensor("0.weight").statistics().to_pydict()["step"] == [0, 1, 2]
+    assert {(end.worker, end.state, end.last_step) for end in run.ends()} == {
+        (0, "stopped", 2),
+        (1, "stopped", 2),
+    }
