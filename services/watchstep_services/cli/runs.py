@@ -86,10 +86,12 @@ def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
     for end in opened.ends():
         reason = f": {end.reason}" if end.reason else ""
         out.print(
-            f"ended     worker {end.worker} {end.state} after step {end.last_step}{reason}", markup=False
+            f"ended     worker {end.worker} {end.state} after step {end.last_step}{reason}",
+            markup=False,
+            soft_wrap=True,
         )
     for name, why in opened.damaged.items():
-        out.print(f"damaged   {name}: {why}", markup=False)
+        out.print(f"damaged   {name}: {why}", markup=False, soft_wrap=True)
     shown = table("COLLECTION", ">TENSORS", "FOR EXAMPLE")
     for collection, names in sorted(opened.collections.items()):
         shown.add_row(collection, str(len(names)), ", ".join(names[:3]))
