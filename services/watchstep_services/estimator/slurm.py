@@ -22,7 +22,7 @@ from watchstep_services.estimator.errors import (
     SubmissionRejectedError,
 )
 from watchstep_services.estimator.log_file import read_part
-from watchstep_services.estimator.slurm_commands import CommandFailedError, run
+from watchstep_services.estimator.slurm_commands import SILENT, CommandFailedError, run
 from watchstep_services.estimator.slurm_identity import SlurmIdentity
 from watchstep_services.estimator.slurm_rows import MARK, JobRow
 from watchstep_services.estimator.slurm_script import batch_script, check_environment
@@ -112,13 +112,14 @@ class Slurm(BackendModel):
         return read_part(Path(place), cursor) if place else LogPart(b"", cursor)
 
     def stop(self, job: JobHandle) -> JobStatus:
-        """SIGTERM to what runs under ``srun``; a job that waits is cancelled."""
+        """SIGTERM to what runs under ``srun``; a job that waits is cancelled.
+
+        Of a job that others submitted, and that does not use ``srun``, the batch script and all that it started get it.
+        """
         if (before := self.status(job)).state == "queued":
             self._cancel(job, "--state=PENDING")
         elif before.state == "running":
-            # The script is told first: should it be about to start the program, it does not.
-            self._cancel(job, "--state=RUNNING", "--signal=TERM", "--batch")
-            self._cancel(job, "--state=RUNNING", "--signal=TERM")
+            self._ask(job)
         return before if before.is_over else self.status(job)
 
     def kill(self, job: JobHandle) -> JobStatus:
@@ -219,12 +220,25 @@ class Slurm(BackendModel):
         rows = slurm_rows.held_in_memory(f"--jobs={job.id}")
         return next((row.output for row in rows if identity.means(row)), "")
 
+    def _ask(self, job: JobHandle) -> None:
+        rows = slurm_rows.held_in_memory(f"--jobs={job.id}")
+        if any(row.comment == MARK for row in rows):
+            # Our script is told first: should it be about to start the program, it does not.
+            self._cancel(job, "--state=RUNNING", "--signal=TERM", "--batch")
+        elif not slurm_rows.has_steps(job.id):
+            self._cancel(job, "--state=RUNNING", "--signal=TERM", "--full")
+            return
+        self._cancel(job, "--state=RUNNING", "--signal=TERM")
+
     def _cancel(self, job: JobHandle, *options: str) -> None:
         try:
             run(("scancel", *options, job.id))
         except CommandFailedError as error:
-            # It ended in between, or has begun to: what `status` says after this counts.
-            if not any(sign in error.said.lower() for sign in ("invalid job", "already", "not running")):
+            # It ended in between, or has begun to: what `status` says after this counts. Of steps that are gone
+            # scancel says nothing, and fails.
+            if not any(
+                sign in error.said.lower() for sign in ("invalid job", "already", "not running", SILENT)
+            ):
                 raise
 
 

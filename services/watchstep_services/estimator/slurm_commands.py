@@ -12,6 +12,9 @@ from watchstep_services.estimator.errors import BackendDownError, BackendError, 
 SECONDS = 25.0
 """How long a command may take. With no controller to be found, Slurm 22.05's give up after 9 or 18 s by themselves."""
 
+SILENT = "without a word"
+"""What is told of a command that failed and wrote nothing."""
+
 _DOWN = (
     "unable to contact slurm controller",
     "connection refused",
@@ -85,7 +88,7 @@ def run(command: Sequence[str], text: str | None = None, environment: Mapping[st
         ) from error
     if done.returncode == 0:
         return done.stdout
-    raise _error(name, done.stderr.strip() or f"exit code {done.returncode}")
+    raise _error(name, done.stderr.strip() or f"{SILENT}, exit code {done.returncode}")
 
 
 def _inherited() -> dict[str, str]:

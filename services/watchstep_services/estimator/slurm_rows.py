@@ -108,6 +108,19 @@ def held_in_memory(*selecting: str) -> list[JobRow]:
     return [_row(line) for line in said.split(f"{_END}\n") if line.strip()]
 
 
+def has_steps(job_id: str) -> bool:
+    """Whether anything of a job runs under ``srun``.
+
+    Raises:
+        BackendError: it could not be asked.
+    """
+    try:
+        said = run(("squeue", "--steps", "--noheader", f"--jobs={job_id}", "--Format=StepID"))
+    except CommandFailedError:
+        return False
+    return any(line.strip().partition(".")[2].isdecimal() for line in said.splitlines())
+
+
 def accounted(job_id: str) -> list[JobRow]:
     """Starts of a job, oldest first, as accounting keeps them; none where there is no accounting.
 

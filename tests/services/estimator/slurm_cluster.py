@@ -84,10 +84,14 @@ class SlurmCluster:
         )
         return done.stdout
 
-    def start_controller(self, *, forget: bool = False) -> None:
-        """Start the controller, with all that it knew or with nothing, and wait until the nodes are idle."""
-        self._start("slurmctld", "slurmctld", "-D", *(("-c",) if forget else ()))
-        eventually(self._is_idle, SECONDS)
+    def start_controller(self, *, forget: bool = False, idle: bool = True) -> None:
+        """Start the controller, with all that it knew or with nothing, and wait until it answers for its nodes."""
+        if forget:  # with -c it would still count on from the last job's id
+            shutil.rmtree(self.folder / "state")
+            (self.folder / "state").mkdir(mode=0o700)
+        self._start("slurmctld", "slurmctld", "-D")
+        wanted = {"idle"} if idle else {"idle", "allocated", "mixed"}
+        eventually(lambda: self._states() <= wanted, SECONDS)
 
     def stop_controller(self) -> None:
         """Stop the controller; jobs go on."""
@@ -127,19 +131,18 @@ class SlurmCluster:
         """End all jobs and all of its processes."""
         try:
             if "slurmctld" not in self._daemons:
-                self.start_controller()
+                self.start_controller(idle=False)
             self.command("scancel", f"--user={getpass.getuser()}")
             eventually(lambda: not self.command("squeue", "--noheader"), SECONDS)
         finally:
             for name in reversed(list(self._daemons)):
                 self._stop(name)
 
-    def _is_idle(self) -> bool:
+    def _states(self) -> set[str]:
         try:
-            states = self.command("sinfo", "--noheader", "-N", "--format=%T").split()
+            return set(self.command("sinfo", "--noheader", "-N", "--format=%T").split())
         except subprocess.CalledProcessError:
-            return False
-        return states == ["idle", "idle"]
+            return {"no answer"}
 
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.output").open("ab") as output:
