@@ -108,9 +108,9 @@ class Recorders:
         recording.begin(world_size=kind.workers, on_stop=kind.on_stop, started_ns=time.time_ns())
         job = self._job(run, kind, attempt)
         training = Training(run, kind, attempt, first_try, recording, job, [0] * kind.workers)
+        self.trainings.append(training)  # before it can fail, so that its process is ended in any case
         if job is not None:
             self._register(training)
-        self.trainings.append(training)
         return training
 
     def _job(self, run: str, kind: Kind, attempt: str) -> CountedJob | subprocess.Popen[bytes] | None:
