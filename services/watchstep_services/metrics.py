@@ -90,6 +90,12 @@ SWEEP_SECONDS = Histogram(
     "watchstep_sweep_seconds", "How long sweeps took that looked for work.", buckets=_SLOW, registry=REGISTRY
 )
 SWEEPS_FAILED = Counter("watchstep_sweeps_failed", "Sweeps that failed.", registry=REGISTRY)
+SWEEP_FAULTS = Counter(
+    "watchstep_sweep_faults",
+    "Runs (`run`), journals (`journal`) and groups of alerts (`group`) that a sweep could not look at because of a fault of "
+    "the service itself; the log has it.",
+    ["of"], registry=REGISTRY,
+)  # fmt: skip
 HINTS_DROPPED = Counter(
     "watchstep_hints_dropped", "Hints of work that the broker did not take; the sweep does without.",
     registry=REGISTRY,
@@ -117,6 +123,8 @@ for _result in ("fresh", "known"):
     ANNOUNCEMENTS.labels(_result)
 for _result in ("read", "corrupt", "missing"):
     SEGMENTS.labels(_result)
+for _of in ("run", "journal", "group"):
+    SWEEP_FAULTS.labels(_of)
 for _of in ("evaluation", "action"):
     LEASES_LOST.labels(_of)
 for _kind in ("webhook", "notify"):

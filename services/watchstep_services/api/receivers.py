@@ -19,7 +19,11 @@ from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import ReceiverRow
 from watchstep_services.dispatcher.receivers import samples, writing
 from watchstep_services.dispatcher.receivers.deliver import deliver, letter_of, outside_of
-from watchstep_services.dispatcher.receivers.directory import find_receiver, list_receivers
+from watchstep_services.dispatcher.receivers.directory import (
+    UnreadableReceiverError,
+    find_receiver,
+    known_receivers,
+)
 from watchstep_services.dispatcher.receivers.kinds import RECEIVER, AnyReceiver
 from watchstep_services.dispatcher.receivers.notification import Status
 from watchstep_services.dispatcher.receivers.receiver import Receiver
@@ -41,6 +45,7 @@ _SHOWN: dict[str, Any] = {
     "written_by": "ann (operator, token 3f9c)",
     "written_ns": 1_795_212_000_000_000_000,
     "receiver": _WRITTEN,
+    "problem": "",
 }
 
 
@@ -61,6 +66,7 @@ class ReceiverOutput(BaseModel):
     receiver: dict[str, Any] = Field(
         description="As it is written; a secret that is kept shows as {set: true}, and stays where it is sent back so."
     )
+    problem: str = Field("", description="Why nobody is told by it: a later version of the service wrote it.")
 
 
 class ReceiverList(BaseModel):
@@ -128,8 +134,8 @@ def get_receivers(project: str, service: Served) -> ReceiverList:
     """All receivers that the project's alerts can reach, those of the service's owner as well."""
     check_name("project", project)
     with service.database.read() as session:
-        found = list_receivers(service, session, project)
-        return ReceiverList(receivers=[_shown(service, session, project, receiver) for receiver in found])
+        names = sorted(known_receivers(service, session, project))
+        return ReceiverList(receivers=[_stored(service, session, project, name) for name in names])
 
 
 @router.get("/{name}", summary="Look at a receiver")
@@ -137,7 +143,8 @@ def get_receivers(project: str, service: Served) -> ReceiverList:
 def get_receiver(project: str, name: str, service: Served, response: Response) -> ReceiverOutput:
     """A receiver without its secrets; its ETag is for If-Match."""
     with service.database.read() as session:
-        shown = _shown(service, session, project, _found(service, session, project, name))
+        check_name("project", project)
+        shown = _stored(service, session, project, name)
     tag(response, shown)
     return shown
 
@@ -177,7 +184,7 @@ def delete_receiver(
     check_name("project", project)
     with service.database.write() as session:
         _require(service, session, (project, name), if_match)
-        shown = _shown(service, session, project, _found(service, session, project, name))
+        shown = _stored(service, session, project, name)
         try:
             writing.delete_receiver(service, session, project, name, caller)
         except (writing.ForbiddenError, writing.InUseError) as error:
@@ -233,6 +240,18 @@ def _with_templates(receiver: Receiver, body: PreviewInput) -> Receiver:
         ) from error
 
 
+def _stored(service: Service, session: Session, project: str, name: str) -> ReceiverOutput:
+    """A receiver as it is kept, one that cannot be read as well."""
+    try:
+        return _shown(service, session, project, find_receiver(service, session, project, name))
+    except UnreadableReceiverError as error:
+        row = session.get_one(ReceiverRow, (project, name))
+        return ReceiverOutput(
+            name=name, kind=row.kind, origin="project", written_by=row.written_by, written_ns=row.written_ns,
+            receiver={}, problem=f"{error.what}: {error.mend}",
+        )  # fmt: skip
+
+
 def _shown(service: Service, session: Session, project: str, receiver: Receiver) -> ReceiverOutput:
     data = receiver.as_data()
     if receiver.name in service.receiver_file.names:
@@ -255,8 +274,7 @@ def _require(service: Service, session: Session, named: tuple[str, str], if_matc
         return
     project, name = named
     row = session.get(ReceiverRow, (project, name))
-    held = None if row is None else RECEIVER.validate_python(row.config)
-    require_match(if_match, None if held is None else _shown(service, session, project, held))
+    require_match(if_match, None if row is None else _stored(service, session, project, name))
 
 
 def _refused(error: WatchstepError) -> RefusedError:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SERVICE_FILE = "service.json"
 _START_SECONDS = 30.0
+_OVERDUE_SECONDS = 0.25
 _MAKER = "watchstep serve"
 
 _log = logging.getLogger(__name__)
@@ -235,7 +236,8 @@ class EmbeddedService:
                     self._hand_out(find_due(self.service))
                 due = next_due_ns(self.service)
                 if due is not None:
-                    pause = min(pause, max(0.01, due / NANOSECONDS))
+                    # One that is overdue waits for a thread, whose end wakes us: asking again at once changes nothing.
+                    pause = min(pause, max(0.01, due / NANOSECONDS) if due > 0 else _OVERDUE_SECONDS)
             except Exception:  # noqa: BLE001 - everything else relies on the sweep: it says so and goes on
                 _log.exception("a sweep failed; the next follows")
             self._queue.tell()

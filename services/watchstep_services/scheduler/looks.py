@@ -14,6 +14,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
+from watchstep_services import metrics
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Job, Project, Run
 from watchstep_services.estimator.backend import OVER
@@ -107,6 +108,10 @@ def look(service: Service, one: Look) -> None:
         tell(service, run.id, error)
     except SQLAlchemyError as error:
         _log.warning("run %s/%s: %s; a later sweep tries again", run.project, run.run, error)
+    except Exception as error:  # noqa: BLE001 - a fault of ours: told as this run's trouble, and no other run's
+        _log.exception("run %s/%s cannot be looked at; a later sweep tries again", run.project, run.run)
+        metrics.SWEEP_FAULTS.labels("run").inc()
+        tell(service, run.id, _fault(error))
     quiet = _quiet(service, one, listed, fresh)
     with service.database.write() as session:
         row = session.get_one(Run, run.id)
@@ -123,6 +128,12 @@ def look(service: Service, one: Look) -> None:
             .values(look_ns=now_ns() + after)
             .execution_options(synchronize_session=False)
         )
+
+
+def _fault(error: Exception) -> WatchstepError:
+    return WatchstepError(
+        f"the service failed on it ({type(error).__name__})", "see the service's log; please report it"
+    )
 
 
 def wants_listing(service: Service, one: Look) -> bool:

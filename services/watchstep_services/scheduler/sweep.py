@@ -74,6 +74,11 @@ def _write_journals(service: Service) -> None:
         except WatchstepError as error:
             _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
             tell(service, due.run_id, error)
+        except SQLAlchemyError:
+            raise  # of all journals
+        except Exception:  # noqa: BLE001 - a fault of ours with this journal; the others are written
+            _log.exception("journal of %s/%s: cannot be written", due.project, due.run)
+            metrics.SWEEP_FAULTS.labels("journal").inc()
 
 
 def note_asked(service: Service, runs: Sequence[int]) -> None:

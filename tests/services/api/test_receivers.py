@@ -15,10 +15,12 @@ from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig
 from watchstep_services.api.app import create_app
-from watchstep_services.database.models import ReceiverSecret
+from watchstep_services.database.models import ReceiverRow, ReceiverSecret
+from watchstep_services.dispatcher.receivers.directory import find_receiver, open_secrets, routes_of
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
-from watchstep_services.dispatcher.receivers.sealing import new_key
+from watchstep_services.dispatcher.receivers.sealing import Seal, new_key
 from watchstep_services.dispatcher.receivers.webhook import new_secret
+from watchstep_services.redaction import redact
 
 AT = f"/v1/projects/{PROJECT}/receivers"
 ROUTING = f"/v1/projects/{PROJECT}/routing"
@@ -232,3 +234,39 @@ def test_an_alertmanager_is_told_at_its_own_pace(keyed: Api) -> None:
     tree = {"receiver": "hook", "group_wait": 60, "repeat_interval": "4h", "send_resolved": False}
     (route,) = keyed.call("POST", f"{ROUTING}/preview", {"route": tree}).json()["routes"]
     assert (route["group_wait"], route["repeat_interval"], route["send_resolved"]) == (0, 30, True)
+
+
+def test_one_that_a_later_version_wrote_is_told_and_keeps_nobody_else_from_being_told(keyed: Api) -> None:
+    put(keyed, webhook("good"))
+    put(keyed, webhook("later"))
+    with keyed.driven.service.database.write() as session:
+        row = session.get_one(ReceiverRow, (PROJECT, "later"))
+        row.kind, row.config = "pigeon", {"name": "later", "kind": "pigeon", "loft": 3}
+    listed = {held["name"]: held for held in keyed.call("GET", AT).json()["receivers"]}
+    assert "pigeon" in listed["later"]["problem"]
+    assert (listed["good"]["problem"], listed["later"]["receiver"]) == ("", {})
+    assert "loft" not in keyed.call("GET", f"{AT}/later").text
+    for path in ("test", "preview"):
+        refused = keyed.call("POST", f"{AT}/later/{path}", {})
+        assert (refused.status_code, "run the version" in refused.json()["mend"]) == (409, True)
+    with keyed.driven.service.database.read() as session:
+        found = routes_of(keyed.driven.service, session, PROJECT, {}, ("good", "later"))
+    assert "good" in {route.receiver for route in found}
+    assert "later" not in {route.receiver for route in found}
+    assert put(keyed, webhook("later")).status_code == 403, "what it may do is not known"
+    assert keyed.call("DELETE", f"{AT}/later").status_code == 403
+    assert keyed.call("DELETE", f"{AT}/later", role="admin").json()["kind"] == "pigeon"
+    assert keyed.call("GET", f"{AT}/later").status_code == 404
+
+
+def test_a_secret_that_was_opened_is_in_no_log(keyed: Api) -> None:
+    secret = "correct horse battery staple"  # of no form that the log knows
+    service = keyed.driven.service
+    put(keyed, webhook(secret=new_secret()))
+    with service.database.write() as session:
+        row = session.get_one(ReceiverSecret, (PROJECT, "hook", "secret"))
+        row.sealed = Seal(service.settings).seal(f"{PROJECT}/hook/secret", secret)
+    with service.database.read() as session:
+        receiver = find_receiver(service, session, PROJECT, "hook")
+        assert open_secrets(service, session, PROJECT, receiver) == {"secret": secret}
+    assert secret not in redact(f"the receiver says: I do not know {secret}")

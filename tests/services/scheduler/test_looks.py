@@ -8,12 +8,15 @@ from sqlalchemy import update
 from tests.services.driving import Driven
 from tests.services.recording import Recording
 from watchstep.store import Store
+from watchstep_services import metrics
 from watchstep_services.api.announcements import pause_seconds
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Run
 from watchstep_services.database.records import put_segment
+from watchstep_services.evaluator import discover as discovering
 from watchstep_services.scheduler.looks import AT_ONCE, do_looks, look, take
 from watchstep_services.scheduler.sweep import find_due, note_asked, sweep
+from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS
 
 
@@ -100,3 +103,26 @@ def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven, 
 @pytest.mark.parametrize(("lag", "pause"), [(0.0, 0.0), (0.9, 0.0), (1.0, 2.0), (4.0, 8.0), (600.0, 10.0)])
 def test_recorders_are_asked_to_announce_less_often_while_the_service_lags(lag: float, pause: float) -> None:
     assert pause_seconds(int(lag * NANOSECONDS)) == pytest.approx(pause)
+
+
+def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = driven.register("bad"), driven.register("good")
+
+    def discover(service: Service, run_id: int) -> bool:
+        if run_id == bad:
+            raise KeyError("nobody expected it")
+        return found(service, run_id)
+
+    found = discovering.discover
+    monkeypatch.setattr("watchstep_services.scheduler.looks.discover", discover)
+    before = metrics.REGISTRY.get_sample_value("watchstep_sweep_faults_total", {"of": "run"})
+    sweep(driven.service)
+    after = metrics.REGISTRY.get_sample_value("watchstep_sweep_faults_total", {"of": "run"})
+    assert before is not None
+    assert after == before + 1
+    assert "KeyError" in driven.run(bad).health["store"]
+    assert driven.run(good).listed_ns
+    assert driven.run(bad).look_ns, "it has its next turn"
+    assert "bad cannot be looked at" in caplog.text

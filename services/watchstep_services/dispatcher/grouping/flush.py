@@ -6,13 +6,16 @@ process that dies in between has told nothing and forgotten nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import delete, select, update
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from watchstep_services import metrics
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import AlertGroup, GroupMember, Run, Standing
 from watchstep_services.database.records import add_action
@@ -23,6 +26,10 @@ from watchstep_services.dispatcher.grouping.telling import alert_of, notificatio
 from watchstep_services.dispatcher.receivers.deliver import NOTIFY
 from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.service import Service
+from watchstep_services.settings import NANOSECONDS
+
+_AGAIN_NS = 60 * NANOSECONDS
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,26 @@ def due_groups(service: Service, limit: int = 100) -> list[int]:
 
 def flush_due(service: Service) -> list[int]:
     """Look at all groups that are due; returns the ids of the actions that it caused."""
-    told = [flush(service, group_id) for group_id in due_groups(service)]
+    told = [_flushed(service, group_id) for group_id in due_groups(service)]
     return [action for action in told if action is not None]
+
+
+def _flushed(service: Service, group_id: int) -> int | None:
+    try:
+        return flush(service, group_id)
+    except SQLAlchemyError:
+        raise  # of all groups
+    except Exception:  # noqa: BLE001 - a fault of ours with this group: no other waits for it, nor does a stop
+        _log.exception("group %d of alerts: cannot be looked at; it is tried again in a minute", group_id)
+        metrics.SWEEP_FAULTS.labels("group").inc()
+        with service.database.write() as session:
+            session.execute(
+                update(AlertGroup)
+                .where(AlertGroup.id == group_id)
+                .values(due_ns=now_ns() + _AGAIN_NS)
+                .execution_options(synchronize_session=False)
+            )
+        return None
 
 
 def flush(service: Service, group_id: int) -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -18,10 +20,18 @@ from watchstep_services.dispatcher.receivers.receiver import Receiver
 from watchstep_services.dispatcher.receivers.routing import RootNode, Route, routes_for
 from watchstep_services.dispatcher.receivers.sealing import Seal
 from watchstep_services.dispatcher.receivers.secret_fields import Kept, read_secret
+from watchstep_services.redaction import keep_secret
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings
+from watchstep_services.tenancy.conflict import ConflictError
 
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+
+_log = logging.getLogger(__name__)
+
+
+class UnreadableReceiverError(ConflictError):
+    """A receiver is kept that this version does not understand."""
 
 
 def routes_of(
@@ -57,9 +67,14 @@ def tree_of(service: Service, session: Session, project: str) -> RootNode:
 
 
 def list_receivers(service: Service, session: Session, project: str) -> list[Receiver]:
-    """All receivers that a project has, by name; the owner's go before its own of the same name."""
+    """All receivers that a project has and that can be read, by name; the owner's go before its own of the same name."""
     rows = session.execute(select(ReceiverRow).filter_by(project=project)).scalars()
-    found: dict[str, Receiver] = {row.name: RECEIVER.validate_python(row.config) for row in rows}
+    found: dict[str, Receiver] = {}
+    for row in rows:
+        try:
+            found[row.name] = stored_receiver(row)
+        except UnreadableReceiverError as error:
+            _log.warning("%s; nobody is told by it", error.what)  # and no other goes without
     found |= {receiver.name: receiver for receiver in service.receiver_file.receivers}
     return [found[name] for name in sorted(found)]
 
@@ -75,6 +90,7 @@ def find_receiver(service: Service, session: Session, project: str, name: str) -
 
     Raises:
         NotFoundError: there is none of that name.
+        UnreadableReceiverError: a later version wrote it.
     """
     held: Receiver | None = service.receiver_file.find(name)
     if held is None:
@@ -83,7 +99,23 @@ def find_receiver(service: Service, session: Session, project: str, name: str) -
             raise NotFoundError(
                 f"receiver {name!r} of project {project}: not known", "write it, or check the name"
             )
-        held = RECEIVER.validate_python(row.config)
+        held = stored_receiver(row)
+    return held
+
+
+def stored_receiver(row: ReceiverRow) -> Receiver:
+    """A receiver from its row.
+
+    Raises:
+        UnreadableReceiverError: a later version wrote it.
+    """
+    try:
+        held: Receiver = RECEIVER.validate_python(row.config)
+    except ValidationError as error:
+        raise UnreadableReceiverError(
+            f"receiver {row.name!r} of project {row.project}: this version cannot read its kind {row.kind!r} as it is kept",
+            "write it anew, remove it, or run the version that wrote it",
+        ) from error
     return held
 
 
@@ -102,6 +134,8 @@ def open_secrets(service: Service, session: Session, project: str, receiver: Rec
                 opened[field] = Seal(service.settings).open(place, row.sealed)
         else:
             opened[field] = read_secret(field, secret)
+        if field in opened:
+            keep_secret(opened[field])  # whatever the answer of whom it is sent to repeats
     return opened
 
 

@@ -9,12 +9,13 @@ from watchstep.errors import ConfigError, NotFoundError, WatchstepError
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import ReceiverRow, ReceiverSecret, RoutingTree
 from watchstep_services.dispatcher.receivers.directory import (
+    UnreadableReceiverError,
     known_receivers,
     reach_of,
     seal_place,
+    stored_receiver,
     tree_of,
 )
-from watchstep_services.dispatcher.receivers.kinds import RECEIVER
 from watchstep_services.dispatcher.receivers.receiver import Receiver
 from watchstep_services.dispatcher.receivers.routing import RootNode
 from watchstep_services.dispatcher.receivers.sealing import Seal
@@ -50,7 +51,7 @@ def put_receiver(
             "choose another name, or change the file",
         )
     held = session.get(ReceiverRow, (project, receiver.name), with_for_update=True)
-    before = None if held is None else RECEIVER.validate_python(held.config)
+    before = None if held is None else _held(held, caller)
     _check_rights(receiver, before, caller)
     _check_addresses(service, receiver)
     sealed = _sealed(service, project, receiver, before)
@@ -89,7 +90,7 @@ def delete_receiver(
     row = session.get(ReceiverRow, (project, name), with_for_update=True)
     if row is None:
         raise NotFoundError(f"receiver {name!r} of project {project}: not known", "check the name")
-    _check_rights(None, RECEIVER.validate_python(row.config), caller)
+    _check_rights(None, _held(row, caller), caller)
     if name in tree_of(service, session, project).receivers():
         raise InUseError(f"receiver {name!r}: the routing tree names it", "take it out of the tree first")
     session.execute(delete(ReceiverSecret).filter_by(project=project, name=name))
@@ -119,6 +120,16 @@ def put_tree(service: Service, session: Session, project: str, tree: RootNode, c
 def delete_tree(session: Session, project: str) -> None:
     """Let the owner's tree count again."""
     session.execute(delete(RoutingTree).filter_by(project=project))
+
+
+def _held(row: ReceiverRow, caller: Identity) -> Receiver | None:
+    """A receiver as it is kept; None where this version cannot read it, and the caller may replace whatever it is."""
+    try:
+        return stored_receiver(row)
+    except UnreadableReceiverError as error:
+        if caller.may("administer"):
+            return None
+        raise ForbiddenError(error.what, "ask an admin to write it anew or to remove it") from error
 
 
 def _check_rights(after: Receiver | None, before: Receiver | None, caller: Identity) -> None:
