@@ -20,6 +20,7 @@ from watchstep_services.api.direct import Direct
 from watchstep_services.api.known_tokens import KnownTokens
 from watchstep_services.api.policies import Policy, Routes, open_to_all, permits, policy_of
 from watchstep_services.api.problems import RefusedError, answer_to
+from watchstep_services.api.query_names import check_query
 from watchstep_services.api.rate_limits import RateLimits
 from watchstep_services.api.request_limits import check_head, check_length, limited
 from watchstep_services.roles import PERMISSIONS, Identity, Permission
@@ -108,6 +109,8 @@ class Gate:
             _check(identity, policy, policy.permission, values)
             scope[_IDENTITY] = identity
         check_length(scope, policy.most_bytes)
+        if route is not None:
+            check_query(scope, route)
         assert route is not None, "what has a policy is a route"
         return _Admitted(route, policy, values)
 

@@ -92,14 +92,14 @@ class Direct(Generic[Body]):
 
 
 async def _read(receive: Receive) -> bytes | None:
-    content = b""
+    content = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
         content += message.get("body", b"")
         if not message.get("more_body", False):
-            return content
+            return bytes(content)
 
 
 def _again(content: bytes, receive: Receive) -> Receive:

@@ -26,6 +26,7 @@ from watchstep_services.api.paging import Order, Paged
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import ApiRequest, Run
 from watchstep_services.registration import ensure_project, register
+from watchstep_services.roles import Role
 
 router = APIRouter()
 CREATED: list[str] = []
@@ -239,3 +240,22 @@ def test_the_real_lists_have_etags(api: Api) -> None:
     assert first.status_code == 200
     headers["if-none-match"] = first.headers["etag"]
     assert api.client.request("GET", "/v1/rules", headers=headers).status_code == 304
+
+
+def test_a_name_in_a_query_that_is_not_known_is_refused(api: Api) -> None:
+    asked: tuple[tuple[Role, str, str], ...] = (
+        ("viewer", "/v1/projects/vision/runs?stat=running", "state"),
+        ("viewer", "/v1/projects/vision/runs?limit=3&Limit=3", "limit"),
+        ("admin", "/v1/tokens?active=true&activ=", "active"),
+        ("viewer", "/v1/rules?x=1", "takes none"),
+    )
+    for role, path, known in asked:
+        refused = api.call("GET", path, role=role)
+        assert (refused.status_code, refused.headers["content-type"]) == (422, "application/problem+json"), (
+            path
+        )
+        assert known in refused.json()["mend"], refused.text
+    assert api.call("GET", "/v1/projects/vision/runs?limit=3", role="viewer").status_code == 200
+    assert api.call("GET", "/v1/tokens?active=true", role="admin").status_code == 200
+    for path in ("/healthz?probe=1", "/docs?x=1", "/metrics?x=1"):
+        assert api.call("GET", path, role="admin").status_code == 200, path
