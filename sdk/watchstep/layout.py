@@ -26,6 +26,7 @@ CONTROL_DOCUMENT = "control.json"
 SEGMENTS = "stats/"
 ATTEMPTS = "attempts/"
 ENDS = "end/"
+CHECKPOINTS = "saved/"
 SNAPSHOTS = "tensors/"
 JOURNALS = "journal/"
 
