@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from watchstep_services.database.models import BackendRow, Job, JobHolder
 from watchstep_services.database.upsert import insert_missing
-from watchstep_services.estimator import local
+from watchstep_services.estimator import local, slurm
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.tenancy.conflict import ConflictError
 
@@ -80,9 +80,14 @@ def hold(session: Session, project: str, kind: str, job: JobHandle) -> None:
 
 
 def digest_of(kind: str, job: JobHandle) -> str:
-    """What a job is, whatever its backend is registered as. A process is known without what people call its host."""
+    """What a job is, whatever its backend is registered as.
+
+    A process is known without what people call its host; a job of Slurm's without what a requeue changes.
+    """
     if kind == local.NAME:
         what: Any = [kind, *(job.identity.get(name) for name in ("boot", "pid", "start_ticks"))]
+    elif kind == slurm.NAME:
+        what = [kind, job.id, *(job.identity.get(name) for name in ("cluster", "name"))]
     else:
         what = [kind, job.id, dict(job.identity)]
     return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

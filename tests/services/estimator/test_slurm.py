@@ -144,3 +144,21 @@ def test_a_job_that_sbatch_started_is_attached_to_and_stopped(slurm: SlurmCluste
     bench.backend.stop(job)
     assert bench.end_of(job).exit_code == 5
     assert b"asked to end" in bench.output_of(job)
+
+
+def test_torchrun_spans_the_nodes(bench: Bench) -> None:
+    pytest.importorskip("torch")
+    two = Bench(Slurm(partition="all", nodes=2), bench.folder)
+    told = bench.folder / "tells.py"
+    told.write_text(
+        "import os\nnames = 'RANK WORLD_SIZE LOCAL_RANK GROUP_RANK'.split()\n"
+        "os.write(1, (' '.join(os.environ[name] for name in names) + '\\n').encode())\n"
+    )
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(told))
+    name = f"torchrun-{uuid.uuid4().hex[:8]}"
+    job = two.backend.submit(Launch(command, {}, bench.folder, name=name))
+    status = two.end_of(job)
+    output = two.output_of(job).decode()
+    assert status.exit_code == 0, output
+    lines = {line for line in output.splitlines() if line.replace(" ", "").isdecimal()}
+    assert lines == {"0 4 0 0", "1 4 1 0", "2 4 0 1", "3 4 1 1"}
