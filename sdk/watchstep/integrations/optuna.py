@@ -1,0 +1,98 @@
+"""Optuna: a trial whose training goes wrong is pruned, with the reason; the study goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from watchstep.client import Client
+from watchstep.hook import Hook
+from watchstep.integrations import trials
+from watchstep.integrations.missing import missing
+from watchstep.stopping import OnStop, StopTraining
+
+try:
+    from optuna import Trial, TrialPruned
+except ImportError as error:
+    missing("optuna", "optuna", error)
+
+
+@contextmanager
+def watched(
+    trial: Trial,
+    store_url: str | os.PathLike[str] | None = None,
+    *,
+    on_stop: OnStop = "raise",
+    **options: Any,
+) -> Iterator[Hook]:
+    """Record a trial, and prune it where its run is stopped by the service or by a guard.
+
+    The run is called ``STUDY-NUMBER``. A pruned trial has the user attributes ``watchstep_run``, ``watchstep_rule``,
+    ``watchstep_step``, ``watchstep_message`` and ``watchstep_link``; any other has the first.
+
+    Example::
+
+        def objective(trial):
+            with watched(trial, "s3://bucket/runs", guard=True) as hook:
+                hook.watch(model, optimizer)
+                ...
+
+    Args:
+        trial: of the study.
+        store_url: as `Hook` takes it.
+        on_stop: as `Hook` takes it; where it does not raise, the trial is pruned when the block ends.
+        **options: ``project``, ``rules``, ``guard``, ``config`` and so on, as `Hook` takes them; also ``run``.
+
+    Raises:
+        TrialPruned: the run was stopped.
+        ConfigError: an argument is wrong.
+    """
+    options = {"run": trials.run_name(trial.study.study_name, str(trial.number)), **options}
+    hook = Hook(store_url, on_stop=on_stop, **options)
+    trial.set_user_attr("watchstep_run", hook.run)
+    try:
+        with hook:
+            try:
+                yield hook
+            except TrialPruned:
+                hook.close()  # by Optuna's own pruner, or by `prune_if_alerted`: no failure
+                raise
+    except StopTraining as stop:
+        _prune(trial, trials.of_stop(hook), stop)
+    if (reason := trials.of_stop(hook)) is not None:
+        _prune(trial, reason)
+
+
+def prune_if_alerted(
+    trial: Trial,
+    hook: Hook,
+    client: Client | None = None,
+    *,
+    severities: Sequence[str] = ("critical", "warning"),
+) -> None:
+    """Prune a trial on which an alert fires, whether or not the alert's rule stops anything; call it once an epoch, say.
+
+    Args:
+        trial: of the study.
+        hook: that records it; alerts of its guard count.
+        client: of the service that judges the run, whose alerts count too; it is asked, and waited for, in each call.
+        severities: of the service's alerts, those that count.
+
+    Raises:
+        TrialPruned: an alert fires.
+    """
+    reason = trials.of_stop(hook) or trials.of_guard(hook)
+    if reason is None and client is not None:
+        reason = trials.of_service(client, hook.run, severities, trials.link_of(hook))
+    if reason is not None:
+        _prune(trial, reason)
+
+
+def _prune(trial: Trial, reason: trials.Reason | None, cause: BaseException | None = None) -> NoReturn:
+    if reason is None:  # a stop of another hook than the trial's own
+        raise TrialPruned(str(cause)) from cause
+    for name, value in reason.as_data().items():
+        trial.set_user_attr(name, value)
+    raise TrialPruned(str(reason)) from cause

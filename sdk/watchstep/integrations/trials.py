@@ -1,0 +1,99 @@
+"""Why a trial of a sweep was given up, in the words that every sweep records."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from watchstep.capture.service_client import ServiceAddress
+from watchstep.client import Client
+from watchstep.errors import NotFoundError, ServiceError
+from watchstep.hook import Hook
+
+_SAID = re.compile(r"(?:rule )?(?P<rule>\S+) at step (?P<step>\d+): (?P<message>.*)", re.DOTALL)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+_log = logging.getLogger("watchstep")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a trial is given up.
+
+    Attributes:
+        run: the trial's run.
+        rule: the rule config that fired; empty where a person stopped the run.
+        step: which step it is said of.
+        message: what was found, in words.
+        link: where its alerts are: the service's address of them, or the run's URL where there is no service.
+    """
+
+    run: str
+    rule: str
+    step: int
+    message: str
+    link: str
+
+    def as_data(self) -> dict[str, Any]:
+        """By the names that a sweep keeps them under: ``watchstep_run`` and so on."""
+        return {f"watchstep_{name}": value for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return f"{self.rule} at step {self.step}: {self.message}" if self.rule else self.message
+
+
+def run_name(sweep: str, trial: str) -> str:
+    """The run of a trial, with what a name cannot hold replaced."""
+    return _NOT_IN_NAMES.sub("-", f"{sweep}-{trial}").strip(".-")
+
+
+def of_stop(hook: Hook) -> Reason | None:
+    """Why a hook's training was stopped, by the service or by its guard; None where it was not."""
+    stop = hook.stopped
+    if stop is None:
+        return None
+    said = _SAID.fullmatch(stop.reason)
+    if said is None:
+        return Reason(hook.run, "", stop.step, stop.reason, link_of(hook))
+    return Reason(hook.run, said["rule"], int(said["step"]), said["message"], link_of(hook))
+
+
+def of_guard(hook: Hook) -> Reason | None:
+    """The first alert that a hook's guard has firing; None where there is none."""
+    firing: dict[str, int] = hook.health.get("guard", {}).get("firing", {})
+    if not firing:
+        return None
+    rule, step = min(firing.items(), key=lambda entry: entry[1])
+    return Reason(hook.run, rule, step, f"fires since step {step}", link_of(hook))
+
+
+def of_service(client: Client, run: str, severities: Sequence[str], link: str) -> Reason | None:
+    """An alert that fires on a run, by the service; None where there is none, or the service does not answer."""
+    try:
+        alert = next(client.alerts(run, phases=["firing"], severities=severities), None)
+    except NotFoundError:
+        return None  # it has not been seen yet
+    except ServiceError as error:
+        _log.warning("watchstep: alerts of %s are not known: %s", run, error.what)
+        return None
+    if alert is None:
+        return None
+    found = alert.finding or {}
+    message = str(found.get("message", "fires"))
+    return Reason(run, alert.name, int(found.get("step", alert.since_step)), message, link)
+
+
+def link_of(hook: Hook) -> str:
+    """Where the alerts of a hook's run are."""
+    address = ServiceAddress.from_environment()
+    if address is None:
+        return hook.run_url
+    return alerts_url(address.url, hook.project, hook.run)
+
+
+def alerts_url(service: str, project: str, run: str) -> str:
+    """Where a service tells of a run's alerts."""
+    return f"{service.rstrip('/')}/v1/projects/{project}/runs/{run}/alerts"
