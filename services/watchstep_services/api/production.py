@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -38,9 +41,36 @@ def create() -> FastAPI:
 
 
 @asynccontextmanager
-async def _lifespan(_app: FastAPI) -> AsyncIterator[None]:
-    yield
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    with _streams_end_at_signals(app):
+        yield
     tracing.stop()
+
+
+@contextmanager
+def _streams_end_at_signals(app: FastAPI) -> Iterator[None]:
+    """Event streams never end by themselves: the server would wait for them until ``WATCHSTEP_DRAIN_SECONDS`` are over.
+
+    It tells an application that it ends only after that, so its handlers of signals are called through ours.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        app.state.streams.close()
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(host: str, port: int, processes: int) -> None:
