@@ -27,8 +27,16 @@ unset SLURM_EXPORT_ENV
 
 _RANKS = """\
 export MASTER_ADDR="${MASTER_ADDR:-$(hostname)}"
-export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
+if [ -z "${MASTER_PORT:-}" ]; then
+    # Below what the kernel gives to connections, and not where somebody listens.
+    MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
+    while (exec 3<>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
+    export MASTER_PORT
+fi
 """
+
+_OTHERS_SECONDS = 300
+"""So long the other tasks may go on once the first has ended: they may wait for it for ever, or save a checkpoint."""
 
 _TASK_RANKS = (
     "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE={local}; "
@@ -48,8 +56,8 @@ def batch_script(launch: Launch, tasks: int, tasks_per_node: int) -> str:
 
     With several tasks each finds ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
     ``MASTER_PORT``, as ``torch.distributed`` reads them; with one to a node ``torchrun`` finds its nodes by the same.
-    ``MASTER_ADDR`` is the first node's hostname and the port follows from the job's id, unless the environment has
-    them.
+    ``MASTER_ADDR`` is the first node's hostname and the port, which follows from the job's id, is free there, unless
+    the environment has them.
 
     Raises:
         ConfigError: something of it no program can be given.
@@ -62,7 +70,8 @@ def batch_script(launch: Launch, tasks: int, tasks_per_node: int) -> str:
     task = ("bash", "-c", f'{ranks}exec "$@"', "watchstep-task", *launch.command)
     for text in launch.command:
         _check("an argument", text)
-    srun = ("srun", "--input=none", "--export=ALL", *task)
+    together = (f"--wait={_OTHERS_SECONDS}",) if tasks > 1 else ()
+    srun = ("srun", "--input=none", "--export=ALL", *together, *task)
     parts.append(_TAIL.format(command=shlex.join(srun)))
     return "".join(parts)
 
