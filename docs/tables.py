@@ -54,6 +54,11 @@ _VARIABLES = {
     "WATCHSTEP_CREDENTIALS": "`service`: the service lends AWS credentials that write this attempt and nothing else.",
     "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take; `none` for everything always.",
     "WATCHSTEP_SPILL": "Folder for what waits while the store cannot be reached; in the user's cache where not given.",
+    "WATCHSTEP_JOBS": "Folder for the records and logs of jobs launched from this machine; `~/.watchstep/jobs` where not given.",
+    "WATCHSTEP_RECORDER_TOKEN": "What a launched job shows to the service; the launcher's own token where not given.",
+    "WATCHSTEP_IDLE_SECONDS": "How long a service beside launched jobs waits for another after the last; 300 where not given.",
+    "WATCHSTEP_LAUNCHED": "The attempt that a launcher has settled; `watchstep run` takes it and registers nothing.",
+    "WATCHSTEP_RESTARTS": "How often a cluster has started the same job again; a backend sets it.",
     "WATCHSTEP_ON_STOP": "`ignore` or `raise`: what a stop does where `Hook(on_stop=…)` does not say.",
 }
 

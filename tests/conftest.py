@@ -29,6 +29,7 @@ def spill_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     root = tmp_path_factory.mktemp("spill")
     monkeypatch.setenv("WATCHSTEP_SPILL", str(root))
     monkeypatch.setenv("WATCHSTEP_JOBS", str(root / "jobs"))
+    monkeypatch.setenv("WATCHSTEP_IDLE_SECONDS", "5")
     return root
 
 

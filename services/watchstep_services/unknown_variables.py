@@ -15,6 +15,7 @@ OF_OTHERS = frozenset(
     for name in (
         "ATTEMPT",
         "CREDENTIALS",
+        "IDLE_SECONDS",
         "JOBS",
         "LAUNCHED",
         "ON_STOP",

@@ -6,6 +6,7 @@ import logging
 
 from watchstep.control import StopRequest
 from watchstep.errors import StoreError
+from watchstep_services.dispatcher.last_good import told
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.stages import ASK, ASKED, KILLED, TERMINATED, UNCONFIRMED
 from watchstep_services.dispatcher.target import Target, common_step, load_target, write_control
@@ -126,7 +127,7 @@ def _over(service: Service, due: DueAction, target: Target, how: str) -> Tried:
     except StoreError as error:
         _log.warning("run %s/%s: %s", target.run.project, target.run.run, error.what)
     steps = [int(end["last_step"]) for end in target.attempt.ends.values()]
-    facts = {"how": how, "stopped_at_step": max([target.attempt.largest, *steps])}
+    facts = {"how": how, "stopped_at_step": max([target.attempt.largest, *steps]), **told(service, due, target)}
     named = f"job {_named(target)}" if target.job is not None else "every worker"
     if due.stage == ASK and how == _HOW[ASK]:
         return Tried("skipped", f"{named} had ended already", facts=facts)

@@ -18,8 +18,8 @@ from watchstep.launch.run_command import HOME, FoundService, service_at
 from watchstep.store import checked_scheme
 
 RECORDER_TOKEN = "WATCHSTEP_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
-IDLE_SECONDS = 300.0
-"""So long a service beside a job waits for another after its last."""
+IDLE_SECONDS = "WATCHSTEP_IDLE_SECONDS"
+"""The variable that says how long a service beside a job waits for another after its last; five minutes without it."""
 
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.05
@@ -89,7 +89,7 @@ def _start(home: Path, store_url: str) -> FoundService:
     log = home / "beside.log"
     store = store_url.removeprefix("file://") if checked_scheme(store_url) == "file" else store_url
     command = (
-        sys.executable, "-m", _MODULE, "--store", store, "--home", str(home), "--idle-seconds", str(IDLE_SECONDS)
+        sys.executable, "-m", _MODULE, "--store", store, "--home", str(home), "--idle-seconds", os.environ.get(IDLE_SECONDS) or "300"
     )  # fmt: skip
     with log.open("ab") as output:
         started = subprocess.Popen(  # noqa: S603 - this package's own module

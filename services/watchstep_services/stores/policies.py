@@ -13,7 +13,6 @@ from watchstep.errors import ConfigError
 from watchstep.layout import (
     ENDS,
     RUN_DOCUMENT,
-    SEGMENTS,
     SNAPSHOTS,
     attempt_document,
     check_name,
@@ -22,6 +21,10 @@ from watchstep_services.stores.place import StorePlace
 
 MOST_CHARACTERS = 2048
 """That AWS takes of a session policy."""
+
+_ADDED = "s????/"
+"""Segments (``stats/``) and notes of checkpoints (``saved/``) in one pattern, for a policy has no room for two: a ``?`` is one
+character, so that what follows can only be the attempt."""
 
 _CREATES_ONLY = {"Null": {"s3:if-none-match": "false"}}
 """The request says ``If-None-Match``, so that it replaces nothing."""
@@ -59,8 +62,8 @@ def attempt_policy(place: StorePlace, run: str, attempt: str) -> str:
     check_name("attempt", attempt)
     within = f"{place.key}/{check_name('run', run)}"
     root = f"{bucket}/{within}"
-    segments, snapshots, ends = (f"{folder}{attempt}/*" for folder in (SEGMENTS, SNAPSHOTS, ENDS))
-    made = [f"{root}/{key}" for key in (RUN_DOCUMENT, attempt_document(attempt), segments)]
+    added, snapshots, ends = (f"{folder}{attempt}/*" for folder in (_ADDED, SNAPSHOTS, ENDS))
+    made = [f"{root}/{key}" for key in (RUN_DOCUMENT, attempt_document(attempt), added)]
     changed = [f"{root}/{key}" for key in (snapshots, ends)]
     change = ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"]
     return _text(

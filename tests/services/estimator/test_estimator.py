@@ -79,6 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def estimate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Estimator:
     for name in ("WATCHSTEP_SERVICE", "WATCHSTEP_TOKEN", "WATCHSTEP_HOME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WATCHSTEP_IDLE_SECONDS", "300")
     return Estimator("tells.py", backend=Local(), store=folder / "store", folder=folder)
 
 
