@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.estimator.launches import launch, missing, place
+from benchmarks.estimator.launches import BAD_STEP, SECONDS, Place, launch, missing, place
+from watchstep_rules import nan_or_inf
+from watchstep_services.estimator import Estimator
 
 pytestmark = pytest.mark.slow
 
@@ -23,3 +25,21 @@ def test_a_fault_is_stopped_and_a_healthy_run_is_not(
     with place(kind, tmp_path) as where:
         assert launch(where, faulty=True, number=0).amiss == ()
         assert launch(where, faulty=False, number=0).amiss == ()
+        assert how_stopped_by_the_backend(where) == "terminated"
+
+
+def how_stopped_by_the_backend(where: Place) -> str:
+    """How a job ends whose program does not take part: the service has its backend stop it."""
+    job = Estimator(
+        where.program,
+        backend=where.backend,
+        store=where.folder / "store",
+        rules=[nan_or_inf().stop()],
+        arguments=(str(BAD_STEP), "1000000000", str(where.folder / "ignoring.pt")),
+        folder=where.folder,
+        on_stop="ignore",
+    ).fit(wait=False)
+    done = [event.data["how"] for event in job.events() if event.type == "watchstep.stop.done"]
+    assert job.wait(SECONDS).is_over
+    (how,) = done
+    return str(how)
