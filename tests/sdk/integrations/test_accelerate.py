@@ -136,9 +136,16 @@ def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> No
     program = tmp_path / "train.py"
     program.write_text(_RANKS)
     root = Path(__file__).parents[3]
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
     done = subprocess.run(
-        [sys.executable, *launch, "--mixed_precision=no", "--dynamo_backend=no", program, tmp_path],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            program,
+            tmp_path,
+        ],
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         cwd=root,
         capture_output=True,
