@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_the_last_good_checkpoint_is_protected_until_it_can_have_been_judged(
     notes = CheckpointNotes(_no_store, Health())
     notes._saved = [saved(index, at=time * SECOND) for index, time in enumerate(times) if time <= now]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_notes.time, "time_ns", lambda: now * SECOND)
+        patch.setattr(time, "time_ns", lambda: now * SECOND)
         kept = notes.protected()
     assert {one.path for one in notes._saved if one.saved_ns == good * SECOND} & kept
 

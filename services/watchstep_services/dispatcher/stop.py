@@ -127,7 +127,11 @@ def _over(service: Service, due: DueAction, target: Target, how: str) -> Tried:
     except StoreError as error:
         _log.warning("run %s/%s: %s", target.run.project, target.run.run, error.what)
     steps = [int(end["last_step"]) for end in target.attempt.ends.values()]
-    facts = {"how": how, "stopped_at_step": max([target.attempt.largest, *steps]), **told(service, due, target)}
+    facts = {
+        "how": how,
+        "stopped_at_step": max([target.attempt.largest, *steps]),
+        **told(service, due, target),
+    }
     named = f"job {_named(target)}" if target.job is not None else "every worker"
     if due.stage == ASK and how == _HOW[ASK]:
         return Tried("skipped", f"{named} had ended already", facts=facts)
