@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from tests.services.redis import free_port
 SECONDS = 180.0
 """Ray starts ten processes, each of which imports much."""
 
-_WORKER_PORTS = range(30_000, 32_000)
+_WORKER_PORTS = 21_000
+"""From here on each cluster takes a thousand, at random: it does not look whether another one's workers have them."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ def running_ray() -> Iterator[RayCluster]:
 
 
 def _start(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    first = _WORKER_PORTS + 1000 * secrets.randbelow(10)
     # Without --port=0 and these, it takes 6379 and workers' ports from 10002 to 19999.
     command = (
         Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--port=0",
         "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}",
         f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}",
-        f"--min-worker-port={_WORKER_PORTS.start}", f"--max-worker-port={_WORKER_PORTS.stop}",
+        f"--min-worker-port={first}", f"--max-worker-port={first + 999}",
         f"--temp-dir={folder}", "--num-cpus=8", "--object-store-memory=80000000", "--disable-usage-stats",
     )  # fmt: skip
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "WATCHSTEP_"))}
@@ -71,7 +74,8 @@ def _start(folder: Path, port: int) -> subprocess.Popen[bytes]:
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
             command,
-            env={**kept, "PATH": path},
+            # Whatever this user's own clusters ask for.
+            env={**kept, "PATH": path, "RAY_AUTH_MODE": "disabled"},
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
