@@ -257,8 +257,11 @@ class _Past:
     @classmethod
     def of(cls, state: ExplodingGradientState, block: Block) -> _Past:
         _, first, series = np.unique(block.series_key(), return_index=True, return_inverse=True)
-        names = [f"{block.info(row).name}@{block.worker[row]}/{block.mode_name(row)}" for row in first]
-        held = [state.series.get(name, Past()) for name in names]
+        of = [block.catalogue[tensor].name for tensor in block.tensor[first].tolist()]
+        where = zip(of, block.worker[first].tolist(), block.mode[first].tolist(), strict=True)
+        names = [f"{name}@{worker}/{MODES[mode]}" for name, worker, mode in where]
+        new = Past()
+        held = [state.series.get(name, new) for name in names]
         return cls(
             names,
             series,

@@ -139,14 +139,26 @@ class Block:
 
     def ordered(self) -> Block:
         """The same rows by (step, worker, mode, tensor's name, place), the canonical order in which rules see them."""
-        names = np.empty(len(self.catalogue), np.int64)
-        names[sorted(range(len(names)), key=lambda index: self.catalogue[index].name)] = np.arange(len(names))
-        places = self.places
+        names, places = _ranks(self.catalogue), self.places
         place = (places.stage, places.replica, places.shard_index)
         key = sort_key(self.step, self.worker, self.mode, names[self.tensor], *place)
         if bool((key[1:] >= key[:-1]).all()):
             return self
         return self.take(np.argsort(key, kind="stable"))
+
+
+_ranked: tuple[tuple[TensorInfo, ...], NDArray[np.int64]] = ((), np.empty(0, np.int64))
+
+
+def _ranks(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
+    """The place of each tensor's name in alphabetical order; kept for the last catalogue, which mostly comes again."""
+    global _ranked  # noqa: PLW0603 - one assignment, and whoever reads the one before computes it anew
+    known, ranks = _ranked
+    if known is not catalogue:
+        ranks = np.empty(len(catalogue), np.int64)
+        ranks[sorted(range(len(ranks)), key=lambda index: catalogue[index].name)] = np.arange(len(ranks))
+        _ranked = (catalogue, ranks)
+    return ranks
 
 
 def concatenate(blocks: list[Block]) -> Block:

@@ -106,7 +106,7 @@ def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
         return {}
     series = (block.tensor[chosen].astype(np.int64) << 32) | block.mode[chosen]
     found = {}
-    for number in np.unique(series):
+    for number in sorted(set(series.tolist())):
         rows = chosen[series == number]
         name, mode = block.info(int(rows[0])).name, block.mode_name(int(rows[0]))
         if _kind(name, mode) == kind:
@@ -117,7 +117,7 @@ def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
 def _first_of_each_step(block: Block, rows: NDArray[np.intp]) -> NDArray[np.intp]:
     """Rows by step, of each the lowest worker's."""
     step = block.step[rows]
-    if bool((np.diff(step) > 0).all()):
+    if bool((step[1:] > step[:-1]).all()):
         return rows
     rows = rows[np.lexsort((block.worker[rows], step))]
     return rows[np.unique(block.step[rows], return_index=True)[1]]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block
 from watchstep.sort_key import sort_key
+from watchstep.tensors import MODES
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -38,11 +39,12 @@ class SeriesRows:
         # Numbers of two bytes are sorted by digits, in one pass or two.
         order = np.argsort(series.astype(np.uint16) if count < 2**16 else series, kind="stable")
         starts = np.searchsorted(series[order], np.arange(count))
-        first = order[starts].tolist()
-        names = [
-            f"{block.info(row).name}@{block.worker[row]}" + (f"/{block.mode_name(row)}" if by_mode else "")
-            for row in first
-        ]
+        first = order[starts]
+        of = [block.catalogue[tensor].name for tensor in block.tensor[first].tolist()]
+        names = [f"{name}@{worker}" for name, worker in zip(of, block.worker[first].tolist(), strict=True)]
+        if by_mode:
+            modes = [MODES[mode] for mode in block.mode[first].tolist()]
+            names = [f"{name}/{mode}" for name, mode in zip(names, modes, strict=True)]
         return cls(names, series, order, starts)
 
     def before(self, values: NDArray[_Number], first: NDArray[_Number] | bool | float) -> NDArray[_Number]:

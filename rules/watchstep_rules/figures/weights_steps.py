@@ -137,7 +137,7 @@ class StepsOfWeights:
         for row in rows[is_loss].tolist():
             name, value = f"{block.info(row).name}@{block.worker[row]}", float(statistics.mean[row])
             past.nothing_lost[name] = value == 0
-            past.losses[name] = past.losses.get(name, Progress()).after(value)
+            past.losses[name] = past.losses.get(name, _UNSEEN).after(value)
         computes = tensors_where(block.catalogue, _is_computed)
         seen = block.tensor[rows[computes[block.tensor[rows]]]]
         found, first = np.unique(seen, return_index=True)
@@ -168,7 +168,7 @@ class StepsOfWeights:
         vector = ~tensors_where(infos, _is_wide)[tensor[judged]]
         first = np.full(len(self.names), len(self.block), np.int64)
         np.minimum.at(first, self.parameter[self.gradients], self.numbers[self.gradients])
-        known = [past.parameters.get(name, Past()).last >= 0 for name in self.names]
+        known = [past.parameters.get(name, _NEW).last >= 0 for name in self.names]
         first[np.array(known, np.bool_)] = -1
         starved = first[self.parameter[judged]] > self.numbers[judged]
         found = self._by_step(judged[none | lost | vector | starved])
@@ -199,15 +199,30 @@ class StepsOfWeights:
         return Held(max(before.elements, int(elements.max())), least)
 
     def _take_in_gradients(self, past: Weights, rows: Rows) -> None:
-        for number, places in _by_parameter(self.parameter, rows):
-            name, size = self.names[number], self.figures.rms[places]
-            before, zero = past.parameters.get(name, Past()), np.flatnonzero(size == 0)
-            count = len(size) - 1 - int(zero[-1]) if len(zero) else before.since_zero + len(size)
-            past.parameters[name] = before._replace(
-                last=short(float(size[-1])),
-                largest=max(short(float(size.max())), before.largest),
-                dense=bool(self.figures.zero[places[-1]] <= 0.5),
-                since_zero=min(DENSE, count),
+        if not len(rows):
+            return
+        rows = rows[np.argsort(self.parameter[rows], kind="stable")]
+        number, size = self.parameter[rows], self.figures.rms[rows]
+        starts = np.flatnonzero(np.diff(number, prepend=-1))
+        ends = np.append(starts[1:], len(rows)) - 1
+        last_zero = np.maximum.reduceat(np.where(size == 0, np.arange(len(rows)), -1), starts)
+        columns = zip(
+            number[starts].tolist(),
+            (ends - starts + 1).tolist(),
+            (ends - last_zero).tolist(),
+            (last_zero >= starts).tolist(),
+            size[ends].tolist(),
+            np.maximum.reduceat(size, starts).tolist(),
+            (self.figures.zero[rows[ends]] <= 0.5).tolist(),
+            strict=True,
+        )
+        for which, count, since, some_zero, last, largest, dense in columns:
+            before = past.parameters.get(self.names[which], _NEW)
+            past.parameters[self.names[which]] = before._replace(
+                last=short(last),
+                largest=max(short(largest), before.largest),
+                dense=dense,
+                since_zero=min(DENSE, since if some_zero else before.since_zero + count),
             )
 
     def _take_in_updates(self, past: Weights, rows: Rows) -> None:
@@ -215,20 +230,21 @@ class StepsOfWeights:
         ratio = four_digits(self.figures.ratio[rows])
         rows, ratio = rows[ratio > self.limits.threshold], ratio[ratio > self.limits.threshold]
         number = self.parameter[rows]
-        usual = np.array([past.parameters.get(name, Past()).usual for name in self.names])
+        usual = np.array([past.parameters.get(name, _NEW).usual for name in self.names])
         last = np.full(len(self.names), np.nan)
         for places in _turns(number):
             of = number[places]
             usual[of] = np.maximum(ratio[places], four_digits(FORGET * usual[of]))
             last[of] = ratio[places]
         for one in np.flatnonzero(~np.isnan(last)).tolist():
-            before = past.parameters.get(self.names[one], Past())
+            before = past.parameters.get(self.names[one], _NEW)
             past.parameters[self.names[one]] = before._replace(
                 ratio=float(last[one]), usual=float(usual[one])
             )
 
 
 _sizes: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+_NEW, _UNSEEN = Past(), Progress()
 
 
 def _is_wide(info: TensorInfo) -> bool:
@@ -259,14 +275,6 @@ def _parameters(block: Block, chosen: Flags) -> tuple[list[str], Rows]:
 
 def _between(rows: Rows, stretch: Stretch) -> Rows:
     return rows[np.searchsorted(rows, stretch.first) : np.searchsorted(rows, stretch.end)]
-
-
-def _by_parameter(parameter: Rows, rows: Rows) -> Iterator[tuple[int, Rows]]:
-    order = np.argsort(parameter[rows], kind="stable")
-    ordered = rows[order]
-    for places in np.split(ordered, np.flatnonzero(np.diff(parameter[ordered])) + 1):
-        if len(places):
-            yield int(parameter[places[0]]), places
 
 
 def _turns(number: Rows) -> list[Rows]:

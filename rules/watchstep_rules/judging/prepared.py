@@ -39,7 +39,7 @@ class Prepared:
         self.progress = progress
         self._history = history
         self._arrived = arrived
-        self._rows: dict[tuple[int, bytes], NDArray[np.intp]] = {}
+        self._views: dict[tuple[int, bytes], Block] = {}
         self._from_end: dict[int, NDArray[np.intp]] = {}
 
     def block(self, config: RuleConfig) -> Block:
@@ -55,18 +55,18 @@ class Prepared:
             return view(earlier, np.empty(0, np.intp))
         key = (config.tensors, rule.needed(params), reach)
         depth = _reaches.get(catalogue, key, lambda: depths(catalogue, *key))
-        return view(earlier, self._last_rows(earlier, depth))
+        return self._last_rows(earlier, depth)
 
-    def _last_rows(self, earlier: Block, depth: NDArray[np.int64]) -> NDArray[np.intp]:
+    def _last_rows(self, earlier: Block, depth: NDArray[np.int64]) -> Block:
         """Of each series as many last rows as the depth of its tensor says, in the order in which they stand."""
         key = (id(earlier), depth.tobytes())
-        rows = self._rows.get(key)
-        if rows is None:
+        found = self._views.get(key)
+        if found is None:
             places = self._from_end.get(id(earlier))
             if places is None:
                 places = self._from_end[id(earlier)] = _from_end(earlier.series_key())
-            rows = self._rows[key] = np.flatnonzero(places < depth[earlier.tensor])
-        return rows
+            found = self._views[key] = view(earlier, np.flatnonzero(places < depth[earlier.tensor]))
+        return found
 
     def _parts(self, config: RuleConfig) -> tuple[Block, Block]:
         if config.implementation.merged(config.parameters) == "per_worker":
@@ -89,10 +89,10 @@ class Prepared:
         if chosen.all():
             return block
         key = (id(block), chosen.tobytes())
-        rows = self._rows.get(key)
-        if rows is None:
-            rows = self._rows[key] = np.flatnonzero(chosen[block.tensor])
-        return view(block, rows)
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = view(block, np.flatnonzero(chosen[block.tensor]))
+        return found
 
 
 _scopes: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()
