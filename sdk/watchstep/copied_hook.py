@@ -13,7 +13,8 @@ class CopiedHook:
     """Takes every call that `watchstep.Hook` takes. The run is recorded by the process that holds the hook itself."""
 
     mode: str = "train"
-    run = run_url = store_url = ""
+    run = run_url = store_url = project = ""
+    stopped: None = None
 
     @property
     def health(self) -> dict[str, Any]:
@@ -29,7 +30,11 @@ class CopiedHook:
     def log(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
-    record = step = snapshot = guard_with = close = log
+    record = step = snapshot = guard_with = begin_pass = checkpoint_saved = close = log
+
+    def protected_checkpoints(self) -> frozenset[str]:
+        """None: nothing was recorded of any."""
+        return frozenset()
 
     def __enter__(self) -> CopiedHook:  # noqa: PYI034 - Self comes with Python 3.11
         return self

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +30,7 @@ from watchstep.checkpoints import Checkpoint
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.copied_hook import CopiedHook
 from watchstep.errors import ConfigError
+from watchstep.hook_arguments import budgeted, checked_on_stop, checked_step
 from watchstep.layout import run_prefix
 from watchstep.stopping import OnStop, StopTraining
 from watchstep.store import Store, checked_scheme
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 STORE = "WATCHSTEP_STORE"
 ON_STOP = "WATCHSTEP_ON_STOP"
-BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
 
 _log = logging.getLogger("watchstep")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -118,9 +117,9 @@ class Hook:
         url = os.fspath(store_url or os.environ.get(STORE) or "watchstep-runs")
         scheme = checked_scheme(url)
         self.store_url = url if scheme else Path(url).expanduser().absolute().as_uri()
-        self.config = _budgeted(config, overhead_budget)
+        self.config = budgeted(config, overhead_budget)
         self._identity = resolve(project, run)
-        self._on_stop = _checked_on_stop(on_stop or os.environ.get(ON_STOP) or "ignore")
+        self._on_stop = checked_on_stop(on_stop or os.environ.get(ON_STOP) or "ignore")
         rule_data = tuple(rule_files.load(rules)) if rules is not None else ()
         made_guard = None if guard is None else guards.make(guard)
         self._guarding: Guarding | None = None
@@ -131,7 +130,7 @@ class Hook:
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
         session = self._session = Session.begin(
-            self.config, self._identity.worker, self._on_stop, _checked_step(first_step)
+            self.config, self._identity.worker, self._on_stop, checked_step(first_step)
         )
         self._health, self._recorder = session.health, session.recorder
         if made_guard is not None:
@@ -365,7 +364,7 @@ class Hook:
             path: where it lies; shown to people, and given back to a training that goes on from it.
             step: the last step whose update it holds; the last finished one where it is left out.
         """
-        held = self._recorder.last_finished if step is None else _checked_step(step)
+        held = self._recorder.last_finished if step is None else checked_step(step)
         identity = self._identity
         saved = Checkpoint(os.fspath(path), max(0, held), identity.attempt, identity.worker, time.time_ns())
         self._checkpoints.add(saved)
@@ -441,29 +440,3 @@ class Hook:
         asked = [self._session.snapshots.request(one.id, one.step) for one in document.asked_of(attempt)]
         if document.stop is not None or document.tombstone or any(asked):
             self._session.snapshot_writer.protect()
-
-
-def _checked_on_stop(on_stop: Any) -> OnStop:
-    if callable(on_stop) or on_stop in {"ignore", "raise"}:
-        return on_stop  # type: ignore[no-any-return]
-    raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "raise" or a function')
-
-
-def _checked_step(step: Any) -> int:
-    if type(step) is not int or not 0 <= step < 2**62:
-        raise ConfigError(f"first_step={step!r}", "use the number of the step that comes next, from 0")
-    return step
-
-
-def _budgeted(config: CaptureConfig | None, budget: float | None) -> CaptureConfig:
-    """The configuration with the budget that an argument or the environment gives it."""
-    held = config or CaptureConfig()
-    if budget is not None:
-        return replace(held, overhead_budget=budget)
-    text = os.environ.get(BUDGET, "")
-    if config is not None or not text:
-        return held
-    try:
-        return replace(held, overhead_budget=None if text == "none" else float(text))
-    except ValueError:
-        raise ConfigError(f"{BUDGET}={text!r}: no number", 'set a share such as 0.01, or "none"') from None
