@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from watchstep.store import Store
+
+# Whether Triton compiles or interprets is settled when anything imports it, and several libraries do.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "repeatable",

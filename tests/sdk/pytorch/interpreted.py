@@ -1,22 +1,17 @@
 """The Triton programs where there is no GPU: run by Triton's interpreter, on tensors in host memory.
 
 Whether Triton compiles or interprets is settled when it is imported. So it interprets in the whole process, and on a
-machine with a GPU the same tests run the compiled programs there.
+machine with a GPU the same tests run the compiled programs there. `tests.conftest` sees to it.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import sys
 
 import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-if DEVICE == "cpu" and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton", reason="Triton is not installed: it has builds for Linux alone")
 

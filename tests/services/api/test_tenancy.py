@@ -201,7 +201,7 @@ def test_a_job_is_bound_on_a_registered_backend_only(shared: Api) -> None:
     assert bind(shared, "a").json()["job"]["backend"] == "local"
     assert bind(shared, "b").status_code == 422
     assert shared.call("DELETE", "/v1/backends/local", role="admin").status_code == 409
-    for wrong in ({"name": "x", "kind": "slurm"}, {"name": "X", "kind": "local"}, {"name": "x", "kind": "local", "settings": {"a": 1}}):  # fmt: skip
+    for wrong in ({"name": "x", "kind": "command"}, {"name": "X", "kind": "local"}, {"name": "x", "kind": "local", "settings": {"a": 1}}):  # fmt: skip
         assert shared.call("POST", "/v1/backends", wrong, role="admin").status_code == 422
 
 

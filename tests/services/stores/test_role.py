@@ -71,7 +71,7 @@ def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
         "ExternalId": "acme-7f3a",
     }  # fmt: skip
     scoped = scoped_credentials(at, "run-1", "a1")
-    assert "run-1/stats/a1/*" in asked[1]["Policy"]
+    assert "run-1/end/a1/*" in asked[1]["Policy"]
     assert "secret_access_key" not in repr(scoped)
     assert len(json.dumps(asked[1]["Policy"])) > 0
 
