@@ -19,12 +19,12 @@ from watchstep_services.points import reach
 from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
 from watchstep_services.scheduler.celery_client import app
-from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, SWEEP, UPKEEP
+from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, QUEUE, SWEEP, UPKEEP
 from watchstep_services.scheduler.production import production_service
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, note_asked
 from watchstep_services.scheduler.sweep import sweep as look_for_work
-from watchstep_services.scheduler.turns import take_turn
+from watchstep_services.scheduler.turns import enough_wait, take_turn
 from watchstep_services.service import Service
 from watchstep_services.settings import load_settings
 
@@ -95,9 +95,11 @@ def sweep() -> None:
 
 
 def _hand_out(mine: Service, found: Work) -> None:
-    note_asked(mine, found.runs)
-    for run_id in found.runs:
-        mine.notifier.run_changed(run_id)
+    # Messages only wake workers. Where many wait, all are awake, and a sweep a second later asks for what is still due.
+    if found.runs and not enough_wait(app, QUEUE):
+        note_asked(mine, found.runs)
+        for run_id in found.runs:
+            mine.notifier.run_changed(run_id)
     for action_id in found.actions:
         mine.notifier.action_due(action_id)
     for number in found.backtests:

@@ -18,7 +18,7 @@ from celery.signals import (
 from watchstep_services import logs, tracing
 from watchstep_services.exposition import registry, serve
 from watchstep_services.figures_folder import forget_folder
-from watchstep_services.scheduler.messages import queue_of
+from watchstep_services.scheduler.messages import URGENT, queue_of
 from watchstep_services.settings import load_settings
 
 worker_name = ""
@@ -44,9 +44,10 @@ def _log(**_signal: Any) -> None:
 
 
 def _own_queue(sender: str, instance: Any, **_signal: Any) -> None:
-    """A worker also takes the messages of runs whose earlier rows it holds."""
+    """A worker also takes the messages of actions, and of runs whose earlier rows it holds."""
     global worker_name  # noqa: PLW0603 - a process is one worker, and its tasks have nothing else to know it by
     worker_name = sender
+    instance.app.amqp.queues.select_add(URGENT)
     instance.app.amqp.queues.select_add(queue_of(sender))
 
 

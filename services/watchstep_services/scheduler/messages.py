@@ -8,6 +8,8 @@ BACKTEST = "watchstep.backtest"
 SWEEP = "watchstep.sweep"
 UPKEEP = "watchstep.upkeep"
 QUEUE = "watchstep"
+URGENT = "watchstep.urgent"
+"""Of actions, stops among them: workers that are behind with evaluations take from it in turn with the others."""
 
 
 def queue_of(worker: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from watchstep_services import metrics
 from watchstep_services.database.engine import open_database
-from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, queue_of
+from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
 from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import Settings, require_production
 
@@ -28,32 +28,31 @@ class CeleryNotifier:
 
     def __init__(self, celery: Any) -> None:
         self._celery = celery
-        self._hints: queue.Queue[tuple[str, int, str]] = queue.Queue(_WAITING_HINTS)
+        self._hints: queue.Queue[tuple[str, int, dict[str, Any]]] = queue.Queue(_WAITING_HINTS)
         threading.Thread(target=self._forward, name="watchstep-hints", daemon=True).start()
 
     def run_changed(self, run_id: int, holder: str = "") -> None:
         """Have a run evaluated, by the worker that holds its earlier rows, where there is one."""
-        self._put(EVALUATE, run_id, holder)
+        self._put(EVALUATE, run_id, {"queue": queue_of(holder), "expires": _HOLDER_SECONDS} if holder else {})
 
     def action_due(self, action_id: int) -> None:
         """Have an action tried."""
-        self._put(DISPATCH, action_id)
+        self._put(DISPATCH, action_id, {"queue": URGENT})
 
     def backtest_due(self, number: int) -> None:
         """Have the next run of a backtest judged."""
-        self._put(BACKTEST, number)
+        self._put(BACKTEST, number, {})
 
-    def _put(self, task: str, number: int, holder: str = "") -> None:
+    def _put(self, task: str, number: int, where: dict[str, Any]) -> None:
         try:
-            self._hints.put_nowait((task, number, holder))
+            self._hints.put_nowait((task, number, where))
         except queue.Full:
             metrics.HINTS_DROPPED.inc()
             _log.warning("no hint for %s %d, the sweep will find it: the broker is too slow", task, number)
 
     def _forward(self) -> None:
         while True:
-            task, number, holder = self._hints.get()
-            where = {"queue": queue_of(holder), "expires": _HOLDER_SECONDS} if holder else {}
+            task, number, where = self._hints.get()
             try:
                 self._celery.send_task(task, args=[number], retry=False, ignore_result=True, **where)
             except Exception as error:  # noqa: BLE001 - whatever the broker's client raises, hints go on

@@ -4,9 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.services.jobs import eventually
 from tests.services.redis import Broker, free_port, running_redis
 from watchstep_services.scheduler.celery_client import make_celery
-from watchstep_services.scheduler.turns import take_turn
+from watchstep_services.scheduler.messages import EVALUATE, QUEUE, URGENT
+from watchstep_services.scheduler.production import CeleryNotifier
+from watchstep_services.scheduler.turns import enough_wait, take_turn
 from watchstep_services.settings import load_settings
 
 
@@ -29,6 +32,27 @@ def test_what_piled_up_is_passed_over(broker: Broker) -> None:
 def test_without_the_broker_it_is_done() -> None:
     celery = make_celery(load_settings(broker_url=f"redis://127.0.0.1:{free_port()}/0"))
     assert take_turn(celery, "sweep", 3600.0)
+    assert not enough_wait(celery, QUEUE)
+    celery.close()
+
+
+def test_where_many_messages_wait_no_more_are_wanted(broker: Broker) -> None:
+    celery = make_celery(load_settings(broker_url=broker.url))
+    broker.client.flushall()
+    for number in range(150):
+        assert enough_wait(celery, QUEUE) is (number >= 100)
+        celery.send_task(EVALUATE, args=[number])
+    celery.close()
+
+
+def test_an_action_does_not_wait_behind_evaluations(broker: Broker) -> None:
+    celery = make_celery(load_settings(broker_url=broker.url))
+    broker.client.flushall()
+    notifier = CeleryNotifier(celery)
+    notifier.run_changed(1)
+    notifier.action_due(7)
+    eventually(lambda: broker.client.llen(URGENT) == 1)
+    assert broker.client.llen(QUEUE) == 1
     celery.close()
 
 
