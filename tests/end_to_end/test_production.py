@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -230,7 +230,8 @@ def test_a_nan_is_announced_judged_told_and_stopped(
     job = launch(backend, tmp_path, STUBBORN)
     recording = Recording(Store.open(production.environment["WATCHSTEP_STORE"])).begin(on_stop="raise")
     with production.api(), production.workers():
-        production.client(production.operator).register({"run": "run-1", "attempt": "a1", "job": asdict(job)})
+        bound = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
+        production.client(production.operator).register({"run": "run-1", "attempt": "a1", "job": bound})
         told = {"rule": "nan_or_inf", "name": "told", "actions": [{"webhook": receiver.url}]}
         recorder = production.client(production.recorder)
         recorder.register({"run": "run-1", "attempt": "a1", "rules": [told]})
