@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from anyio import fail_after
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -71,14 +72,15 @@ class EventStream(Response):
                 work.cancel()
             results = await asyncio.gather(*works, return_exceptions=True)
             self._streams.exit(self._followed.project)
-        if isinstance(results[0], asyncio.TimeoutError):
+        if isinstance(results[0], TimeoutError):
             _log.info(
                 "event stream of project %s: the client is too slow, and dropped", self._followed.project
             )
         elif isinstance(results[0], Exception):
             _log.warning("event stream of project %s ends: %s", self._followed.project, results[0])
         elif self._streams.closing.is_set() or results[0] is None:
-            await asyncio.wait_for(send({"type": "http.response.body"}), SEND_SECONDS)
+            with fail_after(SEND_SECONDS):
+                await send({"type": "http.response.body"})
 
     async def _follow(self, send: Send) -> None:
         tail = self._streams.tail(self._followed.project)
@@ -104,9 +106,9 @@ class EventStream(Response):
 
 
 async def _send(send: Send, body: bytes) -> None:
-    await asyncio.wait_for(
-        send({"type": "http.response.body", "body": body, "more_body": True}), SEND_SECONDS
-    )
+    # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that comes as the wait ends, and the stream goes on.
+    with fail_after(SEND_SECONDS):
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:

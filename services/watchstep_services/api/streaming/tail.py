@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from itertools import takewhile
 
+from anyio import move_on_after
 from starlette.concurrency import run_in_threadpool
 
 from watchstep_services.api.streaming.reading import Sent, Wanted, last_number, read_after
@@ -93,10 +94,8 @@ class Tail:
         """Wait until something is known after a place, or so long."""
         if self.reach > after:
             return
-        try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
-        except asyncio.TimeoutError:
-            return
+        with move_on_after(seconds):  # asyncio.wait_for may lose a cancellation before Python 3.12
+            await self._changed.wait()
 
     def _after(self, place: int) -> list[Sent]:
         return list(takewhile(lambda sent: sent.number > place, reversed(self._held)))[::-1]
