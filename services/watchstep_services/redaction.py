@@ -58,6 +58,7 @@ def keep_secret(value: str) -> None:
     """From now on this value is in nothing that this process writes for people. Too short a one is not hidden."""
     global _values  # noqa: PLW0603 - of the process, as its log is
     forms = {value, quote(value, safe=""), unquote(value)}
+    forms |= {_without_forms(form) for form in forms}  # as `redact` meets them
     with _lock:
         _values |= {form for form in forms if len(form) >= _SHORTEST}
 
@@ -74,9 +75,14 @@ def keep_secrets_of(url: str) -> None:
 
 def redact(text: str) -> str:
     """The text without secrets; of a very long one the start."""
-    text = text[:_LONGEST]
+    # Forms first: a password "password" would hide the names that others are known by.
+    text = _without_forms(text[:_LONGEST])
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
+    return text
+
+
+def _without_forms(text: str) -> str:
     for pattern, shown in _FORMS:
         text = pattern.sub(shown, text)
     return text

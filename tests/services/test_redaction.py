@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from watchstep.errors import ConfigError
-from watchstep_services import logs
+from watchstep_services import logs, redaction
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.redaction import HIDDEN, Redacted, keep_secret, redact, redacted
 from watchstep_services.settings import load_settings
@@ -51,6 +51,16 @@ def test_what_is_known_to_be_a_secret_is_hidden_wherever_it_stands(
 ) -> None:
     keep_secret(secret)
     assert secret not in redact(f"{before}{secret}{after}")
+
+
+@pytest.mark.parametrize("common", ["password", "postgresql", "authorization", "0123456789abcdef"])
+def test_a_secret_that_is_a_common_word_unhides_no_other(
+    common: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redaction, "_values", frozenset())  # and so it is forgotten again
+    keep_secret(common)
+    for form in [form for form in FORMS if "p/{}" not in form]:
+        assert "tr0ub4dor-and-3-more-of-it" not in redact(form.format("tr0ub4dor-and-3-more-of-it"))
 
 
 @pytest.mark.parametrize(
