@@ -28,6 +28,28 @@ class Settings(BaseSettings):
     database_url: SecretStr = Field(
         SecretStr(""), description="SQLAlchemy URL; empty for SQLite in the home."
     )
+    database_connect_seconds: float = Field(
+        10.0, ge=0, description="How long PostgreSQL may take to accept a connection; 0: any time."
+    )
+    database_dead_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="After so long without an answer of its machine a connection to PostgreSQL is given up, by both sides; "
+        "0: when the operating system does.",
+    )
+    database_statement_seconds: float = Field(
+        30.0, ge=0, description="How long one statement may take PostgreSQL; 0: as its server says."
+    )
+    database_lock_seconds: float = Field(
+        10.0,
+        ge=0,
+        description="How long a statement may wait in PostgreSQL for another's lock; 0: as its server says.",
+    )
+    database_idle_seconds: float = Field(
+        30.0,
+        ge=0,
+        description="How long PostgreSQL holds a transaction open in which nothing is asked; 0: as its server says.",
+    )
     new_projects: Literal["on_first_run", "by_admins"] = Field(
         "on_first_run",
         description="Whether a first run makes its project, on the service's own store, or only admins do: `on_first_run` or "

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from watchstep_services import logs, tracing
 from watchstep_services.api.app import create_app
 from watchstep_services.database.engine import open_database
+from watchstep_services.database.limits import Limits
 from watchstep_services.database.schema import prepare
 from watchstep_services.database_figures import DatabaseFigures
 from watchstep_services.exposition import registry, serve
@@ -83,7 +84,7 @@ def main(host: str, port: int, processes: int) -> None:
     logs.configure(settings.log, settings.log_level)
     owner_rules(settings)
     owner_receivers(settings)
-    database = open_database(settings.resolved_database_url)
+    database = open_database(settings.resolved_database_url, Limits.of(settings))
     with ExitStack() as stack:
         stack.callback(forget_folder)
         stack.callback(database.close)

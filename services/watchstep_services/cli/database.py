@@ -12,6 +12,7 @@ from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
 from watchstep_services.cli.service_options import Store
 from watchstep_services.database import schema
 from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.limits import Limits
 
 app = typer.Typer(
     help="The schema of the database of WATCHSTEP_DATABASE_URL, or of the service of a store on this machine.",
@@ -58,7 +59,8 @@ def downgrade(
 
 @contextmanager
 def _opened(store: str) -> Iterator[Database]:
-    database = open_database(settings_for(store, None).resolved_database_url)
+    settings = settings_for(store, None)
+    database = open_database(settings.resolved_database_url, Limits.of(settings))
     try:
         database.check()
         yield database

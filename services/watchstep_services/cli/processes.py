@@ -47,12 +47,13 @@ def worker(
     settings = _checked()
     share_figures()
     from watchstep_services.database.engine import open_database
+    from watchstep_services.database.limits import Limits
     from watchstep_services.database.schema import prepare
     from watchstep_services.service import owner_receivers, owner_rules
 
     owner_rules(settings)
     owner_receivers(settings)
-    database = open_database(settings.resolved_database_url)
+    database = open_database(settings.resolved_database_url, Limits.of(settings))
     try:
         prepare(database, settings)
     finally:

@@ -23,6 +23,7 @@ from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
 from watchstep_services.cli.service_options import Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.limits import Limits
 from watchstep_services.database.models import Token
 from watchstep_services.database.schema import upgrade
 from watchstep_services.events import rfc3339
@@ -174,7 +175,8 @@ def _database(store: str) -> Iterator[Database]:
     Raises:
         ConfigError: it does not answer, or it is a SQLite file that no service has made: a token in it would open nothing.
     """
-    database = open_database(settings_for(store, None).resolved_database_url)
+    settings = settings_for(store, None)
+    database = open_database(settings.resolved_database_url, Limits.of(settings))
     try:
         path = database.engine.url.database
         if database.engine.dialect.name == "sqlite" and path and not Path(path).is_file():

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
 from watchstep_services.database.event_order import write_events
+from watchstep_services.database.limits import Limits
 from watchstep_services.database.pool_figures import count_connections
 
 _BUSY_MS = 20_000
@@ -101,8 +102,12 @@ class Database:
         self.engine.dispose()
 
 
-def open_database(url: str) -> Database:
+def open_database(url: str, limits: Limits | None = None) -> Database:
     """Open a database by its SQLAlchemy URL; ``postgresql://`` uses psycopg.
+
+    Args:
+        url: where it is; what its query says of time-outs holds.
+        limits: how long PostgreSQL and this process wait for each other; the defaults where None.
 
     Raises:
         ConfigError: the URL cannot be used.
@@ -119,7 +124,12 @@ def open_database(url: str) -> Database:
         if parsed.get_backend_name() == "sqlite" and parsed.database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         # Values of statements are in no error: some of them are secrets.
-        engine = create_engine(parsed, pool_size=_POOL, max_overflow=_OVERFLOW, hide_parameters=True)
+        waits = (
+            {} if parsed.get_backend_name() == "sqlite" else (limits or Limits()).connect_args(parsed.query)
+        )
+        engine = create_engine(
+            parsed, pool_size=_POOL, max_overflow=_OVERFLOW, hide_parameters=True, connect_args=waits
+        )
     except (ArgumentError, ModuleNotFoundError, OSError) as error:
         raise ConfigError(
             f"database {url.rsplit('@', maxsplit=1)[-1]!r}: {error}",

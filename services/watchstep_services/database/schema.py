@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import ConfigError
 from watchstep_services.database.engine import Database
+from watchstep_services.database.limits import lift
 from watchstep_services.settings import Settings
 
 _LOCK = 7_201_947  # any number, as long as it stays: concurrent starts wait for each other on it
@@ -125,6 +126,7 @@ def _migrating(database: Database) -> Iterator[Connection]:
     with database.engine.connect() as connection:
         if connection.dialect.name == "postgresql":
             with connection.begin():
+                lift(connection)  # of large tables, and behind the migration of another process
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
                 yield connection
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep.store import Store
@@ -34,6 +36,8 @@ from watchstep_services.settings import NANOSECONDS, nanoseconds
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,15 @@ class _Kept:
 
 
 def _let_go(service: Service, held: Claim, error: BaseException) -> None:
-    if isinstance(error, WatchstepError):
-        with suppress(FencedError), service.database.write() as session:
-            run = lock_run(session, held.run_id, held)
-            run.health = {**run.health, "evaluation": error.what[:500]}
-    release(service.database, held, held.now_ns + nanoseconds(_RETRY_SECONDS))
+    try:
+        if isinstance(error, WatchstepError):
+            with suppress(FencedError), service.database.write() as session:
+                run = lock_run(session, held.run_id, held)
+                run.health = {**run.health, "evaluation": error.what[:500]}
+        release(service.database, held, held.now_ns + nanoseconds(_RETRY_SECONDS))
+    except SQLAlchemyError as another:
+        # What ended the evaluation is raised, not this: the lease ends by itself, and then the run is due as it was.
+        _log.warning("run %s/%s: is held until its lease ends: %s", held.project, held.run, another)
 
 
 def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:

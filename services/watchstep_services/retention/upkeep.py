@@ -13,6 +13,7 @@ from watchstep.errors import StoreError, WatchstepError
 from watchstep.reading.compaction import compact
 from watchstep.store import Store
 from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.limits import lift
 from watchstep_services.database.models import Project, Run, Segment, Upkeep
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.lifecycle import ENDED
@@ -124,6 +125,7 @@ def _do(service: Service, held: Held) -> None:
         deleted = delete_objects(run_store)
         with service.database.write() as session:
             if _mine(session, held) is not None:
+                lift(session)  # of a run that has ended: nobody else waits for its rows
                 delete_rows(session, held.run_id)
         service.known.discard(
             (held.project, held.run)

@@ -20,6 +20,7 @@ from watchstep.errors import ConfigError, ServiceError
 from watchstep.store import Store
 from watchstep_services.api.app import create_app
 from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.limits import Limits
 from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import next_due_ns
 from watchstep_services.estimator.backends_file import BACKENDS_FILE
@@ -125,7 +126,7 @@ class EmbeddedService:
         rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
         store = Store.open(self.settings.store, create=True)
         listener = self._listen()
-        database = open_database(self.settings.resolved_database_url)
+        database = open_database(self.settings.resolved_database_url, Limits.of(self.settings))
         self._undo.append(database.close)
         upgrade(database)
         self._queue = WorkQueue(self.settings.workers)
