@@ -27,12 +27,14 @@ class StopRequest:
         step: each worker stops when it has finished this step, or a later one if it is past it.
         reason: one sentence for people.
         event: id of the event that caused it.
+        agreed: whether all workers know of the step. Until they do, each answers (`StopAnswer`) and passes the step by no means.
     """
 
     attempt: str
     step: int
     reason: str
     event: str = ""
+    agreed: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class ControlDocument:
                     _whole(stop["step"]),
                     str(stop["reason"]),
                     str(stop.get("event", "")),
+                    stop.get("agreed", True) is not False,
                 )
                 if stop
                 else None,

@@ -24,6 +24,7 @@ from watchstep.capture.identity import resolve
 from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.session import Session
+from watchstep.capture.stop_talk import StopTalk
 from watchstep.capture.system.sampler import Sampler
 from watchstep.capture.writer import Writer
 from watchstep.checkpoints import Checkpoint
@@ -145,6 +146,7 @@ class Hook:
             service=self._service,
             open_attempt=self._open_attempt if lent() else None,
         )
+        self._stop_talk = StopTalk(session.recorder.stops, control, self._open_attempt, self._health)
         writer = Writer(target, session.queue, session.snapshot_writer, control, self._health, bounds)
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.tell_cost(session.schedule.budget.written)
@@ -153,6 +155,7 @@ class Hook:
         process_end.watch(self._ending)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
         self._ending.detach_with(lambda: self._checkpoints.close(bounds.close_seconds))
+        self._ending.detach_with(self._stop_talk.close)
         self._sample_system()
         _log.info("watchstep: recording %s", self.run_url)
 
@@ -431,7 +434,7 @@ class Hook:
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         if document.stop is not None and document.stop.attempt == attempt:
-            self._recorder.ask_to_stop(document.stop)
+            self._stop_talk.hear(document.stop, attempt)
         elif document.tombstone:
             self._recorder.ask_to_stop(
                 StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")

@@ -7,6 +7,7 @@
       stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.parquet
       tensors/<attempt>/<worker>/<step>-<mode>.safetensors
       end/<attempt>/<worker>.json
+      stops/<attempt>/<step>/<worker>-<state>-<at>.json
       journal/<attempt>/<number>.json
 """
 
@@ -27,6 +28,7 @@ SEGMENTS = "stats/"
 ATTEMPTS = "attempts/"
 ENDS = "end/"
 CHECKPOINTS = "saved/"
+STOPS = "stops/"
 SNAPSHOTS = "tensors/"
 JOURNALS = "journal/"
 

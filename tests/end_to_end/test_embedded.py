@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import S3
-from tests.end_to_end.programs import DEAF, FAULTY, HEALTHY, SEVERAL_RANKS
+from tests.end_to_end.programs import DEAF, FASTER_RANKS, FAULTY, HEALTHY, SEVERAL_RANKS
 from watchstep import open_run
 from watchstep.reading.catalogue import find_runs
 from watchstep.store import Store
@@ -155,3 +155,15 @@ def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Lau
     assert (first.state, second.state) == ("stopped", "stopped")
     assert first.writer == second.writer
     assert first.writer.startswith("node-")
+
+
+@pytest.mark.parametrize("service", ["folder"], indirect=True)
+def test_ranks_in_collectives_that_become_faster_stop_after_the_same_step(launch: Launch) -> None:
+    launched = launch(FASTER_RANKS)
+    launched.wait_for("stopped")
+    (action,) = [one for one in launched.get("/actions")["actions"] if one["kind"] == "stop"]
+    assert "(cooperative)" in action["outcome"]
+    first, second = open_run(launched.url).ends()
+    assert (first.state, second.state) == ("stopped", "stopped")
+    assert first.last_step == second.last_step
+    assert launched.get()["job"]["exit_code"] == 86

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from watchstep.store import Store
 
 
 class ControlReader:
-    """Keeps the newest document seen, and tells of each newer one. Runs on the writer's thread.
+    """Keeps the newest document seen, and tells of each newer one. On the writer's thread, but for `look`.
 
     Attributes:
         attempt: the attempt that this worker claimed; empty before that.
@@ -28,6 +29,8 @@ class ControlReader:
         self._health = health
         self._interval = interval
         self._next = 0.0
+        self._taking = threading.Lock()
+        self._relayed = 0
         self.document = ControlDocument()
         self.attempt = ""
         self.relay: Callable[[ControlDocument], None] | None = None
@@ -35,11 +38,26 @@ class ControlReader:
     def accept(self, document: ControlDocument) -> None:
         """A document from the service; also puts off the next look at the store."""
         self._next = time.monotonic() + self._interval
-        if document.version > self.document.version:
-            self.document = document
-            self._changed(document, self.attempt)
+        self._take(document)
+        newest = self.document
+        if newest.version > self._relayed:
+            self._relayed = newest.version
             if self.relay is not None:
-                self.relay(document)
+                self.relay(newest)
+
+    def look(self, store: Store) -> None:
+        """Look at the store now. On any thread; other ranks are told of what is found when the writer's next hears of it.
+
+        Raises:
+            StoreError, FormatError: there is no document, or it cannot be read.
+        """
+        self._take(ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES)))
+
+    def _take(self, document: ControlDocument) -> None:
+        with self._taking:
+            if document.version > self.document.version:
+                self.document = document
+                self._changed(document, self.attempt)
 
     def refresh(self, store: Store) -> None:
         """Look at the store, if no service has answered for a while."""

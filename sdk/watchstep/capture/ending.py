@@ -60,7 +60,8 @@ class Ending:
         self._watches.append(detach)
 
     def wake(self) -> None:
-        """Have what is there written now. Waits for nothing."""
+        """The process is told to end: have what is there written now, and let training go on to where it ends. Waits for nothing."""
+        self._recorder.stops.leave()
         self._writer.wake()
 
     def end(

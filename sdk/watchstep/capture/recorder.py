@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
+from watchstep.capture.common_stop import CommonStop
 from watchstep.capture.guarding import Guarding, request
 from watchstep.capture.health import Health
 from watchstep.capture.record import Condition, Group, Probe, Record
@@ -56,7 +57,7 @@ class Recorder:
         self._health = health
         self._on_stop = on_stop
         self._system = system
-        self._stop_request: StopRequest | None = None
+        self.stops = CommonStop(worker, lambda: self.last_finished, takes_part=on_stop != "ignore")
         self._pending: list[Record] = []
         self._pending_bytes = 0
         self._scalars: dict[tuple[Mode, str], tuple[TensorInfo, float | _Awaited]] = {}
@@ -171,14 +172,13 @@ class Recorder:
         self._finished = True
         if self._system is not None:
             self._system.times.finished()
-        request = self._stop_request
-        if request is not None and self.step >= request.step and self.stopped is None:
+        if self.stopped is None and (request := self.stops.due(self.step)) is not None:
             self.stopped = request
             self._obey(request)
 
     def ask_to_stop(self, request: StopRequest) -> None:
-        """Let the first step at or after the request's be the last. Called from the writer's thread."""
-        self._stop_request = request
+        """Let the first step at or after the request's be the last. Not on the training thread."""
+        self.stops.hear(request)
 
     def hand_over(self) -> None:
         """Give what was recorded of the current step to the writer; drop and count it where the queue is full."""

@@ -88,6 +88,10 @@ class StopData(BaseModel):
     step: int
     reason: str
     event: str
+    agreed: bool = Field(
+        True,
+        description="Whether all workers know of the step; until then each answers whether it can stop there.",
+    )
 
 
 class SnapshotData(BaseModel):

@@ -6,10 +6,12 @@ import logging
 
 from watchstep.control import StopRequest
 from watchstep.errors import StoreError
+from watchstep_services.dispatcher.agreement import agree, seconds_left
 from watchstep_services.dispatcher.last_good import told
 from watchstep_services.dispatcher.outbox import DueAction, Tried
+from watchstep_services.dispatcher.pace import common_step
 from watchstep_services.dispatcher.stages import ASK, ASKED, KILLED, TERMINATED, UNCONFIRMED
-from watchstep_services.dispatcher.target import Target, common_step, load_target, write_control
+from watchstep_services.dispatcher.target import Target, load_target, write_control
 from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.points import reach
@@ -37,6 +39,11 @@ def try_stop(service: Service, due: DueAction) -> Tried:
         return _await_ends(service, due, target)
     if target.is_over:
         return _over(service, due, target, _HOW[due.stage])
+    agreed = agree(service, due, target) if due.stage == ASKED else None
+    if agreed == "refused":
+        return _press(service, due, target, TERMINATED)
+    if agreed is not None:
+        return agreed
     waited = due.now_ns - due.stage_since_ns
     if due.stage == KILLED:
         if waited > _KILL_PATIENCE_NS:
@@ -46,7 +53,8 @@ def try_stop(service: Service, due: DueAction) -> Tried:
                 KILLED,
             )
         return _again(due)
-    if waited < nanoseconds(service.settings.grace_seconds):
+    grace = service.settings.grace_seconds + (seconds_left(service, target) if due.stage == ASKED else 0.0)
+    if waited < nanoseconds(grace):
         return _again(due)
     return _press(service, due, target, due.stage + 1)
 
@@ -65,7 +73,8 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     if target.is_over:
         return _over(service, due, target, _HOW[ASK])
     step = common_step(service, target)
-    stop = StopRequest(attempt, step, str(due.payload["reason"]), str(due.payload["cause"]))
+    alone = target.attempt.world_size <= 1
+    stop = StopRequest(attempt, step, str(due.payload["reason"]), str(due.payload["cause"]), agreed=alone)
     control = write_control(service, target, stop)
     if target.attempt.on_stop != "ignore":
         assert control.stop is not None
@@ -89,6 +98,9 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
     """Without a job that can be seen, only the workers' own end documents can tell."""
     if target.ends_complete:
         return _over(service, due, target, _HOW[ASKED])
+    agreed = agree(service, due, target)
+    if agreed is not None and agreed != "refused":
+        return agreed
     if due.now_ns - due.stage_since_ns > nanoseconds(service.settings.silent_seconds):
         if target.status is not None:
             return _out_of_reach(target)

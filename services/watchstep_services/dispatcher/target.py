@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
-
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.store import Store
 from watchstep_services.control import change, mirror
-from watchstep_services.database.models import Attempt, Project, Run, Segment
+from watchstep_services.database.models import Attempt, Project, Run
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.stores.place import StorePlace
 from watchstep_services.tenancy.jobs import bound_job
-
-_RECENT = 20
-_LEAST_MARGIN = 10
 
 
 @dataclass(frozen=True)
@@ -81,25 +76,6 @@ def load_target(service: Service, run_id: int, attempt: str) -> Target:
     else:
         status = backend.status(found.job)
     return Target(run, row, place, run_store, found.job, status, backend)
-
-
-def common_step(service: Service, target: Target) -> int:
-    """A step beyond every one that a worker has passed, at which all can stop together.
-
-    One worker stops at its next step. Of several, each learns of the stop only with its next announcement, so the
-    step lies two segments ahead.
-    """
-    named = {"run_id": target.run.id, "attempt": target.attempt.attempt}
-    with service.database.read() as session:
-        seen = session.execute(select(func.max(Segment.last)).filter_by(**named)).scalar_one()
-        recent = session.execute(
-            select(Segment.first, Segment.last).filter_by(**named).order_by(Segment.id.desc()).limit(_RECENT)
-        ).all()
-    largest = max(target.attempt.largest, -1 if seen is None else int(seen))
-    if target.attempt.world_size <= 1:
-        return largest + 1
-    width = max((last - first + 1 for first, last in recent), default=1)
-    return largest + max(_LEAST_MARGIN, 2 * int(width))
 
 
 def write_control(service: Service, target: Target, stop: StopRequest) -> ControlDocument:

@@ -123,7 +123,7 @@ def test_a_service_stops_one_trial_and_the_study_goes_on(
             with watched(trial, settings.store, config=EVERY_STEP) as hook:
 
                 def asked() -> None:
-                    assert service.wait_until(lambda: hook._recorder._stop_request is not None, 120)
+                    assert service.wait_until(lambda: hook._recorder.stops.request is not None, 120)
 
                 loss = steps(hook, trial, 6, asked if trial.number == BAD else None)
                 prune_if_alerted(trial, hook, client)

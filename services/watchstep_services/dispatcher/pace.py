@@ -1,0 +1,135 @@
+"""How fast an attempt goes on, how long its workers take to hear of something, and which step lies beyond all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sqlalchemy import func, select
+
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import Segment
+from watchstep_services.dispatcher.target import Target
+from watchstep_services.service import Service
+from watchstep_services.settings import NANOSECONDS
+
+_RECENT = 40
+_SHORTEST_SPAN = 0.05
+"""Seconds; segments that were found closer together were found by one look, which tells nothing of the pace."""
+_UNKNOWN_MARGIN = 10
+_LEAST_MARGIN = 2
+_DELIVERY_SECONDS = 1.0
+_LONGEST_HEARING = 35.0
+"""Seconds: a writer's longest interval, and its way."""
+_SPARE = 1.5
+_LONGEST_EXPECTED = 300.0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A segment as it came: its writer, its steps (both inclusive), and when it was found."""
+
+    writer: str
+    first: int
+    last: int
+    found_ns: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How an attempt goes on.
+
+    Attributes:
+        largest: the largest step that was seen.
+        seen_ns: when.
+        steps_per_second: the fastest of late; None where it cannot be told.
+        hearing_seconds: from one announcement of a writer to the next, at the most of late, and the way of the answer.
+        width: steps of the longest segment of late.
+    """
+
+    largest: int
+    seen_ns: int
+    steps_per_second: float | None
+    hearing_seconds: float
+    width: int
+
+    @classmethod
+    def of(cls, announced: Iterable[Announced], largest: int, now_ns: int) -> Pace:
+        """Told from recent segments.
+
+        Args:
+            announced: in the order in which they came.
+            largest: the largest step that is known besides.
+            now_ns: the database's clock.
+        """
+        by_writer: dict[str, list[Announced]] = {}
+        for one in announced:
+            by_writer.setdefault(one.writer, []).append(one)
+        every = [one for held in by_writer.values() for one in held]
+        newest = max(every, key=lambda one: one.last, default=None)
+        paces = [pace for held in by_writer.values() for pace in _paces(held)]
+        gaps = [
+            (after.found_ns - before.found_ns) / NANOSECONDS
+            for held in by_writer.values()
+            for before, after in pairwise(held)
+        ]
+        return cls(
+            largest if newest is None else max(largest, newest.last),
+            now_ns if newest is None else newest.found_ns,
+            max(paces, default=None),
+            min(_LONGEST_HEARING, max(gaps, default=_DELIVERY_SECONDS)) + _DELIVERY_SECONDS,
+            max((one.last - one.first + 1 for one in every), default=1),
+        )
+
+    def margin(self, now_ns: int) -> int:
+        """Steps that the workers may make until all have heard of something, from the largest that was seen.
+
+        They have gone on since that was seen, and each hears only with its next announcement.
+        """
+        if self.steps_per_second is None:
+            return max(_UNKNOWN_MARGIN, 2 * self.width)
+        age = min(max(0.0, (now_ns - self.seen_ns) / NANOSECONDS), self.hearing_seconds)
+        return max(_LEAST_MARGIN, math.ceil(_SPARE * self.steps_per_second * (age + self.hearing_seconds)))
+
+    def seconds_to(self, step: int) -> float:
+        """How long it should take to a step: 0 where that cannot be told, and five minutes at most."""
+        if not self.steps_per_second:
+            return 0.0
+        return min(_LONGEST_EXPECTED, max(0, step - self.largest) / self.steps_per_second)
+
+
+def read_pace(service: Service, target: Target) -> tuple[Pace, int]:
+    """How a target goes on, and the database's clock."""
+    named = {"run_id": target.run.id, "attempt": target.attempt.attempt}
+    columns = (Segment.node, Segment.writer, Segment.first, Segment.last, Segment.found_ns)
+    with service.database.read() as session:
+        now = read_clock(session)
+        largest = session.execute(select(func.max(Segment.last)).filter_by(**named)).scalar_one()
+        rows = session.execute(
+            select(*columns).filter_by(**named).order_by(Segment.id.desc()).limit(_RECENT)
+        ).all()
+    recent = [
+        Announced(f"{node}/{writer}", first, last, found) for node, writer, first, last, found in rows[::-1]
+    ]
+    known = max(target.attempt.largest, -1 if largest is None else int(largest))
+    return Pace.of(recent, known, now), now
+
+
+def common_step(service: Service, target: Target) -> int:
+    """A step beyond every one that a worker has passed, at which all can stop together.
+
+    One worker stops at its next step. Of several, each has to hear of it first.
+    """
+    pace, now = read_pace(service, target)
+    return pace.largest + (1 if target.attempt.world_size <= 1 else pace.margin(now))
+
+
+def _paces(held: Sequence[Announced]) -> Iterable[float]:
+    """Steps per second over all, and over the newest that came apart: a training may have become faster."""
+    newest = held[-1]
+    for before in (held[0], *held[-4:-1]):
+        seconds = (newest.found_ns - before.found_ns) / NANOSECONDS
+        if seconds >= _SHORTEST_SPAN and newest.last > before.last:
+            yield (newest.last - before.last) / seconds
