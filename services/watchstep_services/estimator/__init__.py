@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from watchstep_services.estimator.command import Command as Command
     from watchstep_services.estimator.estimator import Estimator as Estimator
     from watchstep_services.estimator.job import Job as Job
+    from watchstep_services.estimator.kubernetes_jobs import Kubernetes as Kubernetes
     from watchstep_services.estimator.local import Local as Local
     from watchstep_services.estimator.ray_jobs import Ray as Ray
     from watchstep_services.estimator.slurm import Slurm as Slurm
@@ -26,6 +27,7 @@ _PLACES = {
     "Job": "job",
     "JobHandle": "backend",
     "JobStatus": "backend",
+    "Kubernetes": "kubernetes_jobs",
     "Launch": "backend",
     "Local": "local",
     "Ray": "ray_jobs",
@@ -41,6 +43,7 @@ __all__ = [
     "Job",
     "JobHandle",
     "JobStatus",
+    "Kubernetes",
     "Launch",
     "Local",
     "Ray",

@@ -14,6 +14,7 @@ from watchstep_services.estimator.backend_model import BackendModel
 
 KINDS: dict[str, tuple[str, str]] = {
     "command": ("watchstep_services.estimator.command", "Command"),
+    "kubernetes": ("watchstep_services.estimator.kubernetes_jobs", "Kubernetes"),
     "local": ("watchstep_services.estimator.local", "Local"),
     "ray": ("watchstep_services.estimator.ray_jobs", "Ray"),
     "slurm": ("watchstep_services.estimator.slurm", "Slurm"),
