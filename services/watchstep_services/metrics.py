@@ -51,8 +51,8 @@ RECORDER_COUNTS = Counter(
 )  # fmt: skip
 EVALUATIONS = Counter(
     "watchstep_evaluations",
-    "Evaluations: `committed`; `idle`: nothing to judge; `busy`: another worker had the run; `fenced`: another took it "
-    "meanwhile; `failed`.",
+    "Evaluations: `committed`; `postponed`: workers are behind, and no rule that may stop has something to say; `idle`: nothing "
+    "to judge; `busy`: another worker had the run; `fenced`: another took it meanwhile; `failed`.",
     ["outcome"], registry=REGISTRY,
 )  # fmt: skip
 EVALUATION_SECONDS = Histogram(
@@ -62,7 +62,7 @@ EVALUATION_SECONDS = Histogram(
     registry=REGISTRY,
 )
 LAG_SECONDS = Histogram(
-    "watchstep_evaluation_lag_seconds", "From a segment's announcement or discovery until it was judged.",
+    "watchstep_evaluation_lag_seconds", "From a segment's announcement or discovery until rules that may stop had judged it.",
     buckets=_SLOW, registry=REGISTRY,
 )  # fmt: skip
 SEGMENTS = Counter(
@@ -92,8 +92,9 @@ SWEEP_SECONDS = Histogram(
 SWEEPS_FAILED = Counter("watchstep_sweeps_failed", "Sweeps that failed.", registry=REGISTRY)
 SWEEP_FAULTS = Counter(
     "watchstep_sweep_faults",
-    "Runs (`run`), journals (`journal`) and groups of alerts (`group`) that a sweep could not look at because of a fault of "
-    "the service itself; the log has it.",
+    "What a sweep could not look at, and went on without: projects whose store cannot be listed (`project`), and, by a fault of "
+    "the service itself, runs (`run`), journals (`journal`), groups of alerts (`group`), lists of what is due (`due`); the log "
+    "says why.",
     ["of"], registry=REGISTRY,
 )  # fmt: skip
 HINTS_DROPPED = Counter(
@@ -115,7 +116,7 @@ RECORDER_KINDS = (
     "spilled_rows", "spilled_objects", "unwritten_objects", "faults",
 )  # fmt: skip
 
-for _outcome in ("committed", "idle", "busy", "fenced", "failed"):
+for _outcome in ("committed", "postponed", "idle", "busy", "fenced", "failed"):
     EVALUATIONS.labels(_outcome)
 for _kind in RECORDER_KINDS:
     RECORDER_COUNTS.labels(_kind)
@@ -123,7 +124,7 @@ for _result in ("fresh", "known"):
     ANNOUNCEMENTS.labels(_result)
 for _result in ("read", "corrupt", "missing"):
     SEGMENTS.labels(_result)
-for _of in ("run", "journal", "group"):
+for _of in ("project", "run", "journal", "group", "due"):
     SWEEP_FAULTS.labels(_of)
 for _of in ("evaluation", "action"):
     LEASES_LOST.labels(_of)

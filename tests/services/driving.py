@@ -30,6 +30,7 @@ from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.evaluator.evaluate import Evaluation, evaluate
 from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.evaluator.remembered import RememberedCache
+from watchstep_services.evaluator.waiting import WaitingRows
 from watchstep_services.registration import register
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
@@ -43,8 +44,9 @@ RULES = (
 def make_service(
     database: Database, store: Store, rules: Sequence[RuleConfig] = RULES, **settings: Any
 ) -> Service:
-    """A service on a store, which waits for nothing and lists whenever it may."""
-    values = {"store": store.location, "listing_seconds": 1e-9, "retry_seconds": 1e-6, **settings}
+    """A service on a store, which waits for nothing, postpones nothing, and lists whenever it may."""
+    quick = {"listing_seconds": 1e-9, "retry_seconds": 1e-6, "postpone_seconds": 0.0}
+    values = {"store": store.location, **quick, **settings}
     return Service(load_settings(**values), database, "http://service.test", tuple(rules))
 
 
@@ -61,7 +63,8 @@ class Driven:
 
     def restarted(self) -> Driven:
         """The same service in a new process: nothing in memory."""
-        return Driven(replace(self.service, histories=HistoryCache(), remembered=RememberedCache()))
+        empty = {"histories": HistoryCache(), "remembered": RememberedCache(), "waiting": WaitingRows()}
+        return Driven(replace(self.service, **empty))
 
     def register(self, run: str = "run-1", rules: Sequence[RuleConfig] = ()) -> int:
         """Register a run as a recorder would."""

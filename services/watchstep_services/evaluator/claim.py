@@ -10,6 +10,7 @@ from sqlalchemy import BigInteger, bindparam, case, or_, select, update
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import ProjectStore, Run, StoreRow
+from watchstep_services.database.records import RUNS
 from watchstep_services.points import reach
 from watchstep_services.settings import NANOSECONDS
 from watchstep_services.stores.place import Registration, StorePlace
@@ -34,6 +35,7 @@ class Claim:
         journal: position that the next segment takes.
         tick: number of this evaluation, should it judge.
         now_ns: the tick's clock.
+        late_ns: how long it had been due; 0 where it was not.
         hints: how many hints of work had come; those that come later are not lost.
         state: of the run.
         attempt: the run's newest.
@@ -48,6 +50,7 @@ class Claim:
     journal: int
     tick: int
     now_ns: int
+    late_ns: int
     hints: int
     state: str
     attempt: str
@@ -97,6 +100,7 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         journal=run.journal,
         tick=run.ticks,
         now_ns=clock_of(run),
+        late_ns=0 if run.due_ns is None else max(0, clock_of(run) - run.due_ns),
         hints=run.hints,
         state=run.state,
         attempt=run.attempt,
@@ -115,7 +119,7 @@ _ANY = (
     .values(epoch=Run.epoch + 1, lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()))
     .returning(
         Run.id, Run.project, Run.run, Run.epoch, Run.cursor, Run.journal, Run.ticks, Run.hints, Run.state, Run.attempt,
-        now_ns().label("now_ns"),
+        Run.due_ns, now_ns().label("now_ns"),
     )
     .execution_options(synchronize_session=False)
 )  # fmt: skip
@@ -185,25 +189,24 @@ def release(database: Database, held: Claim, due_ns: int | None) -> bool:
     Returns:
         Whether a hint came while it was held, whose message may have found it held: it is to be looked at again.
     """
-    with database.once() as session:
-        hints = session.execute(
-            update(Run)
-            .where(Run.id == held.run_id, Run.epoch == held.epoch)
-            .values(lease_until_ns=0, due_ns=due_unless_hinted(held, due_ns), asked_ns=asked_if_hinted(held))
-            .returning(Run.hints)
-            .execution_options(synchronize_session=False)
-        ).scalar_one_or_none()
+    named = {"of_run": held.run_id, "mine": held.epoch, "seen": held.hints, "next_ns": due_ns}
+    with database.bare() as connection:
+        hints = connection.execute(_RELEASE, named).scalar_one_or_none()
     return hints is not None and hints != held.hints
 
 
-def due_unless_hinted(held: Claim, due_ns: int | None) -> Any:
-    """SQL: when to look again; at once where a hint came while the run was held."""
-    return case((Run.hints == held.hints, due_ns), else_=now_ns())
-
-
-def asked_if_hinted(held: Claim) -> Any:
-    """SQL: when a message was last sent; now where a hint came meanwhile, for then whoever lets the run go sends one."""
-    return case((Run.hints == held.hints, Run.asked_ns), else_=now_ns())
+_UNHINTED = RUNS.c.hints == bindparam("seen")
+# Made once. Where a hint came meanwhile it is due at once, and whoever lets it go sends a message.
+_RELEASE = (
+    update(RUNS)
+    .where(RUNS.c.id == bindparam("of_run"), RUNS.c.epoch == bindparam("mine"))
+    .values(
+        lease_until_ns=0,
+        due_ns=case((_UNHINTED, bindparam("next_ns", type_=BigInteger())), else_=now_ns()),
+        asked_ns=case((_UNHINTED, RUNS.c.asked_ns), else_=now_ns()),
+    )
+    .returning(RUNS.c.hints)
+)
 
 
 def _changed(result: Any) -> bool:
