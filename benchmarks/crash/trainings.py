@@ -92,7 +92,7 @@ def rules(receiver: str) -> tuple[RuleConfig, ...]:
 
 @dataclass(frozen=True)
 class Found:
-    """What rules found of one attempt: alerts by rule config, and all findings in order."""
+    """What rules found of one attempt: alerts by rule config, and all findings; which worker's rows came first is no part of it."""
 
     alerts: dict[str, tuple[str, int, str]]
     findings: tuple[str, ...]
@@ -141,14 +141,12 @@ def found_of(database: Any, run_id: int, attempt: str) -> Found:
         alerts = session.execute(select(Alert).filter_by(run_id=run_id, attempt=attempt)).scalars().all()
         names = {row.config_id: row.name for row in alerts}
         rows = session.execute(
-            select(FindingRow)
-            .where(FindingRow.config_id.in_(names), FindingRow.attempt == attempt)
-            .order_by(FindingRow.id)
+            select(FindingRow).where(FindingRow.config_id.in_(names), FindingRow.attempt == attempt)
         ).scalars()
-        findings = sorted((names[row.config_id], row.id, _plain(row.finding)) for row in rows)
+        findings = sorted((names[row.config_id], _plain(row.finding)) for row in rows)
     return Found(
         {row.name: (row.phase, row.since_step, _plain(row.finding)) for row in alerts},
-        tuple(f"{name}: {finding}" for name, _, finding in findings),
+        tuple(f"{name}: {finding}" for name, finding in findings),
     )
 
 
