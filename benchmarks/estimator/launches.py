@@ -117,6 +117,8 @@ def _faulty_amiss(job: Job, events: Mapping[str, Mapping[str, Any]], checkpoint:
         yield f"the stop was {done.get('how')}"
     if not _names(done, job):
         yield f"the stop names another job: {done.get('detail')}"
+    if len(steps := {end.last_step for end in job.run().ends()}) != 1:
+        yield f"its workers stopped at steps {sorted(steps)}"
     if events.get("run.ended", {}).get("state") != "stopped":
         yield f"the run ended as {events.get('run.ended', {}).get('state')}"
     if not status.is_over or status.exit_code == 0:

@@ -10,6 +10,7 @@ import watchstep
 from watchstep.launch.run_command import parser as run_options
 from watchstep.launch.sync_command import parser as sync_options
 from watchstep_services.cli import (
+    attach,
     check_config,
     database,
     demo,
@@ -36,6 +37,7 @@ app.command("serve")(serve.serve)
 app.command("api")(processes.api)
 app.command("worker")(processes.worker)
 app.command("scheduler")(processes.scheduler)
+app.command("attach")(attach.attach)
 app.command("check-config")(check_config.check_config)
 app.add_typer(database.app, name="database")
 app.command("export")(export.export)

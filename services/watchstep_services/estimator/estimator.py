@@ -9,29 +9,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
-from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress
-from watchstep.client.transport import Transport, segment
-from watchstep.errors import WatchstepError
+from watchstep.capture.service_client import SERVICE, TOKEN
 from watchstep.hook import ON_STOP, STORE
 from watchstep.launch.environment import LAUNCHED
 from watchstep.layout import check_name
 from watchstep.store import checked_scheme
 from watchstep_rules.attached import AttachedRule
 from watchstep_rules.config import RuleConfig
-from watchstep_services.estimator import backends_file
-from watchstep_services.estimator.backend import Backend, JobHandle, Launch
+from watchstep_services.estimator.backend import Backend, Launch
 from watchstep_services.estimator.ending import end
 from watchstep_services.estimator.errors import SubmissionRejectedError
 from watchstep_services.estimator.job import Job
 from watchstep_services.estimator.job_record import JobRecord
-from watchstep_services.estimator.judge import Judge, judge_of
+from watchstep_services.estimator.judge import judge_of
+from watchstep_services.estimator.registering import Registering, config_of, known_as, settings_of
 
 # The current folder, which Python would look into first, may hold modules of any name.
 _RUN = "import sys; sys.path[:1] = []; from watchstep.command import main; main()"
-_REQUEST_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,9 @@ class Estimator:
         store = self._store_url()
         judge = judge_of(self.service, store)
         address = judge.address()
-        asked = _Asked(address.operator, project, name)
-        asked.register([_config(rule) for rule in self.rules])
-        bound_as = self._known_as(judge)
+        asked = Registering(address.operator, project, name)
+        asked.know([config_of(rule) for rule in self.rules], "who launched it")
+        bound_as = known_as(self.backend, judge)
         given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self.on_stop}
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),
@@ -97,7 +94,7 @@ class Estimator:
         )
         handle = self.backend.submit(launch)
         try:
-            settings = _settings(self.backend)
+            settings = settings_of(self.backend)
             record = JobRecord(project, name, attempt, store, handle, self.backend.kind, settings, judge)
             record.save()
             asked.bind(attempt, replace(handle, backend=bound_as))
@@ -143,51 +140,6 @@ class Estimator:
     def _store_url(self) -> str:
         text = str(self.store)
         return (text if checked_scheme(text) else Path(text).expanduser().absolute().as_uri()).rstrip("/")
-
-    def _known_as(self, judge: Judge) -> str:
-        """The name under which the service knows the backend: its kind, or one in the file of this machine's owner."""
-        if not judge.home:
-            return self.backend.kind
-        return backends_file.put(
-            Path(judge.home) / backends_file.BACKENDS_FILE, self.backend.kind, _settings(self.backend)
-        )
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is asked of the service for one run."""
-
-    address: ServiceAddress
-    project: str
-    run: str
-
-    def register(self, rules: list[RuleConfig]) -> None:
-        body: dict[str, Any] = {"run": self.run, "rules": [rule.as_data() for rule in rules]}
-        if any(rule.stops for rule in rules):
-            body["allow_stop"] = f"attached to {self.project}/{self.run} with 'stop' by who launched it"
-        self._call("POST", "", body)
-
-    def bind(self, attempt: str, job: JobHandle) -> None:
-        held = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
-        self._call("PUT", f"/{segment(self.run)}/job", {"attempt": attempt, "job": held})
-
-    def _call(self, method: str, path: str, body: dict[str, Any]) -> None:
-        runs = f"/v1/projects/{segment(self.project)}/runs{path}"
-        Transport(self.address, _REQUEST_SECONDS).call(method, runs, body=body)
-
-
-def _config(rule: AttachedRule | RuleConfig) -> RuleConfig:
-    if isinstance(rule, AttachedRule):
-        return rule.config
-    if isinstance(rule, RuleConfig):
-        return rule
-    raise WatchstepError(f"rule {rule!r}: no rule", "attach rules as from watchstep_rules import nan_or_inf")
-
-
-def _settings(backend: Any) -> dict[str, Any]:
-    """A backend's settings, where it is made of them (`BackendModel`)."""
-    dump = getattr(backend, "model_dump", None)
-    return {} if dump is None else dict(dump(mode="json", exclude_defaults=True))
 
 
 def _name_of(run: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from watchstep.client import Client, Event, RunState
@@ -17,6 +17,8 @@ from watchstep_services.estimator.kinds import open_backend
 
 if TYPE_CHECKING:
     from watchstep.reading.run import Run
+    from watchstep_rules.attached import AttachedRule
+    from watchstep_rules.config import RuleConfig
 
 ENDED = frozenset(("completed", "failed", "stopped", "lost"))
 """States of a run of which nothing more is to come."""
@@ -57,6 +59,41 @@ class Job:
             ConfigError: its record cannot be used.
         """
         return cls(load(run, project), backend)
+
+    @classmethod
+    def attach(
+        cls,
+        run: str,
+        job: str,
+        rules: Sequence[AttachedRule | RuleConfig] = (),
+        *,
+        backend: Backend | None = None,
+        backend_name: str = "",
+        service: str = "",
+    ) -> Job:
+        """Take up a job that others launched and that records a run: have it judged by more rules, and stopped by them.
+
+        Safe to repeat. Where it fails, the run is judged by no rule of these.
+
+        Args:
+            run: where it lies, ``<store>/<project>/<run>``, as a path or URL.
+            job: ``KIND:ID``, as in ``slurm:1234``; of a local process its id.
+            rules: judge it from its next rows on, beside the service's own. Those that say "stop" may stop it.
+            backend: what the job runs on, where the settings of its kind are not the defaults.
+            backend_name: under which the service knows the backend; its kind where it is left out.
+            service: URL of the service, as `Estimator` takes it.
+
+        Raises:
+            NotFoundError: there is no such run, or no such job.
+            ConfigError: run or job is over, or cannot be named so.
+            ServiceError: the job is another project's, the run's attempt is bound to another job, or the service refuses
+                or does not answer.
+            BackendError: the job is another user's, or its backend does not answer.
+        """
+        from watchstep_services.estimator.attach import attach
+
+        record = attach(run, job, rules, backend=backend, backend_name=backend_name, service=service)
+        return cls(record, backend)
 
     @property
     def id(self) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.services.estimator import ray_cluster as rays
 from tests.services.estimator import slurm_cluster as slurms
+from tests.services.estimator.beside import beside  # noqa: F401 - a fixture
 from tests.services.estimator.ray_cluster import RayCluster
 from tests.services.estimator.slurm_cluster import SlurmCluster
 

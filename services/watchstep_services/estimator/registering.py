@@ -1,0 +1,101 @@
+"""What a launcher asks of the service for a run: to know it, to judge it by rules, to bind its job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from watchstep.capture.service_client import ServiceAddress
+from watchstep.client.transport import Transport, segment
+from watchstep.errors import WatchstepError
+from watchstep_rules.attached import AttachedRule
+from watchstep_rules.config import RuleConfig
+from watchstep_services.estimator import backends_file
+from watchstep_services.estimator.backend import JobHandle
+from watchstep_services.estimator.judge import Judge
+
+_REQUEST_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Registering:
+    """One run at one service. Every method may be repeated.
+
+    Attributes:
+        address: of the service, with an operator's token.
+        project: of the run.
+        run: its id.
+    """
+
+    address: ServiceAddress
+    project: str
+    run: str
+
+    def know(self, rules: Sequence[RuleConfig], who: str) -> None:
+        """Make the run known, with rules; those that say "stop" may stop jobs of the project from now on.
+
+        Args:
+            rules: to judge it by, beside the service's own.
+            who: by whose word they may, for the record: "who launched it".
+
+        Raises:
+            ServiceError: the service refuses a rule or the token, or does not answer.
+        """
+        body: dict[str, Any] = {"run": self.run, "rules": [rule.as_data() for rule in rules]}
+        if any(rule.stops for rule in rules):
+            body["allow_stop"] = f"attached to {self.project}/{self.run} with 'stop' by {who}"
+        self._call("POST", "", body)
+
+    def bind(self, attempt: str, job: JobHandle) -> None:
+        """Say which job an attempt is; its backend goes by the name that the service knows.
+
+        Raises:
+            ServiceError: the backend is not registered, the job is another project's, or the attempt is another job.
+        """
+        held = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
+        self._call("PUT", f"/{segment(self.run)}/job", {"attempt": attempt, "job": held})
+
+    def location(self) -> str:
+        """Where the service reads the project's runs: a URL, or a path of its machine.
+
+        Raises:
+            ServiceError: it does not answer, or there is no such project.
+        """
+        return str(self._asked("GET", "")["location"])
+
+    def _call(self, method: str, path: str, body: dict[str, Any]) -> None:
+        self._asked(method, f"/runs{path}", body)
+
+    def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        project = f"/v1/projects/{segment(self.project)}{path}"
+        return Transport(self.address, _REQUEST_SECONDS).call(method, project, body=body)
+
+
+def config_of(rule: AttachedRule | RuleConfig) -> RuleConfig:
+    """A rule as its config.
+
+    Raises:
+        WatchstepError: it is none.
+    """
+    if isinstance(rule, AttachedRule):
+        return rule.config
+    if isinstance(rule, RuleConfig):
+        return rule
+    raise WatchstepError(f"rule {rule!r}: no rule", "attach rules as from watchstep_rules import nan_or_inf")
+
+
+def settings_of(backend: Any) -> dict[str, Any]:
+    """A backend's settings, where it is made of them (`BackendModel`)."""
+    dump = getattr(backend, "model_dump", None)
+    return {} if dump is None else dict(dump(mode="json", exclude_defaults=True))
+
+
+def known_as(backend: Any, judge: Judge) -> str:
+    """The name under which a service knows a backend: its kind, or one in the file of this machine's owner."""
+    if not judge.home:
+        return str(backend.kind)
+    return backends_file.put(
+        Path(judge.home) / backends_file.BACKENDS_FILE, str(backend.kind), settings_of(backend)
+    )
