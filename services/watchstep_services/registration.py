@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -16,8 +18,9 @@ from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
-from watchstep_services import recorders_rules, rule_configs
+from watchstep_services import metrics, recorders_rules, rule_configs
 from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Job, Project, Run
 from watchstep_services.database.records import hint
 from watchstep_services.database.upsert import insert_missing
@@ -25,12 +28,14 @@ from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.evaluator import attempts
 from watchstep_services.rule_configs import Origin
 from watchstep_services.service import Service
+from watchstep_services.settings import nanoseconds
 from watchstep_services.tenancy import jobs
 from watchstep_services.tenancy.backends import allow_local, allow_owned, allowed_backend
 from watchstep_services.tenancy.projects import make_project, open_project
 from watchstep_services.tenancy.stores import own_store
 
 _NAMES_AT_ONCE = 500
+_TIMES_AS_LONG = 4
 
 _log = logging.getLogger(__name__)
 
@@ -127,26 +132,74 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
 def discover_runs(service: Service) -> list[int]:
     """Find runs on the stores that nobody registered; returns their ids.
 
+    A project whose store does not answer is told in the log and counted, is asked less often, and keeps no other from its
+    turn; nor does the service's own store, where new projects are found.
+
     Raises:
-        StoreError, ConfigError: a store did not answer.
+        SQLAlchemyError: the database did not answer.
     """
-    root = service.stores.open(service.settings.store)
-    # In a bucket, projects are made by registration: listing it every second costs money.
-    if root.is_local and service.settings.new_projects == "on_first_run":
-        _discover_projects(service, root)
+    _attempted(service, "", lambda: _discover_projects(service))
     with service.database.read() as session:
         projects = list(session.execute(select(Project).filter_by(archived_ns=None)).scalars())
-    return [run_id for project in projects for run_id in _discover_in(service, project)]
+    found: list[int] = []
+    for project in projects:
+        found += _attempted(service, project.name, functools.partial(_discover_in, service, project))
+    return found
 
 
-def _discover_projects(service: Service, root: Store) -> None:
+def _attempted(service: Service, project: str, look: Callable[[], list[int]]) -> list[int]:
+    """What a look found; nothing where it failed, which the log is told once for each time that it begins."""
+    began = time.monotonic()
+    try:
+        found = look()
+    except Exception as error:
+        if is_of_all(error):
+            raise
+        known = error.what if isinstance(error, WatchstepError) else ""
+        metrics.SWEEP_FAULTS.labels("project").inc()
+        if (project, "") not in service.untaken:
+            service.untaken.add((project, ""))
+            where = f"runs of project {project}" if project else "new projects"
+            _log.warning(
+                "%s cannot be looked for: %s; it is tried again", where, known or error,
+                exc_info=None if known else error,
+            )  # fmt: skip
+        if project:
+            _put_off(service, project, time.monotonic() - began)
+        return []
+    service.untaken.discard((project, ""))
+    return found
+
+
+def _put_off(service: Service, project: str, seconds: float) -> None:
+    """Have a store that failed asked less often, the longer it took: sweeps have others to look at."""
+    with service.database.write() as session:
+        session.execute(
+            update(Project)
+            .where(Project.name == project)
+            .values(listed_ns=now_ns() + nanoseconds(_TIMES_AS_LONG * seconds))
+            .execution_options(synchronize_session=False)
+        )
+
+
+def _discover_projects(service: Service) -> list[int]:
+    root = service.stores.open(service.settings.store)
+    # In a bucket, projects are made by registration: listing it every second costs money.
+    if not root.is_local or service.settings.new_projects != "on_first_run":
+        return []
     with service.database.read() as session:
         known = set(session.execute(select(Project.name)).scalars())
     for name in root.folders():
         if name in known or not _is_name(name):
             continue
-        with service.database.write() as session:
-            ensure_project(session, service, name)
+        try:
+            with service.database.write() as session:
+                ensure_project(session, service, name)
+        except WatchstepError as error:
+            if (name, "") not in service.untaken:
+                service.untaken.add((name, ""))
+                _log.warning("project %s cannot be taken in: %s", name, error.what)
+    return []
 
 
 def _discover_in(service: Service, project: Project) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 _PROBES = 3
 """Signs of life that fail before a connection is given up."""
+
+_STRUCK = {"57014", "55P03", "25P03"}
+"""States of SQL: a statement took too long, a lock was not given, a transaction stood idle."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,16 @@ class Limits:
                 "tcp_user_timeout": _milliseconds(self.dead),
             }
         return {name: value for name, value in held.items() if value}
+
+
+def struck(error: BaseException) -> bool:
+    """Whether the server ended one statement or transaction that took too long: it answers, and others go on."""
+    return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _STRUCK
+
+
+def is_of_all(error: BaseException) -> bool:
+    """Whether an error says that the database does not answer: whatever else is asked of it meets the same."""
+    return isinstance(error, (OperationalError, InterfaceError)) and not struck(error)
 
 
 def lift(held: Session | Connection) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from watchstep.errors import WatchstepError
 from watchstep_services import metrics
 from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Job, Project, Run
 from watchstep_services.estimator.backend import OVER
 from watchstep_services.evaluator.discover import discover
@@ -32,6 +33,7 @@ LONGEST_QUIET_NS = 30 * NANOSECONDS
 
 _LONGEST_ENDED_NS = 86_400 * NANOSECONDS
 _JOB_NS = NANOSECONDS
+_HEALTH = "store"
 _TAKEN_NS = 30 * NANOSECONDS
 
 _log = logging.getLogger(__name__)
@@ -95,14 +97,30 @@ def take(service: Service) -> list[Look]:
 def look(service: Service, one: Look) -> None:
     """Look at a run, and say when to look again.
 
-    What goes wrong with its store is told in the log and in its health.
+    What goes wrong with it is told in the log and in its health, and keeps no other run from its turn.
+
+    Raises:
+        SQLAlchemyError: the database did not answer.
     """
+    try:
+        _look(service, one)
+    except Exception as error:
+        if is_of_all(error):
+            raise
+        # Deleted meanwhile, or held by somebody who hangs: it is taken again when this look's time is over.
+        _log.warning("run %s/%s: what was seen of it is not kept: %s", one.run.project, one.run.run, error)
+        metrics.SWEEP_FAULTS.labels("run").inc()
+
+
+def _look(service: Service, one: Look) -> None:
     run, fresh, listed = one.run, False, False
     try:
         if wants_listing(service, one):
             listed, fresh = True, discover(service, run.id)
         if run.state not in ENDED:
             advance_run(service, run.id)
+        if listed and _HEALTH in run.health:
+            tell(service, run.id, None)
     except WatchstepError as error:
         _log.warning("run %s/%s: %s", run.project, run.run, error.what)
         tell(service, run.id, error)
@@ -114,7 +132,9 @@ def look(service: Service, one: Look) -> None:
         tell(service, run.id, _fault(error))
     quiet = _quiet(service, one, listed, fresh)
     with service.database.write() as session:
-        row = session.get_one(Run, run.id)
+        row = session.get(Run, run.id)
+        if row is None:
+            return  # deleted meanwhile
         after = _next(service, row, one, quiet)
         session.execute(
             update(Run)
@@ -184,8 +204,11 @@ def do_looks(service: Service, seconds: float) -> None:
             return
 
 
-def tell(service: Service, run_id: int, error: WatchstepError) -> None:
-    """Keep in a run's health what is wrong with its store."""
+def tell(service: Service, run_id: int, error: WatchstepError | None) -> None:
+    """Keep in a run's health what is wrong with its store; None: nothing is any more. One that is deleted has none."""
     with service.database.write() as session:
-        run = session.get_one(Run, run_id)
-        run.health = {**run.health, "store": error.what[:500]}
+        run = session.get(Run, run_id)
+        if run is None:
+            return
+        others = {name: said for name, said in run.health.items() if name != _HEALTH}
+        run.health = others if error is None else {**others, _HEALTH: error.what[:500]}

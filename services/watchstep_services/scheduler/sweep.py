@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sqlalchemy import Select, select, update
 from sqlalchemy.exc import SQLAlchemyError
@@ -13,6 +14,7 @@ from watchstep.errors import WatchstepError
 from watchstep_services import metrics
 from watchstep_services.backtests import due_backtests
 from watchstep_services.database.clock import now_ns
+from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import due_actions
 from watchstep_services.dispatcher.grouping.flush import flush_due
@@ -24,6 +26,8 @@ from watchstep_services.service import Service
 
 _LOOKING_SECONDS = 5.0
 _MOST_RUNS = 1000
+_Came = TypeVar("_Came")
+_Else = TypeVar("_Else")
 
 _log = logging.getLogger(__name__)
 
@@ -50,21 +54,43 @@ class Work:
 def sweep(service: Service) -> Work:
     """Find new runs, list silent ones, follow their lives, and say what is due.
 
-    What is due of journals is written. A store that does not answer is told in the log and in the run's health, and keeps
-    no other run from its turn.
+    What is due of journals is written. A store that does not answer is told in the log and in the run's health. Whatever fails
+    of this, with one project, run, journal or group of alerts, keeps no other from its turn.
+
+    Raises:
+        SQLAlchemyError: the database did not answer.
     """
-    try:
-        discover_runs(service)
-    except WatchstepError as error:
-        _log.warning("runs cannot be looked for: %s", error.what)
-    except SQLAlchemyError as error:
-        _log.warning("runs cannot be looked for: %s; the next sweep tries again", error)
-    do_looks(service, _LOOKING_SECONDS)
-    try:
-        _write_journals(service)
-    except SQLAlchemyError as error:
-        _log.warning("journals: %s; the next sweep tries again", error)
+    parts = _Parts()
+    parts.do("new runs", lambda: discover_runs(service), None)
+    parts.do("looks at runs", lambda: do_looks(service, _LOOKING_SECONDS), None)
+    parts.do("journals", lambda: _write_journals(service), None)
     return find_due(service)
+
+
+class _Parts:
+    """Parts of a sweep, each of which goes on without the others."""
+
+    def __init__(self) -> None:
+        self._failed: Exception | None = None
+        self._done = 0
+
+    def do(self, name: str, work: Callable[[], _Came], otherwise: _Else) -> _Came | _Else:
+        """What a part came to; the other value where it failed, which the log has."""
+        try:
+            came = work()
+        except Exception as error:  # noqa: BLE001 - told; the other parts are done
+            self._failed = error
+            metrics.SWEEP_FAULTS.labels("due").inc()
+            known = isinstance(error, (WatchstepError, SQLAlchemyError))
+            _log.warning("%s: %s; the next sweep tries again", name, error, exc_info=None if known else error)
+            return otherwise
+        self._done += 1
+        return came
+
+    def check(self) -> None:
+        """Raise what the last part failed by, if none was done."""
+        if self._failed is not None and not self._done:
+            raise self._failed
 
 
 def _write_journals(service: Service) -> None:
@@ -74,9 +100,10 @@ def _write_journals(service: Service) -> None:
         except WatchstepError as error:
             _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
             tell(service, due.run_id, error)
-        except SQLAlchemyError:
-            raise  # of all journals
-        except Exception:  # noqa: BLE001 - a fault of ours with this journal; the others are written
+        except Exception as error:
+            if is_of_all(error):
+                raise
+            # A fault of ours with this journal, or its run is deleted meanwhile; the others are written.
             _log.exception("journal of %s/%s: cannot be written", due.project, due.run)
             metrics.SWEEP_FAULTS.labels("journal").inc()
 
@@ -101,15 +128,31 @@ def _free(runs: Sequence[int]) -> Select[int]:
 def find_due(service: Service) -> Work:
     """What is due by the database alone; groups of alerts that are due become actions of it.
 
-    Runs whose message was sent a moment ago are left to it: under load it only waits for its turn.
+    Runs whose message was sent a moment ago are left to it: under load it only waits for its turn. What fails of these keeps
+    the others from nothing.
+
+    Raises:
+        SQLAlchemyError: the database did not answer.
     """
-    flush_due(service)
+    parts = _Parts()
+    parts.do("groups of alerts", lambda: flush_due(service), None)
+    found = Work(
+        parts.do("runs that are due", lambda: _due_runs(service), ()),
+        parts.do("actions that are due", lambda: tuple(due_actions(service)), ()),
+        parts.do("backtests that are due", lambda: due_backtests(service), ()),
+    )
+    parts.check()
+    return found
+
+
+def _due_runs(service: Service) -> tuple[int, ...]:
     now = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
     with service.database.read() as session:
-        runs = session.execute(
-            select(Run.id)
-            .where(Run.due_ns <= now, Run.lease_until_ns <= now, Run.asked_ns <= now - MESSAGE_NS)
-            .order_by(Run.due_ns)
-            .limit(_MOST_RUNS)
-        ).scalars()
-        return Work(tuple(runs), tuple(due_actions(service)), due_backtests(service))
+        return tuple(
+            session.execute(
+                select(Run.id)
+                .where(Run.due_ns <= now, Run.lease_until_ns <= now, Run.asked_ns <= now - MESSAGE_NS)
+                .order_by(Run.due_ns)
+                .limit(_MOST_RUNS)
+            ).scalars()
+        )

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from watchstep_services import metrics
 from watchstep_services.database.clock import now_ns, read_clock
+from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import AlertGroup, GroupMember, Run, Standing
 from watchstep_services.database.records import add_action
 from watchstep_services.dispatcher.grouping import silences
@@ -29,6 +30,7 @@ from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS
 
 _AGAIN_NS = 60 * NANOSECONDS
+_HEALTH = "notifications"
 _log = logging.getLogger(__name__)
 
 
@@ -94,19 +96,52 @@ def flush_due(service: Service) -> list[int]:
 def _flushed(service: Service, group_id: int) -> int | None:
     try:
         return flush(service, group_id)
-    except SQLAlchemyError:
-        raise  # of all groups
-    except Exception:  # noqa: BLE001 - a fault of ours with this group: no other waits for it, nor does a stop
+    except Exception as error:
+        if is_of_all(error):
+            raise
+        # A fault of ours with this group: no other waits for it, nor does a stop.
         _log.exception("group %d of alerts: cannot be looked at; it is tried again in a minute", group_id)
         metrics.SWEEP_FAULTS.labels("group").inc()
-        with service.database.write() as session:
-            session.execute(
-                update(AlertGroup)
-                .where(AlertGroup.id == group_id)
-                .values(due_ns=now_ns() + _AGAIN_NS)
-                .execution_options(synchronize_session=False)
-            )
+        try:
+            _put_off(service, group_id, type(error).__name__)
+        except SQLAlchemyError as another:
+            _log.warning("group %d of alerts: the next sweep tries it again: %s", group_id, another)
         return None
+
+
+def _put_off(service: Service, group_id: int, fault: str) -> None:
+    """Have a group that cannot be looked at looked at later, and say so in the health of the runs whose alerts it holds."""
+    with service.database.write() as session:
+        session.execute(
+            update(AlertGroup)
+            .where(AlertGroup.id == _free(group_id))
+            .values(due_ns=now_ns() + _AGAIN_NS)
+            .execution_options(synchronize_session=False)
+        )
+        held = (
+            select(Standing.run_id)
+            .join(GroupMember, GroupMember.standing_id == Standing.id)
+            .where(GroupMember.group_id == group_id)
+        )
+        said = f"alerts: the service failed to tell of them ({fault}); it is tried again each minute"
+        for run in _free_runs(session, held):
+            run.health = {**run.health, _HEALTH: said}
+
+
+def _free_runs(session: Session, ids: Any) -> list[Run]:
+    """Runs that nobody is writing, locked: an evaluation takes its run first and then its groups, and must not wait for us."""
+    chosen = select(Run).where(Run.id.in_(ids)).order_by(Run.id).with_for_update(skip_locked=True)
+    return list(session.execute(chosen.execution_options(populate_existing=True)).scalars())
+
+
+def _free(group_id: int) -> Any:
+    """The group's id, if nobody is writing it: who hangs with one group keeps nobody from the others."""
+    return (
+        select(AlertGroup.id)
+        .where(AlertGroup.id == group_id)
+        .with_for_update(skip_locked=True)
+        .scalar_subquery()
+    )
 
 
 def flush(service: Service, group_id: int) -> int | None:
@@ -118,7 +153,7 @@ def flush(service: Service, group_id: int) -> int | None:
     with service.database.write() as session:
         taken = session.execute(
             update(AlertGroup)
-            .where(AlertGroup.id == group_id, AlertGroup.due_ns <= now_ns())
+            .where(AlertGroup.id == _free(group_id), AlertGroup.due_ns <= now_ns())
             .values(due_ns=None)
             .returning(AlertGroup.id)
             .execution_options(synchronize_session=False)
@@ -136,6 +171,8 @@ def flush(service: Service, group_id: int) -> int | None:
         _mute(session, group, seen, now)
         _schedule(group, seen, now)
         _forget(session, group, seen)
+        for run in _free_runs(session, {one.run.id for one in seen if _HEALTH in one.run.health}):
+            run.health = {name: said for name, said in run.health.items() if name != _HEALTH}
         return action
 
 
