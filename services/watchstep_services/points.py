@@ -22,6 +22,7 @@ POINTS = (
     "evaluate.claiming",
     "evaluate.claimed",
     "evaluate.read",
+    "evaluate.postponed",
     "evaluate.judged",
     "evaluate.writing",
     "evaluate.committed",

@@ -15,6 +15,7 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, exploding_from, nan_from
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig, StopAction
+from watchstep_services import points
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Memory, RuleConfigRow, Run, Segment
@@ -113,6 +114,22 @@ def test_another_worker_reads_for_itself(run: Late) -> None:
     run.driven = run.driven.restarted()
     assert run.evaluate().outcome == "committed"
     assert "exploding_gradient" in run.driven.alerts(run.run_id)
+
+
+def test_a_worker_that_dies_as_it_postpones_takes_nothing_with_it(run: Late) -> None:
+    def die(name: str, _subject: object) -> None:
+        if name == "evaluate.postponed":
+            raise SystemExit
+
+    run.write(nan_from(4 * run.seq + 4))
+    with points.listening(die), pytest.raises(SystemExit):
+        run.evaluate(behind=True)
+    run.driven = run.driven.restarted()
+    with run.driven.service.database.write() as session:
+        session.get_one(Run, run.run_id).lease_until_ns = 0
+    run.write(nan_from(0))
+    assert run.evaluate(behind=True).outcome == "committed"
+    assert "stop.requested" in run.driven.event_types(run.run_id)
 
 
 @pytest.mark.parametrize("changed", [{"postpone_seconds": 0.0}, {"postpone_seconds": 1e-6}])
