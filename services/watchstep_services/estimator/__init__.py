@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from watchstep_services.estimator.aws_batch import AwsBatch as AwsBatch
     from watchstep_services.estimator.backend import Backend as Backend
     from watchstep_services.estimator.backend import JobHandle as JobHandle
     from watchstep_services.estimator.backend import JobStatus as JobStatus
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from watchstep_services.estimator.kubernetes_jobs import Kubernetes as Kubernetes
     from watchstep_services.estimator.local import Local as Local
     from watchstep_services.estimator.ray_jobs import Ray as Ray
+    from watchstep_services.estimator.sagemaker import SageMaker as SageMaker
     from watchstep_services.estimator.slurm import Slurm as Slurm
 
 _PLACES = {
+    "AwsBatch": "aws_batch",
     "Backend": "backend",
     "BackendModel": "backend_model",
     "Command": "command",
@@ -31,11 +34,13 @@ _PLACES = {
     "Launch": "backend",
     "Local": "local",
     "Ray": "ray_jobs",
+    "SageMaker": "sagemaker",
     "Slurm": "slurm",
 }
 """Name → module here. Imported when first used: no backend costs those who use another."""
 
 __all__ = [
+    "AwsBatch",
     "Backend",
     "BackendModel",
     "Command",
@@ -47,6 +52,7 @@ __all__ = [
     "Launch",
     "Local",
     "Ray",
+    "SageMaker",
     "Slurm",
 ]
 

@@ -13,10 +13,12 @@ from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.backend_model import BackendModel
 
 KINDS: dict[str, tuple[str, str]] = {
+    "aws_batch": ("watchstep_services.estimator.aws_batch", "AwsBatch"),
     "command": ("watchstep_services.estimator.command", "Command"),
     "kubernetes": ("watchstep_services.estimator.kubernetes_jobs", "Kubernetes"),
     "local": ("watchstep_services.estimator.local", "Local"),
     "ray": ("watchstep_services.estimator.ray_jobs", "Ray"),
+    "sagemaker": ("watchstep_services.estimator.sagemaker", "SageMaker"),
     "slurm": ("watchstep_services.estimator.slurm", "Slurm"),
 }
 """Kind → module and class. The class is a `BackendModel` that fulfils `Backend`."""

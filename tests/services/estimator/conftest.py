@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import S3
+from tests.services.estimator import aws_stand_in as stand_ins
 from tests.services.estimator import ray_cluster as rays
 from tests.services.estimator import slurm_cluster as slurms
+from tests.services.estimator.aws_bench import make_queue
+from tests.services.estimator.aws_stand_in import StandIn
+from tests.services.estimator.batch_stand_in import BatchStandIn
 from tests.services.estimator.beside import beside  # noqa: F401 - a fixture
 from tests.services.estimator.ray_cluster import RayCluster
+from tests.services.estimator.sagemaker_stand_in import SageMakerStandIn
 from tests.services.estimator.slurm_cluster import SlurmCluster
 
 
@@ -34,3 +41,31 @@ def ray_cluster() -> Iterator[RayCluster]:
         pytest.skip(why)
     with rays.running_ray() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def stand_in(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """Before moto, for what moto lacks; the environment leads clients of SageMaker and of Batch to it."""
+    s3.make_bucket("jobs")
+    folder = tmp_path / "aws"
+    folder.mkdir()
+    with stand_ins.serving(s3.endpoint, folder) as server:
+        server.workdir = tmp_path
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER", server.url)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", server.url)
+        yield server
+
+
+@pytest.fixture
+def sagemaker(stand_in: StandIn) -> Iterator[SageMakerStandIn]:
+    held = SageMakerStandIn(stand_in)
+    yield held
+    held.close()
+
+
+@pytest.fixture
+def batch(s3: S3, stand_in: StandIn) -> Iterator[BatchStandIn]:
+    held = BatchStandIn(stand_in)
+    make_queue(s3)
+    yield held
+    held.close()
