@@ -59,7 +59,10 @@ _VARIABLES = {
     "WATCHSTEP_IDLE_SECONDS": "How long a service beside launched jobs waits for another after the last; 300 where not given.",
     "WATCHSTEP_LAUNCHED": "The attempt that a launcher has settled; `watchstep run` takes it and registers nothing.",
     "WATCHSTEP_RESTARTS": "How often a cluster has started the same job again; a backend sets it.",
-    "WATCHSTEP_ON_STOP": "`ignore` or `raise`: what a stop does where `Hook(on_stop=…)` does not say.",
+    "WATCHSTEP_ON_STOP": "What a stop does where `Hook(on_stop=…)` does not say: `ignore`; `raise` or `stop`; `checkpoint`: the "
+    "program's function or its trainer saves one first.",
+    "WATCHSTEP_RESUME_FROM": "The checkpoint to go on from, where a stopped run was launched again; `watchstep.resume_from()`.",
+    "WATCHSTEP_FIRST_STEP": "The number of the first step, where `Hook(first_step=…)` does not say.",
 }
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "SystemSampling",
     "WatchstepError",
     "open_run",
+    "resume_from",
 ]
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "SystemSampling": "watchstep.capture.config",
     "WatchstepError": "watchstep.errors",
     "open_run": "watchstep.reading.run",
+    "resume_from": "watchstep.stopping",
 }
 
 

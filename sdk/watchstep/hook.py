@@ -31,7 +31,7 @@ from watchstep.checkpoints import Checkpoint
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.copied_hook import CopiedHook
 from watchstep.errors import ConfigError
-from watchstep.hook_arguments import budgeted, checked_on_stop, checked_step
+from watchstep.hook_arguments import budgeted, checked_on_stop, checked_step, first_step_of
 from watchstep.layout import run_prefix
 from watchstep.stopping import OnStop, StopTraining
 from watchstep.store import Store, checked_scheme
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from watchstep.pytorch.watch import Watch
 
 STORE = "WATCHSTEP_STORE"
-ON_STOP = "WATCHSTEP_ON_STOP"
 
 _log = logging.getLogger("watchstep")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -92,7 +91,7 @@ class Hook:
         on_stop: OnStop | None = None,
         overhead_budget: float | None = None,
         config: CaptureConfig | None = None,
-        first_step: int = 0,
+        first_step: int | None = None,
         guard: Any = None,
     ) -> None:
         """Start to record.
@@ -103,12 +102,13 @@ class Hook:
             run: the run's id; or ``WATCHSTEP_RUN``, or a new one.
             rules: a rule file that the service shall judge this run by, besides its own.
             on_stop: what a stop does: ``"ignore"`` (the default), ``"raise"`` `StopTraining` at the end of a step,
-                or a function that is called with the `StopRequest`; or ``WATCHSTEP_ON_STOP``.
+                or a function that is called with the `StopRequest`; or ``WATCHSTEP_ON_STOP``, which may be "stop", as "raise",
+                or "checkpoint": the function saves one, and `StopTraining` is raised once it returns.
             overhead_budget: share of the program's own time that recording may take, 0.01 where nothing says otherwise;
                 or ``WATCHSTEP_OVERHEAD_BUDGET``, where "none" measures everything at every step.
             config: what to record, how often.
             first_step: the number of the first step, where a training goes on from a checkpoint: steps of earlier attempts
-                before it stay part of the run.
+                before it stay part of the run; or ``WATCHSTEP_FIRST_STEP``, or 0.
             guard: rules that judge inside this process and may stop it before an update: a rule file, True for the default
                 rules, or a `watchstep_rules.Guard`. It is the one thing that raises into the program: `StopTraining`.
 
@@ -120,7 +120,7 @@ class Hook:
         self.store_url = url if scheme else Path(url).expanduser().absolute().as_uri()
         self.config = budgeted(config, overhead_budget)
         self._identity = resolve(project, run)
-        self._on_stop = checked_on_stop(on_stop or os.environ.get(ON_STOP) or "ignore")
+        self._on_stop = checked_on_stop(on_stop)
         rule_data = tuple(rule_files.load(rules)) if rules is not None else ()
         made_guard = None if guard is None else guards.make(guard)
         self._guarding: Guarding | None = None
@@ -131,7 +131,7 @@ class Hook:
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
         session = self._session = Session.begin(
-            self.config, self._identity.worker, self._on_stop, checked_step(first_step)
+            self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
         )
         self._health, self._recorder = session.health, session.recorder
         if made_guard is not None:

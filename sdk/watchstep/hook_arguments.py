@@ -8,16 +8,48 @@ from typing import Any
 
 from watchstep.capture.config import CaptureConfig
 from watchstep.errors import ConfigError
-from watchstep.stopping import OnStop
+from watchstep.stopping import FIRST_STEP, Noted, OnStop, SavesThenStops
 
 BUDGET = "WATCHSTEP_OVERHEAD_BUDGET"
+ON_STOP = "WATCHSTEP_ON_STOP"
+ON_STOP_WORDS = ("ignore", "raise", "stop", "checkpoint")
+"""What a launcher can say of a stop; "stop" is another word for "raise"."""
+
+
+def said_of_stops() -> str:
+    """What the environment says a stop does; empty where it says nothing; raises `ConfigError`."""
+    said = os.environ.get(ON_STOP, "")
+    if said and said not in ON_STOP_WORDS:
+        raise ConfigError(f"{ON_STOP}={said!r}", f"use {', '.join(ON_STOP_WORDS)}")
+    return said
 
 
 def checked_on_stop(on_stop: Any) -> OnStop:
-    """What a stop does, if it is something that a hook can do; raises `ConfigError`."""
-    if callable(on_stop) or on_stop in {"ignore", "raise"}:
+    """What a stop does, by the program or else by the environment, if it is something that a hook can do; raises `ConfigError`.
+
+    Where the environment says "checkpoint", a program's function saves one, and the training ends then.
+    """
+    said = said_of_stops()
+    if on_stop is None:
+        return "raise" if said in {"stop", "checkpoint", "raise"} else "ignore"
+    if callable(on_stop):
+        ends = said == "checkpoint" and not isinstance(on_stop, Noted)
+        return SavesThenStops(on_stop) if ends else on_stop
+    if on_stop in {"ignore", "raise"}:
         return on_stop  # type: ignore[no-any-return]
     raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "raise" or a function')
+
+
+def first_step_of(step: Any) -> int:
+    """The number of the first step, by the program or else by the environment; raises `ConfigError`."""
+    if step is not None:
+        return checked_step(step)
+    text = os.environ.get(FIRST_STEP, "") or "0"
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(
+            f"{FIRST_STEP}={text!r}: no number", "unset it, or set the number of the first step"
+        )
+    return checked_step(int(text))
 
 
 def checked_step(step: Any) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from watchstep.control import StopRequest
@@ -15,6 +17,40 @@ EXIT_TOMBSTONE = 87
 
 OnStop = Literal["ignore", "raise"] | Callable[[StopRequest], None]
 """What a cooperative stop does in this process: nothing, raise `StopTraining`, or call a function."""
+
+
+RESUME_FROM = "WATCHSTEP_RESUME_FROM"
+"""The checkpoint that a training goes on from, as its program named it; set where a stopped run is launched again."""
+
+FIRST_STEP = "WATCHSTEP_FIRST_STEP"
+"""The number of the first step, set beside ``WATCHSTEP_RESUME_FROM``."""
+
+
+def resume_from() -> str | None:
+    """The checkpoint to go on from; None to begin anew: ``trainer.train(resume_from_checkpoint=watchstep.resume_from())``."""
+    return os.environ.get(RESUME_FROM) or None
+
+
+@dataclass(frozen=True)
+class SavesThenStops:
+    """A program's function that saves a checkpoint; once it returns, the training ends by `StopTraining`."""
+
+    save: Callable[[StopRequest], None]
+
+    def __call__(self, request: StopRequest) -> None:
+        """Save one."""
+        self.save(request)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A stop that whoever is told carries out later, by itself."""
+
+    note: Callable[[StopRequest], None]
+
+    def __call__(self, request: StopRequest) -> None:
+        """Note it."""
+        self.note(request)
 
 
 class StopTraining(SystemExit):

@@ -15,6 +15,7 @@ OF_OTHERS = frozenset(
     for name in (
         "ATTEMPT",
         "CREDENTIALS",
+        "FIRST_STEP",
         "IDLE_SECONDS",
         "JOBS",
         "LAUNCHED",
@@ -23,6 +24,7 @@ OF_OTHERS = frozenset(
         "PROJECT",
         "RECORDER_TOKEN",
         "RESTARTS",
+        "RESUME_FROM",
         "RUN",
         "SERVICE",
         "SPILL",

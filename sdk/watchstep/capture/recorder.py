@@ -18,7 +18,7 @@ from watchstep.control import StopRequest
 from watchstep.kernels.interface import Measurement
 from watchstep.kernels.ready import Ready
 from watchstep.statistics import scalars
-from watchstep.stopping import OnStop, StopTraining
+from watchstep.stopping import OnStop, SavesThenStops, StopTraining
 from watchstep.tensors import LOSSES, METRICS, Mode, TensorInfo
 
 _SHARE_OF_STEP = 0.75
@@ -240,7 +240,14 @@ class Recorder:
         if self._on_stop == "raise":
             raise StopTraining(request, self.step)
         call: Callable[[StopRequest], None] = self._on_stop
-        call(request)
+        if not isinstance(call, SavesThenStops):
+            call(request)
+            return
+        try:
+            call(request)
+        except Exception as error:  # noqa: BLE001 - what could not be saved must not keep a rank from stopping with the others
+            self._health.fault("on_stop", error)
+        raise StopTraining(request, self.step)
 
 
 def _record_of(sampled: Sampled, step: int, worker: int) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from watchstep.hook import Hook
 from watchstep.integrations.missing import missing
 from watchstep.integrations.ranks import Ranks, opened
 from watchstep.integrations.recording import check_options
-from watchstep.stopping import OnStop
+from watchstep.stopping import Noted, OnStop
 
 try:
     from accelerate.state import AcceleratorState
@@ -56,11 +57,12 @@ def watch(
     state = accelerator.state
     check_options(options)
     ranks = ranks_of(state.num_processes, state.process_index, state.local_process_index)
-    said = _only_noted if on_stop == "check" else on_stop
+    said = Noted(_only_noted) if on_stop == "check" else on_stop
     run = options.pop("run", None)
     hook = opened(ranks, run, {**options, "store_url": store_url, "on_stop": said, "first_step": first_step})
     hook.watch(model, plain_optimizer(optimizer), sum_losses=accelerator.gradient_accumulation_steps > 1)
     accelerator.trackers.append(_Tracker(hook))
+    _tell_of_states(accelerator, hook)
     return hook
 
 
@@ -84,6 +86,30 @@ def replicates() -> bool:
     kind = str(AcceleratorState().distributed_type)
     name = kind.rpartition(".")[2]
     return name == "NO" or name.startswith("MULTI_")
+
+
+def _tell_of_states(accelerator: Any, hook: Hook) -> None:
+    """Have the hook told of states that are saved, and let the accelerator's own rotation leave those that may be the last good.
+
+    What may be that are the newest, so it is enough to have more of them kept.
+    """
+    save = accelerator.save_state
+
+    @functools.wraps(save)
+    def save_state(*args: Any, **kwargs: Any) -> Any:
+        kept = accelerator.project_configuration
+        limit = kept.total_limit
+        if limit is not None:
+            kept.total_limit = max(limit, len(hook.protected_checkpoints()) + 1)
+        try:
+            place = save(*args, **kwargs)
+        finally:
+            kept.total_limit = limit
+        if accelerator.is_main_process and place is not None:
+            hook.checkpoint_saved(place)
+        return place
+
+    accelerator.save_state = save_state
 
 
 def _only_noted(request: StopRequest) -> None:

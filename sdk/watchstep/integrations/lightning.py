@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from watchstep.control import StopRequest
 from watchstep.hook import Hook
+from watchstep.integrations.lightning_checkpoints import KeptCheckpoints
 from watchstep.integrations.missing import missing
 from watchstep.integrations.ranks import Ranks
 from watchstep.integrations.recording import OnStop, Recording, kept_from_training
@@ -66,6 +67,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         self._least: tuple[Any, Any] | None = None
         self._by_batch = False
         self._updates = 0
+        self._kept: KeptCheckpoints | None = None
 
     @property
     def hook(self) -> Hook | None:
@@ -91,6 +93,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         self._recording.watch(model, optimizers[0] if optimizers else None, sum_losses=several)
         if self._by_batch:
             self._recording.count_by_hand()
+        self._kept = KeptCheckpoints(trainer, self._recording)
 
     @kept_from_training
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -137,6 +140,11 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         self._recording.end()
 
     @kept_from_training
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """All callbacks have seen the end of the training."""
+        self._recording.end_program()
+
+    @kept_from_training
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The fit ends by an exception, which may be `StopTraining`."""
         self._let_go(trainer)
@@ -177,6 +185,9 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
             loop.min_epochs, loop.epoch_loop.min_steps = self._least
             self._least = None
         self._last = {}
+        if self._kept is not None:
+            self._kept.let_go()
+            self._kept = None
 
 
 def _ranks(trainer: Any) -> Ranks | None:

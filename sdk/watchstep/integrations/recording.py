@@ -12,9 +12,10 @@ from typing import Any, Literal, TypeVar
 
 from watchstep.control import StopRequest
 from watchstep.errors import ConfigError
-from watchstep.hook import ON_STOP, Hook
+from watchstep.hook import Hook
+from watchstep.hook_arguments import said_of_stops
 from watchstep.integrations.ranks import Ranks, opened
-from watchstep.stopping import StopTraining
+from watchstep.stopping import Noted, StopTraining
 from watchstep.tensors import Mode
 
 OnStop = Literal["ignore", "stop", "checkpoint", "raise"]
@@ -37,6 +38,7 @@ class Recording:
         hook: of the training that is under way, or of the last one; None before the first.
         asked: the stop that the training has come to, where the callback is to carry it out.
         on_stop: what it does.
+        ends_program: whether the program ends when its trainer has stopped: its launcher asks for that, with a checkpoint.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Recording:
             raise ConfigError("hook= beside other arguments", "give them to the Hook that you make")
         self.hook = hook
         self.asked: StopRequest | None = None
+        self.ends_program = on_stop is None and said_of_stops() == "checkpoint"
         self.on_stop = _checked(on_stop)
         self._own = hook is None
         self._store_url = store_url
@@ -83,7 +86,7 @@ class Recording:
             return self.hook
         self.end()  # of a training that an exception ended
         self._trainings += 1
-        on_stop = self._ask if self.on_stop in {"stop", "checkpoint"} else self.on_stop
+        on_stop = Noted(self._ask) if self.on_stop in {"stop", "checkpoint"} else self.on_stop
         named = self._run(first_step)
         options = {name: value for name, value in self._options.items() if name != "run"}
         options |= {"store_url": self._store_url, "on_stop": on_stop, "first_step": first_step}
@@ -120,6 +123,24 @@ class Recording:
         """A training is over; the program's own hook stays open."""
         if self.hook is not None and self._own:
             self.hook.__exit__(None if error is None else type(error), error, None)
+
+    def end_program(self) -> None:
+        """The trainer has stopped, and done all that it does then.
+
+        Raises:
+            StopTraining: it was stopped, and the launcher wants the program to end.
+        """
+        if self.ends_program and self.hook is not None and self.asked is not None:
+            raise StopTraining(self.asked, self.hook._recorder.step)  # noqa: SLF001 - as above
+
+    def saved(self, path: str | os.PathLike[str]) -> None:
+        """The trainer has saved a checkpoint, after the last step that is finished."""
+        if self.hook is not None:
+            self.hook.checkpoint_saved(path)
+
+    def protected(self) -> frozenset[str]:
+        """Checkpoints that the trainer must not delete."""
+        return frozenset() if self.hook is None else self.hook.protected_checkpoints()
 
     def fault(self, where: str, error: Exception) -> None:
         """Something of the callback went wrong: count it, or log it where nothing records."""
@@ -167,7 +188,8 @@ def kept_from_training(method: _Method) -> _Method:
 
 def _checked(on_stop: OnStop | None) -> OnStop:
     if on_stop is None:  # what a launcher says; a trainer has a better way to stop than an exception
-        return "stop" if os.environ.get(ON_STOP) == "raise" else "ignore"
+        ways: dict[str, OnStop] = {"raise": "stop", "stop": "stop", "checkpoint": "checkpoint"}
+        return ways.get(said_of_stops(), "ignore")
     if on_stop not in {"ignore", "stop", "checkpoint", "raise"}:
         raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "stop", "checkpoint" or "raise"')
     return on_stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from watchstep.control import StopRequest
@@ -63,6 +64,8 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         self._recording = Recording(store_url, hook, on_stop, options)
         self._sets: list[str] = []
         self._sees_norm = True
+        self._limit: int | None = None
+        self._resumed = False
 
     @property
     def hook(self) -> Hook | None:
@@ -85,6 +88,8 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
             int(state.global_step), ranks_of(args.world_size, args.process_index, args.local_process_index)
         )
         self._sets = []
+        self._limit = args.save_total_limit
+        self._resumed = state.global_step > 0
         whole = replicates()
         self._sees_norm = whole and args.max_grad_norm > 0
         if args.n_gpu > 1:
@@ -108,7 +113,21 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
         if self._recording.asked is not None:
             control.should_training_stop = True
             control.should_save = control.should_save or self._recording.on_stop == "checkpoint"
+        self._keep_more(args, state, control)
         return control
+
+    @kept_from_training
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer may save now."""
+        self._keep_more(args, state, control)
+
+    @kept_from_training
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer has saved a checkpoint."""
+        args.save_total_limit = self._limit
+        place = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if args.should_save and place.is_dir():  # a search of hyperparameters has folders of its own
+            self._recording.saved(place)
 
     @kept_from_training
     def on_log(
@@ -139,6 +158,7 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """An evaluation is done."""
         self._log_evaluated(metrics or {}, "eval")
+        self._keep_more(args, state, control)
 
     @kept_from_training
     def on_predict(
@@ -150,7 +170,16 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
     @kept_from_training
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The training is over, stopped or not."""
+        if self._recording.hook is not None:
+            args.save_total_limit = self._limit
         self._recording.end()
+        self._recording.end_program()
+
+    def _keep_more(self, args: Any, state: Any, control: Any) -> None:
+        """Let the rotation that follows a checkpoint leave what may be the last good one: these are the newest."""
+        if control.should_save and self._limit:
+            besides = 1 + self._resumed + (state.best_model_checkpoint is not None)
+            args.save_total_limit = max(self._limit, len(self._recording.protected()) + besides)
 
     def _log_evaluated(self, metrics: Mapping[str, Any], mode: Mode) -> None:
         """The first set's figures have their own names, those of further sets the set's before them."""

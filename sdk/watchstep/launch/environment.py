@@ -11,7 +11,8 @@ from typing import Literal
 from watchstep.capture.identity import ATTEMPT, PROJECT, RUN
 from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress
 from watchstep.errors import ConfigError
-from watchstep.hook import ON_STOP, STORE
+from watchstep.hook import STORE
+from watchstep.hook_arguments import ON_STOP
 from watchstep.layout import check_name
 
 INJECTED = Path(__file__).parent / "injected"
@@ -42,7 +43,7 @@ class Launch:
     run: str
     attempt: str
     service: ServiceAddress | None = None
-    on_stop: Literal["ignore", "raise"] = "ignore"
+    on_stop: Literal["ignore", "raise", "stop", "checkpoint"] = "ignore"
 
 
 def environment(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:

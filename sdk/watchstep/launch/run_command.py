@@ -19,7 +19,8 @@ from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress, ServiceClient
 from watchstep.control import MAX_BYTES, ControlDocument
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.hook import ON_STOP, STORE
+from watchstep.hook import STORE
+from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS
 from watchstep.launch.environment import LAUNCHED, Launch, environment, launched_attempt
 from watchstep.layout import CONTROL_DOCUMENT, RUN_DOCUMENT, check_name, run_prefix
 from watchstep.process_identity import ProcessIdentity
@@ -45,9 +46,10 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed.add_argument(
         "--on-stop",
-        choices=["ignore", "raise"],
+        choices=ON_STOP_WORDS,
         default=os.environ.get(ON_STOP) or "raise",
-        help="when a rule stops the run: raise StopTraining at the end of a step (default), or leave it to the job's end",
+        help="when a rule stops the run: raise StopTraining at the end of a step (default, or 'stop'); the same once the "
+        "program has saved a checkpoint; or leave it to the job's end (ignore)",
     )
     parsed.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM …", help="what to start")
     return parsed

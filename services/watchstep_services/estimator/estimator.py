@@ -13,7 +13,8 @@ from typing import Literal
 
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.service_client import SERVICE, TOKEN
-from watchstep.hook import ON_STOP, STORE
+from watchstep.hook import STORE
+from watchstep.hook_arguments import ON_STOP
 from watchstep.launch.environment import LAUNCHED
 from watchstep.layout import check_name
 from watchstep.store import checked_scheme

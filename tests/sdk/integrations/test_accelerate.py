@@ -16,8 +16,10 @@ from torch import nn
 from tests.sdk.integrations.models import column, loader
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, open_run
+from watchstep.checkpoints import last_good
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError
+from watchstep.store import Store
 
 accelerate: Any = pytest.importorskip(
     "accelerate", reason="ACCELERATE IS NOT INSTALLED: recording its loops is not proven by this run"
@@ -161,3 +163,26 @@ def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> No
         (0, "stopped", 2),
         (1, "stopped", 2),
     }
+
+
+@pytest.mark.parametrize(("judged_seconds", "kept"), [(3600.0, 4), (0.0, 2)])
+def test_its_rotation_leaves_what_may_be_the_last_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: int
+) -> None:
+    monkeypatch.setattr("watchstep.capture.checkpoint_notes.JUDGED_SECONDS", judged_seconds)
+    naming = accelerate.utils.ProjectConfiguration(
+        str(tmp_path / "project"), automatic_checkpoint_naming=True, total_limit=1
+    )
+    accelerator = accelerate.Accelerator(cpu=True, project_config=naming)
+    model, optimizer, data = prepared(accelerator)
+    hook = watch(accelerator, model, optimizer, store_url=tmp_path, run="r", config=EVERY_STEP)
+    for _ in range(4):
+        train(accelerator, model, optimizer, list(data)[:1], hook)
+        accelerator.save_state()
+    accelerator.end_training()
+    assert not hook.health["faults"]
+    assert len(list((tmp_path / "project" / "checkpoints").iterdir())) == kept
+    assert naming.total_limit == 1
+    found = last_good(Store.open(hook.store_url).child("default/r"), 3)
+    assert found is not None
+    assert (Path(found.path).name, found.step) == ("checkpoint_2", 2)

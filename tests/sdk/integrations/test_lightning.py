@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from tests.sdk.integrations.models import column, loader
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, Run, StopTraining, open_run
+from watchstep.checkpoints import last_good
 from watchstep.control import ControlDocument, StopRequest
+from watchstep.store import Store
 
 L: Any = pytest.importorskip(
     "lightning", reason="LIGHTNING IS NOT INSTALLED: its callback is not proven by this run"
@@ -260,3 +262,48 @@ def test_ranks_that_lightning_launches_record_one_run_and_stop_after_the_same_st
     assert {end.worker for end in run.ends()} == {0, 1}
     assert {(end.state, end.last_step) for end in run.ends()} == {("stopped", 2)}
     assert len(list((tmp_path / "watchstep").glob("*.ckpt"))) == 1
+
+
+def rotating(folder: Path, **settings: Any) -> Any:
+    return L.pytorch.callbacks.ModelCheckpoint(
+        folder / "checkpoints",
+        "{step}",
+        every_n_train_steps=1,
+        save_top_k=1,
+        monitor="step",
+        mode="max",
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("judged_seconds", "kept"), [(3600.0, {"step=1", "step=2", "step=3", "step=4"}), (0.0, {"step=4"})]
+)
+def test_its_rotation_leaves_what_may_be_the_last_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: set[str]
+) -> None:
+    monkeypatch.setattr("watchstep.capture.checkpoint_notes.JUDGED_SECONDS", judged_seconds)
+    callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
+    held = trainer(tmp_path, callback, rotating(tmp_path), enable_checkpointing=True)
+    held.fit(Module(), loader(64))
+    assert {place.stem for place in (tmp_path / "checkpoints").iterdir()} == kept
+    assert not {"save_checkpoint"} & set(vars(held))
+    assert not {"remove_checkpoint"} & set(vars(held.strategy))
+    recorded(callback)
+    assert callback.hook is not None
+    found = last_good(Store.open(callback.hook.store_url).child("default/r"), 3)
+    assert found is not None
+    assert (Path(found.path), found.step) == (tmp_path / "checkpoints" / "step=3.ckpt", 2)
+
+
+def test_where_its_launcher_asks_for_a_checkpoint_the_program_ends_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
+    callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
+    with pytest.raises(StopTraining) as stopped:
+        trainer(tmp_path, callback, Asking(callback, 1), max_steps=20).fit(Module(), loader(64))
+    assert (stopped.value.code, stopped.value.step) == (86, 1)
+    assert (tmp_path / "watchstep" / "r-2.ckpt").exists()
+    (end,) = recorded(callback).ends()
+    assert (end.state, end.last_step) == ("stopped", 1)

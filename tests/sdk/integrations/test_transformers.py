@@ -14,8 +14,10 @@ import torch
 from tests.sdk.integrations.models import Classifier, Examples, column
 from tests.sdk.training import EVERY_STEP
 from watchstep import Hook, Run, StopTraining, open_run
+from watchstep.checkpoints import last_good
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError
+from watchstep.store import Store
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="TRANSFORMERS IS NOT INSTALLED: its callback is not proven by this run"
@@ -229,3 +231,43 @@ def test_ranks_record_one_run_and_stop_after_the_same_step(tmp_path: Path) -> No
     assert rows["step"] == [0, 1, 2]  # of the replicas one records
     assert {end.worker for end in run.ends()} == {0, 1}
     assert {(end.state, end.last_step) for end in run.ends()} == {("stopped", 2)}
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(place.name.rpartition("-")[2]) for place in (folder / "output").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(("judged_seconds", "kept"), [(3600.0, [1, 2, 3, 4]), (0.0, [3, 4])])
+def test_its_rotation_leaves_what_may_be_the_last_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged_seconds: float, kept: list[int]
+) -> None:
+    monkeypatch.setattr("watchstep.capture.checkpoint_notes.JUDGED_SECONDS", judged_seconds)
+    callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
+    held = trainer(tmp_path, callback, save_strategy="steps", save_steps=1, save_total_limit=1)
+    held.train()
+    assert saved_steps(tmp_path) == kept
+    assert held.args.save_total_limit == 1
+    (found,) = [last_good(run_store(callback), 3)]
+    assert found is not None
+    assert (Path(found.path), found.step) == (tmp_path / "output" / "checkpoint-3", 2)
+
+
+def run_store(callback: WatchstepCallback) -> Store:
+    assert callback.hook is not None
+    return Store.open(callback.hook.store_url).child(f"{callback.hook.project}/{callback.hook.run}")
+
+
+def test_where_its_launcher_asks_for_a_checkpoint_the_program_ends_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
+    callback = WatchstepCallback(tmp_path, run="r", config=EVERY_STEP)
+    held = trainer(
+        tmp_path, callback, Asking(callback, 1), max_steps=20, save_strategy="steps", save_steps=50
+    )
+    with pytest.raises(StopTraining) as stopped:
+        held.train()
+    assert (stopped.value.code, stopped.value.step) == (86, 1)
+    assert saved_steps(tmp_path) == [2]
+    (end,) = recorded(callback).ends()
+    assert (end.state, end.last_step) == ("stopped", 1)
