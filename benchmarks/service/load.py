@@ -17,7 +17,7 @@ from benchmarks.report import Figure, Report
 from benchmarks.service.servers import Production, production
 from benchmarks.service.simulated import Plan, Told
 from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Action, ActionTry, Event, Run, Segment, Tick
+from watchstep_services.database.models import Action, ActionTry, Event, Run, Segment
 
 PERIOD = 2.0
 STEPS = 4
@@ -51,7 +51,7 @@ def spent(made: Production) -> Spent:
         segments = session.execute(
             select(func.count()).select_from(Segment).filter_by(state="read")
         ).scalar_one()
-        evaluations = session.execute(select(func.count()).select_from(Tick)).scalar_one()
+        evaluations = session.execute(select(func.coalesce(func.sum(Run.ticks), 0))).scalar_one()
         raw = session.connection()
         transactions, wal = raw.exec_driver_sql(
             "SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()), "

@@ -21,6 +21,7 @@ from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Attempt, Project, Run, Seal, Segment, Tick
 from watchstep_services.evaluator.discover import key_of
 from watchstep_services.evaluator.lifecycle import ENDED
+from watchstep_services.evaluator.purging import purge_written
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
@@ -116,6 +117,8 @@ def _note(service: Service, part: JournalPart, due: Unwritten, parts: int, journ
             .where(Attempt.id == due.attempt_id, Attempt.journal_parts == part.number)
             .values(journal_parts=parts, journaled=journaled)
         )
+        session.flush()
+        purge_written(session, due.run_id)
 
 
 def _put_off(service: Service, due: Unwritten) -> None:

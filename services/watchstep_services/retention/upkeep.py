@@ -18,6 +18,7 @@ from watchstep_services.database.models import Project, Run, Segment, Upkeep
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
+from watchstep_services.retention.groups import purge_groups
 from watchstep_services.retention.policy import Kept, Step, next_step, policy_of
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS
@@ -50,6 +51,7 @@ def upkeep(service: Service, most: int = _AT_ONCE) -> int:
     What fails is recorded with the run, told in the log, and tried again later: it keeps no other from its turn.
     """
     _enter_ended(service)
+    purge_groups(service)
     done = 0
     while done < most and (held := _claim(service)) is not None:
         try:

@@ -3,19 +3,37 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
+from tests.services.dispatcher.grouping.test_notifying import rule, told_by
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep import open_run
+from watchstep import journal, open_run
 from watchstep.errors import StoreError
+from watchstep.reading.journal import read_journal
 from watchstep.store import Store
-from watchstep_services.database.models import Base, Event, Project, RetentionPolicy, Run, Upkeep
+from watchstep_services.database.models import (
+    Action,
+    AlertGroup,
+    Base,
+    Event,
+    Project,
+    RetentionPolicy,
+    Run,
+    Seal,
+    Tick,
+    Upkeep,
+)
+from watchstep_services.database.records import add_action
 from watchstep_services.evaluator.discover import discover
+from watchstep_services.evaluator.journal import unwritten, write_journal
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.registration import discover_runs
+from watchstep_services.retention.deletion import delete_rows
+from watchstep_services.retention.groups import IDLE_NS, purge_groups
 from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.scheduler import work
+from watchstep_services.scheduler.sweep import find_due
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
 
@@ -179,3 +197,78 @@ def test_a_compaction_waits_for_what_is_not_judged(driven: Driven, folder_store:
     driven.announce(run_id, recording.write(2, 20, 29))
     assert upkeep(soon.service) == 1
     assert "wait to be judged" in kept(driven, run_id).problem
+
+
+def numbers(driven: Driven, table: type[Tick | Seal], run_id: int) -> list[int]:
+    with driven.service.database.read() as session:
+        return list(
+            session.execute(select(table.tick).filter_by(run_id=run_id).order_by(table.tick)).scalars()
+        )
+
+
+def test_ticks_and_seals_go_when_the_journal_has_them(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MOST_EVALUATIONS", 4)
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    for seq in range(10):
+        driven.announce(run_id, recording.write(seq, seq, seq))
+        driven.settle(run_id)
+    (due,) = unwritten(driven.service)
+    assert write_journal(driven.service, due) == 3
+    ticks, seals = numbers(driven, Tick, run_id), numbers(driven, Seal, run_id)
+    last = driven.run(run_id).ticks - 1
+    assert ticks == [last], "the next part begins where it ended"
+    assert len(seals) <= 2
+    driven.announce(run_id, recording.write(10, 10, 10, nan_from(10)))
+    driven.settle(run_id)
+    assert write_journal(driven.service, due) == 1
+    told = list(read_journal(recording.store, "a1"))
+    assert [evaluation.tick for evaluation in told] == list(range(last + 2))
+    assert [evaluation.sealed for evaluation in told] == sorted(evaluation.sealed for evaluation in told)
+    assert [len(evaluation.segments) for evaluation in told] == [1] * (last + 2)
+
+
+def told_of(driven: Driven, store: Store, run: str) -> int:
+    """A run that alerts into the group that all runs share; how many messages that has made in all."""
+    recording = Recording(store, run).begin()
+    run_id = driven.register(run, rules=[rule()])
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    find_due(driven.service)
+    with driven.service.database.read() as session:
+        return session.execute(select(func.count()).select_from(Action).filter_by(kind="notify")).scalar_one()
+
+
+def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(
+    driven: Driven, folder_store: Store
+) -> None:
+    driven = told_by(driven, "https://chat.example.com/", group_by=["severity"], group_interval=60)
+    assert told_of(driven, folder_store, "first") == 1
+    with driven.service.database.read() as session:
+        group = session.execute(select(AlertGroup)).scalar_one()
+    assert (group.run_id, group.generation) == (None, 1)
+    purge_groups(driven.service)
+    with driven.service.database.write() as session:
+        delete_rows(session, 1)
+        # The message that was sent stays: another run's alert stood beside, say.
+        session.execute(update(AlertGroup).values(due_ns=None, open=False))
+        assert session.execute(select(AlertGroup.id)).scalar_one() == group.id, "it is not empty for long"
+        session.execute(update(AlertGroup).values(told_ns=AlertGroup.told_ns - 2 * IDLE_NS))
+    kept_key = f"notify:{group.id}:1"
+    stays = driven.register("stays")
+    with driven.service.database.write() as session:
+        add_action(session, stays, "notify", kept_key, {"event_id": "e", "at_ns": 1, "payload": {}})
+    purge_groups(driven.service)
+    assert told_of(driven, folder_store, "second") == 2
+    with driven.service.database.read() as session:
+        again = session.execute(select(AlertGroup)).scalar_one()
+    assert again.id > group.id
+
+
+def test_a_run_number_never_comes_twice(driven: Driven) -> None:
+    first = driven.register("first")
+    with driven.service.database.write() as session:
+        delete_rows(session, first)
+    assert driven.register("second") > first

@@ -18,7 +18,7 @@ class Run(Base):
     """
 
     __tablename__ = "runs"
-    __table_args__ = (UniqueConstraint("project", "run"),)
+    __table_args__ = (UniqueConstraint("project", "run"), {"sqlite_autoincrement": True})
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"))

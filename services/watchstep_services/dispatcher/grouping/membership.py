@@ -82,11 +82,9 @@ def regroup(
     ).scalars()
     for key in sorted({*held, *members}):
         entered = members.get(key, [])
-        if entered:
-            _make(session, named, key, entered[0])
-        group = session.execute(
-            select(AlertGroup).filter_by(project=named.project, key=key).with_for_update()
-        ).scalar_one()
+        group = _locked(session, named, key, entered)
+        if group is None:
+            continue  # it held none of them any more
         for entry in entered:
             _adopt(group, entry.route)
             insert_missing(
@@ -95,6 +93,18 @@ def regroup(
                 {"group_id": group.id, "standing_id": entry.row.id, "told_episode": 0, "told_phase": ""},
             )
         wake(group, now_ns)
+
+
+def _locked(session: Session, named: Named, key: str, entered: list[_Entry]) -> AlertGroup | None:
+    """A group, made where something enters it; one that was empty may be purged between two statements."""
+    while True:
+        if entered:
+            _make(session, named, key, entered[0])
+        group = session.execute(
+            select(AlertGroup).filter_by(project=named.project, key=key).with_for_update()
+        ).scalar_one_or_none()
+        if group is not None or not entered:
+            return group
 
 
 def wake(group: AlertGroup, now_ns: int) -> None:
