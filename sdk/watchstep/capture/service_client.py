@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from watchstep.capture import trace_context
+from watchstep.capture.kept_connections import KeptConnections
 from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError, FormatError, ServiceError
 from watchstep.layout import SegmentKey
@@ -65,6 +65,7 @@ class ServiceClient:
         self._parent = trace_context.current_span()
         self.pause_seconds = 0.0
         """What the last answer asked for between two announcements; the service lags where it is not 0."""
+        self._connections = KeptConnections(address.url)
         self._runs = f"{address.url}/v1/projects/{quote(project, safe='')}/runs"
 
     def register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,15 +136,12 @@ class ServiceClient:
         headers = {
             "Content-Type": "application/json", "Authorization": f"Bearer {self._address.token}", **more
         }  # fmt: skip
-        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-            url, json.dumps(body, default=str).encode(), headers, method="POST"
-        )
+        content = json.dumps(body, default=str).encode()
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as answer:  # noqa: S310 - as above
-                data = json.loads(answer.read(_MAX_ANSWER))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _refusal(self._address.url, error) from None
+            status, told = self._connections.post(url, content, headers, seconds, _MAX_ANSWER)
+            if status >= 300:
+                raise _refusal(self._address.url, status, told)
+            data = json.loads(told)
         except (OSError, ValueError) as error:
             raise ServiceError(f"service {self._address.url}: no answer ({error})", _MEND) from error
         if not isinstance(data, dict):
@@ -160,10 +158,11 @@ def _pause(asked: Any) -> float:
     return min(told, _LONGEST_PAUSE) if told > 0 else 0.0
 
 
-def _refusal(url: str, error: urllib.error.HTTPError) -> ServiceError:
+def _refusal(url: str, status: int, told: bytes) -> ServiceError:
     try:
-        problem = json.loads(error.read(_MAX_ANSWER))
+        problem = json.loads(told)
         detail, mend = str(problem.get("detail", "")), str(problem.get("mend", ""))
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError):
         detail, mend = "", ""
-    return ServiceError(f"service {url}: refused ({error.code} {detail or error.reason})", mend or _MEND)
+    said = detail or http.client.responses.get(status, "")
+    return ServiceError(f"service {url}: refused ({status} {said})", mend or _MEND)
