@@ -15,10 +15,17 @@ _SECONDS = 15.0
 
 
 class _Place(NamedTuple):
-    """Where reading of a stream goes on: CloudWatch's token, and the time in milliseconds of the last that was read."""
+    """Where reading of a stream goes on.
+
+    Attributes:
+        token: CloudWatch's. It is good for a day.
+        written: when the last line that was read was written, in milliseconds.
+        since: what the token's pages begin at, in the same; 0 for the stream's beginning.
+    """
 
     token: str
     written: int
+    since: int
 
 
 def streams_below(aws: Aws, region: str, group: str, prefix: str) -> list[str]:
@@ -74,40 +81,44 @@ def _messages(aws: Aws, region: str, group: str, stream: str, places: dict[str, 
     size = 0
     deadline = time.monotonic() + _SECONDS
     while size < LARGEST_PART and time.monotonic() < deadline:
+        place = places.get(stream)
         try:
-            page = _page(aws, region, group, stream, places.get(stream))
+            page, since = _page(aws, region, group, stream, place)
         except RefusedError as error:
             if error.means_missing:
                 return
             raise
-        before, token = places.get(stream), str(page["nextForwardToken"])
-        if (
-            before is not None and token == before.token
-        ):  # CloudWatch's sign for the end; no empty page is one
+        token = str(page["nextForwardToken"])
+        if place is not None and token == place.token:  # CloudWatch's sign for the end; no empty page is one
             return
-        written = [event.get("timestamp", 0) for event in page["events"]]
-        places[stream] = _Place(token, max(written, default=0 if before is None else before.written))
+        written = max(
+            (event.get("timestamp", 0) for event in page["events"]), default=place.written if place else 0
+        )
+        places[stream] = _Place(token, written, since)
         for event in page["events"]:
             size += len(event["message"])
             yield str(event["message"])
 
 
-def _page(aws: Aws, region: str, group: str, stream: str, place: _Place | None) -> dict[str, Any]:
+def _page(aws: Aws, region: str, group: str, stream: str, place: _Place | None) -> tuple[dict[str, Any], int]:
+    """A page, and what it and those behind it begin at."""
     asked: dict[str, Any] = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
     if place is None:
-        return aws.call("logs", "get_log_events", region=region, **asked)
+        return aws.call("logs", "get_log_events", region=region, **asked), 0
+    since = {"startTime": place.since} if place.since else {}
     try:
-        return aws.call("logs", "get_log_events", region=region, **asked, nextToken=place.token)
+        page = aws.call("logs", "get_log_events", region=region, **asked, **since, nextToken=place.token)
     except RefusedError as error:
         if not error.code.startswith("InvalidParameter"):
             raise
-        # Tokens are good for a day.
-        return aws.call("logs", "get_log_events", region=region, **asked, startTime=place.written + 1)
+        begun = place.written + 1  # the token is too old
+        return aws.call("logs", "get_log_events", region=region, **asked, startTime=begun), begun
+    return page, place.since
 
 
 def _places(cursor: str) -> dict[str, _Place]:
     try:
         held = json.loads(cursor) if cursor else {}
-        return {str(name): _Place(str(token), int(written)) for name, (token, written) in held.items()}
-    except (ValueError, TypeError, AttributeError):
+        return {str(name): _Place(str(one[0]), int(one[1]), int(one[2])) for name, one in held.items()}
+    except (ValueError, TypeError, AttributeError, IndexError):
         return {}

@@ -89,10 +89,11 @@ class StandIn:
             fault = planned.pop(0) if planned else None
         if fault is not None and not isinstance(fault, LostError):
             raise fault
-        said = self.services[asked.service](asked)
-        if fault is not None:
-            raise fault
-        return said
+        try:
+            return self.services[asked.service](asked)
+        finally:
+            if fault is not None:
+                raise fault
 
 
 class _Handler(BaseHTTPRequestHandler):

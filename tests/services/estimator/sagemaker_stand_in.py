@@ -200,7 +200,9 @@ class SageMakerStandIn:
         (config / "hyperparameters.json").write_text(json.dumps(job.request.get("HyperParameters", {})))
         s3 = boto3.client("s3", region_name=REGION)
         for channel in job.request.get("InputDataConfig", []):
-            url = channel["DataSource"]["S3DataSource"]["S3Uri"]
+            url = channel["DataSource"].get("S3DataSource", {}).get("S3Uri", "")
+            if not url:  # a file system
+                continue
             bucket, _, prefix = url.removeprefix("s3://").partition("/")
             for held in s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", []):
                 place = root / "input" / "data" / channel["ChannelName"] / held["Key"].removeprefix(prefix)
