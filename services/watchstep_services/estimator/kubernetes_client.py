@@ -174,8 +174,9 @@ class KubernetesClient:
             reason, message = "", said.decode(errors="replace")
         refused = RefusedError(code, reason, message.strip())
         if code == 401:
+            unwelcome = self._unwelcome(refused.said)
             self._held = None  # read anew: they may have been renewed by then
-            return self._unwelcome(refused.said)
+            return unwelcome
         if code == 403 and (method != "POST" or _NO_RIGHT.search(message)):
             return self._unwelcome(refused.said)
         return self._down(refused.said) if code in _DOWN else refused

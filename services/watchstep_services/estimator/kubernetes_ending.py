@@ -22,8 +22,10 @@ _AT_ONCE = 1
 """Seconds; the least that a deadline can be. A pod is deleted with so much grace, not with none: the API would forget at once
 one with none, though its program may still run."""
 
-_OVERTAKEN = frozenset((404, 409, 422))
+_OVERTAKEN = frozenset((404, 409))
 """It is gone, or another has its name, or it changed meanwhile: how it is then says the rest."""
+
+_INVALID = 422
 
 Object = dict[str, Any]
 
@@ -81,7 +83,8 @@ def _patch(client: KubernetesClient, kind: str, found: Object, body: Object) -> 
     try:
         client.patch(path_to(found, kind), found["metadata"]["uid"], body)
     except RefusedError as error:
-        if error.code not in _OVERTAKEN:
+        # An attempt to change a UID, which is another object's, is no valid patch.
+        if error.code not in _OVERTAKEN and not (error.code == _INVALID and "metadata.uid" in error.said):
             raise
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -188,7 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, data)
 
     def _check_headers(self) -> None:
-        if self.headers.get("Authorization") != f"Bearer {self.double.token}":
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        if (scheme.lower(), token) != ("bearer", self.double.token):
             raise StatusError(401, "Unauthorized", "Unauthorized")
         due = {"POST": "application/json", "PATCH": "application/merge-patch+json"}
         if self.command in due and self.headers.get("Content-Type") != due[self.command]:
@@ -230,14 +232,19 @@ class _Handler(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up, or that do not trust it, are what is tested."""
+
 
 @contextmanager
-def running_double() -> Iterator[Double]:
+def running_double(tls: ssl.SSLContext | None = None) -> Iterator[Double]:
     """Start one, and leave nothing of it behind."""
     double = Double()
     server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"double": double}))
-    double.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    double.url = f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield double

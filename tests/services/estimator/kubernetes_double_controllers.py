@@ -30,6 +30,9 @@ class Cluster:
         self.backoff_seconds = 0.2
         self.stalled = False
         self._names = 0
+        self._work: list[Object] = []
+        self._working = False
+        self._waited: set[tuple[str, str, int]] = set()
 
     def close(self) -> None:
         """End all that runs."""
@@ -37,7 +40,18 @@ class Cluster:
         self.kubelet.close()
 
     def see(self, found: Object) -> None:
-        """Do what a new or changed object asks for."""
+        """Do what a new or changed object asks for, and what follows from that, one after the other."""
+        self._work.append(found)
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._work:
+                self._see_one(self._work.pop(0))
+        finally:
+            self._working = False
+
+    def _see_one(self, found: Object) -> None:
         kind = found["kind"]
         if self.stalled or not self.store.is_there(found):
             return
@@ -110,19 +124,17 @@ class Cluster:
             if index in done or any(_phase(pod) not in ("Succeeded", "Failed") for pod in mine):
                 continue
             times = sum(_index(pod) == index for pod in failed)
-            waited = job["status"].setdefault("_waited", {})
-            if times and waited.get(index) != times:
-                waited[index] = times
-                self._later(job, self.backoff_seconds)
-            elif not times or waited.pop(f"{index} over", None) == times:
+            start = (job["metadata"]["uid"], index, times)
+            if times == 0 or start in self._waited:
                 self._make_pod(job, index, times)
+            else:
+                self._later(job, self.backoff_seconds, start)
 
-    def _later(self, found: Object, seconds: float) -> None:
+    def _later(self, found: Object, seconds: float, start: tuple[str, str, int] | None = None) -> None:
         def again() -> None:
             with self.lock:
-                waited = found.get("status", {}).get("_waited", {})
-                for index in [name for name in waited if " " not in name]:
-                    waited[f"{index} over"] = waited[index]
+                if start is not None:
+                    self._waited.add(start)
                 self.see(found)
 
         timer = threading.Timer(seconds, again)
@@ -149,7 +161,7 @@ class Cluster:
             "spec": dict(template["spec"]),
         }
         job["status"]["active"] = job["status"].get("active", 0) + 1
-        self.kubelet.see(self.store.put(made, metadata["namespace"]))
+        self.see(self.store.put(made, metadata["namespace"]))
 
     def _why_failed(self, job: Object, failed: list[Object]) -> str:
         spec = job["spec"]

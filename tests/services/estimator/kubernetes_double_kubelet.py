@@ -112,8 +112,8 @@ class Kubelet:
         except StatusError as error:
             self._wait(pod, "CreateContainerConfigError", error.message)
             return
-        words = [_expanded(word, variables) for word in container.get("command", ())]
-        words += [_expanded(word, variables) for word in container.get("args", ())]
+        words = [expanded(word, variables) for word in container.get("command", ())]
+        words += [expanded(word, variables) for word in container.get("args", ())]
         try:
             process = subprocess.Popen(
                 words,
@@ -141,7 +141,7 @@ class Kubelet:
         held = {"PATH": _PATH, "HOME": "/root"}
         for one in container.get("env") or ():
             if "valueFrom" not in one:
-                held[one["name"]] = _expanded(one.get("value", ""), held)
+                held[one["name"]] = expanded(one.get("value", ""), held)
                 continue
             if reference := one["valueFrom"].get("secretKeyRef"):
                 secret = self._store.get("Secret", pod["metadata"]["namespace"], reference["name"])
@@ -242,7 +242,7 @@ def _terminated(container: Object, code: int, reason: str, message: str) -> Obje
     return _statuses(container, {"terminated": {"exitCode": code, "reason": reason, "message": message}})
 
 
-def _expanded(text: str, variables: dict[str, str]) -> str:
+def expanded(text: str, variables: dict[str, str]) -> str:
     """``$(NAME)`` of what is known, and ``$$`` as one ``$``, as the documentation of ``command`` has it."""
 
     def replaced(found: re.Match[str]) -> str:
