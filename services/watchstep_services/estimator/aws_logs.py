@@ -105,7 +105,7 @@ def _page(aws: Aws, region: str, group: str, stream: str, place: _Place | None) 
     asked: dict[str, Any] = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
     if place is None:
         return aws.call("logs", "get_log_events", region=region, **asked), 0
-    since = {"startTime": place.since} if place.since else {}
+    since: dict[str, Any] = {"startTime": place.since} if place.since else {}
     try:
         page = aws.call("logs", "get_log_events", region=region, **asked, **since, nextToken=place.token)
     except RefusedError as error:

@@ -13,8 +13,8 @@ import boto3
 import pytest
 from pydantic import ValidationError
 
-from tests.services.estimator.aws_bench import BATCH, IMAGE, QUEUE, REGION, ROLE, hurried_batch
-from tests.services.estimator.aws_stand_in import ACCOUNT, LostError, RefusalError, StandIn
+from tests.services.estimator.aws_bench import BATCH, IMAGE, QUEUE, ROLE, hurried_batch
+from tests.services.estimator.aws_stand_in import ACCOUNT, REGION, LostError, RefusalError, StandIn
 from tests.services.estimator.backend_contract import TELLING, WILLING, Bench
 from tests.services.estimator.batch_stand_in import BatchStandIn
 from tests.services.jobs import eventually

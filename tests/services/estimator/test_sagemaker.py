@@ -18,14 +18,13 @@ from pydantic import ValidationError
 
 from tests.services.estimator.aws_bench import (
     IMAGE,
-    REGION,
     ROLE,
     SAGEMAKER,
     hurried_sagemaker,
     in_folder,
     uploaded,
 )
-from tests.services.estimator.aws_stand_in import ACCOUNT, LostError, RefusalError, StandIn
+from tests.services.estimator.aws_stand_in import ACCOUNT, REGION, LostError, RefusalError, StandIn
 from tests.services.estimator.backend_contract import TELLING, WILLING, Bench
 from tests.services.estimator.sagemaker_stand_in import SageMakerStandIn
 from tests.services.jobs import eventually
