@@ -62,6 +62,7 @@ class ControlDocument:
         snapshots: snapshot requests.
         cadence: collection → measure every so many steps; replaces the worker's own choice.
         tombstone: reason why no new attempt may start; empty where one may.
+        admitted: the one attempt that may start all the same, until it is stopped itself; empty for none.
     """
 
     version: int = 0
@@ -69,10 +70,11 @@ class ControlDocument:
     snapshots: tuple[SnapshotRequest, ...] = ()
     cadence: tuple[tuple[str, int], ...] = ()
     tombstone: str = ""
+    admitted: str = ""
 
     def with_stop(self, stop: StopRequest) -> ControlDocument:
         """The next version: this attempt stops, and no other starts."""
-        return replace(self, version=self.version + 1, stop=stop, tombstone=stop.reason)
+        return replace(self, version=self.version + 1, stop=stop, tombstone=stop.reason, admitted="")
 
     def with_snapshot(self, request: SnapshotRequest) -> ControlDocument:
         """The next version: these tensors are wanted as well. The same document where they are asked for already."""
@@ -92,7 +94,21 @@ class ControlDocument:
 
     def without_tombstone(self) -> ControlDocument:
         """The next version: new attempts may start. A stop stays one of its own attempt."""
-        return self if not self.tombstone else replace(self, version=self.version + 1, tombstone="")
+        if not self.tombstone:
+            return self
+        return replace(self, version=self.version + 1, tombstone="", admitted="")
+
+    def with_admitted(self, attempt: str) -> ControlDocument:
+        """The next version: this attempt, and what a cluster starts again of it, may start; others still may not."""
+        if not self.tombstone or self.admitted == attempt:
+            return self
+        return replace(self, version=self.version + 1, admitted=attempt)
+
+    def admits(self, attempt: str) -> bool:
+        """Whether an attempt may start."""
+        if not self.tombstone:
+            return True
+        return bool(self.admitted) and (attempt == self.admitted or attempt.startswith(f"{self.admitted}-r"))
 
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready form."""
@@ -128,6 +144,7 @@ class ControlDocument:
                 ),
                 cadence=tuple((str(name), _whole(every, 1)) for name, every in data.get("cadence", ())),
                 tombstone=str(data.get("tombstone", "")),
+                admitted=str(data.get("admitted", "")),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"control document: {error!r}", "let the service write it anew") from error

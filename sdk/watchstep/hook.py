@@ -435,7 +435,7 @@ class Hook:
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         if document.stop is not None and document.stop.attempt == attempt:
             self._stop_talk.hear(document.stop, attempt)
-        elif document.tombstone:
+        elif not document.admits(attempt):
             self._recorder.ask_to_stop(
                 StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
             )

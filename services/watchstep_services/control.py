@@ -7,6 +7,7 @@ the document writes it there, and an outbox action sees to it where that fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -17,6 +18,7 @@ from watchstep.store import Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Project, Run
 from watchstep_services.database.records import add_action, add_event
+from watchstep_services.dispatcher.audit import Subject, note
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.events import make_event
 from watchstep_services.service import Service
@@ -56,20 +58,39 @@ def set_cadence(session: Session, run_id: int, cadence: Mapping[str, int]) -> in
     return ask(session, run_id, lambda document: document.with_cadence(cadence))
 
 
-def allow_restart(session: Session, base_url: str, run_id: int, who: str, reason: str) -> int | None:
-    """Let new attempts of a stopped run start, with an event that says who allowed it and why.
+@dataclass(frozen=True)
+class Allowing:
+    """Who lets a stopped run start again, why, and which attempt alone; empty for all."""
+
+    who: str
+    reason: str
+    attempt: str = ""
+
+
+def allow_restart(session: Session, base_url: str, run_id: int, allowing: Allowing) -> int | None:
+    """Let new attempts of a stopped run start, with an event and a line in the audit log that say who allowed it and why.
 
     Returns:
         The id of the action that tells the store; None where they may start already.
     """
     run = session.get_one(Run, run_id, with_for_update=True)
     before = ControlDocument.from_data(run.control)
-    if not before.tombstone:
+    if not before.tombstone or (allowing.attempt and before.admitted == allowing.attempt):
         return None
-    data = {"attempt": run.attempt, "allowed_by": who, "reason": reason, "was_stopped": before.tombstone}
+    data = {
+        "attempt": run.attempt,
+        "allowed_by": allowing.who,
+        "reason": allowing.reason,
+        "was_stopped": before.tombstone,
+    }
+    if allowing.attempt:
+        data["admitted"] = allowing.attempt
     now = read_clock(session)
+    note(session, "restart_allowed", Subject(run.project, run.run, run.attempt), allowing.who, now, data)
     event = make_event("watchstep.run.restart_allowed", base_url, (run.project, run.run), now, data)
     add_event(session, run_id, event, now)
+    if allowing.attempt:
+        return ask(session, run_id, lambda document: document.with_admitted(allowing.attempt), event.id)
     return ask(session, run_id, ControlDocument.without_tombstone, event.id)
 
 

@@ -121,9 +121,10 @@ class Client:
         """Have collections measured every so many steps; those left out as the workers choose."""
         self._transport.call("PUT", f"{self._of(run)}/control/cadence", body={"every": dict(every)})
 
-    def allow_restart(self, run: str, reason: str) -> None:
-        """Let new attempts of a stopped run start. The attempt that was stopped stays stopped."""
-        self._transport.call("POST", f"{self._of(run)}/control/restart", body={"reason": reason})
+    def allow_restart(self, run: str, reason: str, attempt: str = "") -> None:
+        """Let new attempts of a stopped run start, or only one. The attempt that was stopped stays stopped."""
+        body = {"reason": reason, "attempt": attempt} if attempt else {"reason": reason}
+        self._transport.call("POST", f"{self._of(run)}/control/restart", body=body)
 
     def hold(self, run: str, reason: str) -> None:
         """Keep a run whole, whatever the project's policy says, until it is let go."""

@@ -165,7 +165,7 @@ def _make_run(launch: Launch, rules: list[dict[str, Any]]) -> None:
         control = ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES))
     except NotFoundError:
         control = ControlDocument()
-    if control.tombstone:
+    if not control.admits(launch.attempt):
         sys.stderr.write(
             f"watchstep: run {launch.run} was stopped ({control.tombstone}) and does not start again.\n"
             "  mend: start it under a new run id\n"

@@ -17,7 +17,7 @@ from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import ControlData
 from watchstep_services.api.problems import documented
-from watchstep_services.control import allow_restart, ask_for_snapshot, set_cadence
+from watchstep_services.control import Allowing, allow_restart, ask_for_snapshot, set_cadence
 from watchstep_services.database.models import Run
 from watchstep_services.service import Service
 
@@ -72,6 +72,9 @@ class RestartInput(_Input):
     model_config = ConfigDict(json_schema_extra={"examples": [{"reason": "learning rate lowered to 1e-4"}]})
 
     reason: str = Field(min_length=1, max_length=1000)
+    attempt: str = Field(
+        "", max_length=128, description="The only attempt that may start; all where it is left out."
+    )
 
 
 @router.get("", summary="Look at the control document")
@@ -124,10 +127,11 @@ def put_cadence(project: str, run: str, body: CadenceInput, service: Served) -> 
 )
 @permits("operate")
 def let_restart(project: str, run: str, body: RestartInput, service: Served, caller: Caller) -> ControlData:
-    """Take the tombstone away: new attempts may start. The attempt that was stopped stays stopped. Safe to repeat."""
+    """Take the tombstone away, or let one new attempt pass it. The attempt that was stopped stays stopped. Safe to repeat."""
+    attempt = check_name("attempt", body.attempt) if body.attempt else ""
     with service.database.write() as session:
         row = find_run(session, project, run)
-        action = allow_restart(session, service.base_url, row.id, caller.role, body.reason)
+        action = allow_restart(session, service.base_url, row.id, Allowing(caller.role, body.reason, attempt))
         control = _control(session, row)
     _tell(service, action)
     return control

@@ -110,6 +110,9 @@ class ControlData(BaseModel):
     snapshots: list[SnapshotData]
     cadence: list[tuple[str, int]]
     tombstone: str
+    admitted: str = Field(
+        "", description="The one attempt that may start in spite of the tombstone; empty for none."
+    )
 
 
 class Announced(BaseModel):

@@ -10,7 +10,9 @@ from sqlalchemy.orm import Session
 from watchstep_services.database.models import AuditEntry
 from watchstep_services.database.models.alert_life import WHO_LENGTH
 
-Kind = Literal["requested", "repeated", "would_have", "tried", "ended", "allowed", "revoked"]
+Kind = Literal[
+    "requested", "repeated", "would_have", "tried", "ended", "allowed", "revoked", "restart_allowed"
+]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ def note(session: Session, kind: Kind, subject: Subject, who: str, at_ns: int, d
         session: the transaction in which it happens.
         kind: ``requested``: a stop was asked for; ``repeated``: again, of an attempt that had been asked; ``would_have``: a rule
             that may not stop would have; ``tried``, ``ended``: what became of it; ``allowed``, ``revoked``: a rule may stop, or no
-            longer.
+            longer; ``restart_allowed``: what was stopped may start again.
         subject: whose stop.
         who: asked, tried or allowed.
         at_ns: when.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from watchstep_services.estimator.kubernetes_jobs import Kubernetes as Kubernetes
     from watchstep_services.estimator.local import Local as Local
     from watchstep_services.estimator.ray_jobs import Ray as Ray
+    from watchstep_services.estimator.relaunch import Requeue as Requeue
+    from watchstep_services.estimator.relaunch import requeue as requeue
     from watchstep_services.estimator.sagemaker import SageMaker as SageMaker
     from watchstep_services.estimator.slurm import Slurm as Slurm
 
@@ -34,8 +36,10 @@ _PLACES = {
     "Launch": "backend",
     "Local": "local",
     "Ray": "ray_jobs",
+    "Requeue": "relaunch",
     "SageMaker": "sagemaker",
     "Slurm": "slurm",
+    "requeue": "relaunch",
 }
 """Name → module here. Imported when first used: no backend costs those who use another."""
 
@@ -52,8 +56,10 @@ __all__ = [
     "Launch",
     "Local",
     "Ray",
+    "Requeue",
     "SageMaker",
     "Slurm",
+    "requeue",
 ]
 
 

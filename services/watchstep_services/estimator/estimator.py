@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,9 +22,11 @@ from watchstep_services.estimator.backend import Backend, Launch
 from watchstep_services.estimator.ending import end
 from watchstep_services.estimator.errors import SubmissionRejectedError
 from watchstep_services.estimator.job import Job
+from watchstep_services.estimator.job_name import job_name
 from watchstep_services.estimator.job_record import JobRecord
 from watchstep_services.estimator.judge import judge_of
 from watchstep_services.estimator.registering import Registering, config_of, known_as, settings_of
+from watchstep_services.estimator.relaunch import Relaunch, Requeue
 
 # The current folder, which Python would look into first, may hold modules of any name.
 _RUN = "import sys; sys.path[:1] = []; from watchstep.command import main; main()"
@@ -49,8 +49,10 @@ class Estimator:
         service: URL of the service that judges it, with WATCHSTEP_TOKEN (an operator's) and WATCHSTEP_RECORDER_TOKEN (what
             the job itself shows; the same where it is not set). Left out, it is WATCHSTEP_SERVICE, or the one that serves the store on this
             machine; where there is none, one is started beside the job, and ends when nothing has run for five minutes.
-        on_stop: what a stop asks of the program: "raise" `StopTraining` at the end of a step, in all ranks at the same;
-            or "ignore", which leaves it to the backend's stop.
+        on_stop: what a stop asks of the program: "stop" (or "raise"): `StopTraining` at the end of a step, in all ranks at the same;
+            "checkpoint": the same, once the program's own ``on_stop`` function, or its trainer, has saved one;
+            `requeue`: as "stop", and launch it again from the last good checkpoint; or "ignore", which leaves it to the
+            backend's stop.
     """
 
     program: str | Sequence[str]
@@ -62,7 +64,7 @@ class Estimator:
     folder: str | Path = "."
     project: str = "default"
     service: str = ""
-    on_stop: Literal["raise", "ignore"] = "raise"
+    on_stop: Literal["stop", "checkpoint", "raise", "ignore"] | Requeue = "stop"
 
     def fit(self, *, run: str = "", wait: bool = True) -> Job:
         """Launch it.
@@ -85,18 +87,19 @@ class Estimator:
         asked = Registering(address.operator, project, name)
         asked.know([config_of(rule) for rule in self.rules], "who launched it")
         bound_as = known_as(self.backend, judge)
-        given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self.on_stop}
+        given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self._said_of_stops}
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),
             {**self.environment, **given, SERVICE: address.recorder.url},
             Path(self.folder).expanduser().absolute(),
-            name=_name_of(name),
+            name=job_name(name),
             secrets={TOKEN: address.recorder.token},
         )
         handle = self.backend.submit(launch)
         try:
             settings = settings_of(self.backend)
             record = JobRecord(project, name, attempt, store, handle, self.backend.kind, settings, judge)
+            record = replace(record, relaunch=self._relaunch(launch, bound_as))
             record.save()
             asked.bind(attempt, replace(handle, backend=bound_as))
         except (
@@ -132,6 +135,18 @@ class Estimator:
         return [*words, *self.arguments]
 
     @property
+    def _said_of_stops(self) -> str:
+        return "stop" if isinstance(self.on_stop, Requeue) else self.on_stop
+
+    def _relaunch(self, launch: Launch, bound_as: str) -> Relaunch | None:
+        if not isinstance(self.on_stop, Requeue):
+            return None
+        environment = {
+            name: value for name, value in launch.environment.items() if name not in {LAUNCHED, SERVICE}
+        }
+        return Relaunch(launch.command, environment, str(launch.folder), bound_as, self.on_stop.limit)
+
+    @property
     def _shares_files(self) -> bool:
         return bool(getattr(self.backend, "shares_files", False))
 
@@ -141,9 +156,3 @@ class Estimator:
     def _store_url(self) -> str:
         text = str(self.store)
         return (text if checked_scheme(text) else Path(text).expanduser().absolute().as_uri()).rstrip("/")
-
-
-def _name_of(run: str) -> str:
-    """What a job is called in its backend's lists; no other launch has it."""
-    plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:40]
-    return f"ws-{plain}-{secrets.token_hex(4)}" if plain else f"ws-{secrets.token_hex(4)}"

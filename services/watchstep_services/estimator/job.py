@@ -162,7 +162,8 @@ class Job:
     def wait(self, timeout: float | None = None) -> JobStatus:
         """Wait until the job is over, and its run has been judged to the end; how the job ended.
 
-        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job.
+        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job. A job that is to be launched
+        again (`requeue`) is, once a rule has stopped it, and waited for.
 
         Args:
             timeout: seconds; without an end where it is left out.
@@ -176,6 +177,8 @@ class Job:
             self._rest(pause, deadline)
             pause = min(_LONGEST_LOOK, 1.5 * pause)
         self._await_judgement()
+        if self._follows_another():
+            return self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return status
 
     def stop(self, reason: str = "", *, grace_seconds: float = 30.0) -> None:
@@ -193,6 +196,15 @@ class Job:
         except ServiceError as error:
             _log.warning("run %s is stopped by its backend alone: %s", self.record.run, error.what)
             end(self.backend, self.handle, grace_seconds)
+
+    def _follows_another(self) -> bool:
+        """Whether the job was launched again, now or by somebody else meanwhile: this is that launch from here on."""
+        from watchstep_services.estimator.requeueing import launched_again
+
+        following = launched_again(self.record, self.backend)
+        if following is not None:
+            self.record = following
+        return following is not None
 
     def _asked(self) -> JobStatus:
         try:

@@ -14,6 +14,7 @@ from watchstep.layout import check_name
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.estimator.judge import Judge
 from watchstep_services.estimator.local_records import default_folder
+from watchstep_services.estimator.relaunch import Relaunch
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class JobRecord:
         kind: of its backend.
         settings: of its backend.
         judge: the service; None where none judges it.
+        relaunch: how it is launched again after a stop; None where it is not.
     """
 
     project: str
@@ -39,12 +41,15 @@ class JobRecord:
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     judge: Judge | None = None
+    relaunch: Relaunch | None = None
 
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready form."""
         judge = None if self.judge is None else asdict(self.judge)
         named = {name: getattr(self, name) for name in ("project", "run", "attempt", "store", "kind")}
-        return {**named, "settings": dict(self.settings), "handle": self.handle.as_data(), "judge": judge}
+        relaunch = None if self.relaunch is None else self.relaunch.as_data()
+        settings, handle = dict(self.settings), self.handle.as_data()
+        return {**named, "settings": settings, "handle": handle, "judge": judge, "relaunch": relaunch}
 
     @classmethod
     def from_data(cls, data: Any) -> JobRecord:
@@ -59,7 +64,9 @@ class JobRecord:
                 str(data[name]) for name in ("project", "run", "attempt", "store")
             )
             handle = JobHandle.from_data(data["handle"])
-            return cls(project, run, attempt, store, handle, str(data["kind"]), dict(data["settings"]), judge)
+            relaunch = Relaunch.from_data(data["relaunch"]) if data.get("relaunch") else None
+            kind, settings = str(data["kind"]), dict(data["settings"])
+            return cls(project, run, attempt, store, handle, kind, settings, judge, relaunch)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"record of a job: cannot be read ({error!r})", "give what JobRecord.as_data gave"
@@ -71,7 +78,7 @@ class JobRecord:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        place = _place(self.project, self.run)
+        place = place_of(self.project, self.run)
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             partial = place.with_suffix(f".{os.getpid()}.partial")
@@ -92,7 +99,7 @@ def load(run: str, project: str = "default") -> JobRecord:
         NotFoundError: none is known here.
         ConfigError: its record cannot be read.
     """
-    place = _place(project, run)
+    place = place_of(project, run)
     try:
         return JobRecord.from_data(json.loads(place.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -106,5 +113,6 @@ def load(run: str, project: str = "default") -> JobRecord:
         ) from error
 
 
-def _place(project: str, run: str) -> Path:
+def place_of(project: str, run: str) -> Path:
+    """The file that holds the newest launch of a run."""
     return default_folder() / "launched" / f"{check_name('project', project)}.{check_name('run', run)}.json"

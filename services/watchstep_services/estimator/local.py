@@ -88,6 +88,11 @@ class Local(BackendModel):
         """Those of this machine and folder that still run."""
         return [job_of(identity, log) for identity, log in self.records.kept() if identity.is_running()]
 
+    def find(self, name: str) -> JobHandle | None:
+        """The job of a launch with this name that has no log of its own, whether or not it is over; None where none was started."""
+        found = self.records.named(name)
+        return None if found is None else job_of(*found)
+
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
         """The process with this id now.
 

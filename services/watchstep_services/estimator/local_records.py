@@ -93,6 +93,17 @@ class Records:
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # forgotten just now, or none of ours
 
+    def named(self, name: str) -> tuple[ProcessIdentity, Path] | None:
+        """The job that was started under a name with this folder; None where none was: its keeper ends what is not written down."""
+        for place in sorted(self.folder.glob("*.json")):
+            try:
+                held = json.loads(place.read_text(encoding="utf-8"))
+                if Path(held["log"]).name.rpartition("-")[0] == name:
+                    return ProcessIdentity(**held["identity"]), Path(held["log"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # forgotten just now, or none of ours
+        return None
+
     def ending(self, identity: ProcessIdentity) -> JobStatus:
         """How a process that runs no more ended.
 
