@@ -97,6 +97,8 @@ def _job(launch: Launch, settings: KubernetesSettings) -> Manifest:
     if settings.working_directory:
         container["workingDir"] = settings.working_directory
     pod: Manifest = {
+        # Else the program is the first process of its PID namespace, where a SIGTERM that it does not handle is lost.
+        "shareProcessNamespace": True,
         **settings.pod_spec,
         "restartPolicy": "Never",  # a policy for exit codes requires it, and each start keeps its own output
         "terminationGracePeriodSeconds": settings.grace_seconds,

@@ -13,6 +13,8 @@ from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep_rules import nan_or_inf
 from watchstep_services.estimator import Estimator, JobStatus, Kubernetes
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 180.0
 BAD_STEP = 12
 
@@ -83,7 +85,6 @@ def test_a_fault_is_stopped_by_its_rule_and_stays_stopped(estimate: Estimator, d
     assert b"".join(healthy.logs()).endswith(b"trained to the end\n")
 
 
-@pytest.mark.slow
 def test_a_program_that_does_not_take_part_is_stopped_by_the_cluster(estimate: Estimator) -> None:
     job = changed(estimate, arguments=(str(BAD_STEP), "100000"), on_stop="ignore").fit(wait=False)
     done = [event.data["how"] for event in job.events() if event.type == "watchstep.stop.done"]
