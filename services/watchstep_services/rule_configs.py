@@ -19,8 +19,14 @@ _REPLACED_BY: Mapping[Origin, tuple[Origin, ...]] = {
     "owner": ("project", "operator"),
     "project": ("operator",),
     "operator": (),
-    "recorder": (),
+    # Not the owner's: most of those are the defaults, which a program may want beside its own parameters.
+    "recorder": ("project", "operator"),
 }
+
+STRONGER_THAN_RECORDERS = _REPLACED_BY["recorder"]
+
+OVERRIDDEN = "retired-recorder"
+"""Origin of a recorder's rule config that does not judge, for somebody who may operate gave another of its name."""
 
 
 def put_all(
@@ -28,8 +34,9 @@ def put_all(
 ) -> None:
     """Give a run the owner's rule configs, its project's, and those that are asked for.
 
-    Of one name, an operator's stands for the project's and the owner's, and the project's for the owner's. A recorder's keep
-    no other quiet, and are left out where the same judges already. An evaluation under way begins anew where something changed.
+    Of one name, an operator's stands for all others, and the project's for the owner's and a recorder's: one that a recorder
+    asks for is kept as overridden then, and judges when it is asked for again and no other stands for it. A recorder's keep no
+    other quiet, and are left out where the same judges already. An evaluation under way begins anew where something changed.
     """
     held = _held(session, run)
     before = {name: row.data for name, row in held.items()}
@@ -91,8 +98,14 @@ def _held(session: Session, run: Run) -> _Held:
 
 def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _Held) -> None:
     if any((stronger, config.name) in held for stronger in _REPLACED_BY[origin]):
+        if origin == "recorder":
+            _put_overridden(session, run, config, held)
         return
     data = config.as_data()
+    overridden = held.pop((OVERRIDDEN, config.name), None) if origin == "recorder" else None
+    if overridden is not None:
+        overridden.origin = origin
+        held[origin, config.name] = overridden
     known = held.get((origin, config.name))
     stops = config.stops and origin == "owner"
     if known is None:
@@ -107,7 +120,21 @@ def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _
         session.execute(delete(Memory).where(Memory.config_id == known.id))
     for weaker, stronger in _REPLACED_BY.items():
         if origin in stronger and (weaker, config.name) in held:
-            _retire(held.pop((weaker, config.name)))
+            row = held.pop((weaker, config.name))
+            if weaker == "recorder":
+                row.origin, row.granted_stop = OVERRIDDEN, False
+                held[OVERRIDDEN, config.name] = row
+            else:
+                _retire(row)
+
+
+def _put_overridden(session: Session, run: Run, config: RuleConfig, held: _Held) -> None:
+    row = held.get((OVERRIDDEN, config.name))
+    if row is None:
+        row = RuleConfigRow(run_id=run.id, origin=OVERRIDDEN, name=config.name, granted_stop=False)
+        session.add(row)
+        held[OVERRIDDEN, config.name] = row
+    row.rule, row.data = config.rule, config.as_data()
 
 
 def _without_actions(config: RuleConfig) -> str:

@@ -125,6 +125,14 @@ class Announced(BaseModel):
     )
 
 
+class OverriddenRule(BaseModel):
+    """A rule config that does not judge, for another of its name stands for it."""
+
+    origin: str = Field(description="recorder.")
+    rule: str
+    config: dict[str, Any]
+
+
 class RuleState(BaseModel):
     """A rule config of a run and how it stands. Its health is apart from its alert."""
 
@@ -140,6 +148,10 @@ class RuleState(BaseModel):
     phase: str = Field(description="inactive, pending, firing or resolved.")
     isolation: dict[str, Any] | None = Field(
         None, description="How far a Python rule's process was shut in when it was last judged."
+    )
+    overrides: list[OverriddenRule] = Field(
+        default_factory=list,
+        description="What a recorder asks for by the same name, which neither judges nor tells anybody.",
     )
     config: dict[str, Any]
 

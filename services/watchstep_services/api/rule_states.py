@@ -6,13 +6,14 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep_rules.python_rule import Python
-from watchstep_services.api.models import RuleState
+from watchstep_services.api.models import OverriddenRule, RuleState
 from watchstep_services.api.rule_configs import shown_config
 from watchstep_services.database.models import Memory, RuleConfigRow, Run
 from watchstep_services.dispatcher.grants import word_for
 from watchstep_services.dispatcher.receivers.directory import known_receivers
 from watchstep_services.evaluator.judging import load_config, memory_of
 from watchstep_services.roles import Identity
+from watchstep_services.rule_configs import OVERRIDDEN, STRONGER_THAN_RECORDERS
 from watchstep_services.service import Service
 
 
@@ -24,6 +25,12 @@ def rules_of(service: Service, session: Session, run: Run, caller: Identity) -> 
         .where(RuleConfigRow.run_id == run.id, ~RuleConfigRow.origin.startswith("retired"))
         .order_by(RuleConfigRow.id)
     ).all()
+    overridden = {
+        row.name: OverriddenRule(origin="recorder", rule=row.rule, config=shown_config(row.data, caller))
+        for row in session.execute(
+            select(RuleConfigRow).filter_by(run_id=run.id, origin=OVERRIDDEN)
+        ).scalars()
+    }
     known = known_receivers(service, session, run.project)
     states = []
     for config, held in rows:
@@ -42,6 +49,9 @@ def rules_of(service: Service, session: Session, run: Run, caller: Identity) -> 
                 findings=0 if held is None else held.findings,
                 phase=memory.alert.phase.value,
                 isolation=(memory.state or {}).get("isolation") if config.rule == Python.name else None,
+                overrides=[overridden[config.name]]
+                if config.name in overridden and config.origin in STRONGER_THAN_RECORDERS
+                else [],
                 config=shown_config(config.data, caller),
             )
         )

@@ -68,6 +68,8 @@ def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for rule in rules:
         if rule["health"] == Health.ERROR.value:
             yield f"error: rule {rule['name']} cannot be evaluated: {' '.join(rule['problem'].split())}"
+        for other in rule.get("overrides", ()):
+            yield f"rule {rule['name']}: the {rule['origin']}'s judges; the {other['origin']}'s of that name is overridden"
     without = [rule["name"] for rule in rules if rule["health"] == Health.NO_DATA.value]
     if without:
         yield f"no data: {', '.join(without)}"

@@ -1,0 +1,69 @@
+"""Of rule configs of one name one judges and tells, whoever came first; the other is shown as overridden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.services.api.conftest import Api
+from tests.services.driving import Driven
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.store import Store
+from watchstep_rules.config import RuleConfig
+from watchstep_services import rule_configs
+from watchstep_services.database.models import Run
+from watchstep_services.registration import register
+
+HOOKS = [{"webhook": "https://chat.example.com/"}]
+ASKED = RuleConfig.model_validate({"rule": "nan_or_inf", "name": "mine", "actions": HOOKS})
+MEANT = RuleConfig.model_validate(
+    {"rule": "nan_or_inf", "name": "mine", "params": {"only_nan": True}, "actions": HOOKS}
+)
+
+
+@pytest.mark.parametrize("first", ["recorder", "operator"])
+def test_an_operators_rule_stands_for_a_recorders_of_its_name(
+    driven: Driven, folder_store: Store, first: str
+) -> None:
+    recording = Recording(folder_store).begin()
+    orders: dict[str, list[Any]] = {"recorder": [ASKED], "operator": [MEANT]}
+    for origin in (first, *(orders.keys() - {first}), "recorder"):
+        run_id = register(driven.service, PROJECT, "run-1", tuple(orders[origin]), origin)  # type: ignore[arg-type]
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    posts = [action for action in driven.actions(run_id) if action.kind == "webhook"]
+    fired = [event for event in driven.events(run_id) if event["type"] == "watchstep.alert.firing"]
+    assert len(posts) == 1
+    assert [event["data"]["rule_config"]["name"] for event in fired].count("mine") == 1
+
+
+def test_a_recorders_rule_that_fires_ends_when_an_operators_stands_for_it(
+    driven: Driven, folder_store: Store
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register(rules=[ASKED])
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    with driven.service.database.write() as session:
+        rule_configs.put_one(session, session.get_one(Run, run_id), MEANT)
+    driven.announce(run_id, recording.write(1, 8, 12, nan_from(0)))
+    driven.settle(run_id)
+    ends = [event["data"] for event in driven.events(run_id) if event["type"] == "watchstep.alert.resolved"]
+    assert [one["rule_config"]["name"] for one in ends] == ["mine"]
+    assert [action.kind for action in driven.actions(run_id)].count("webhook") in {2, 3}
+
+
+def test_the_runs_rules_show_what_is_overridden_and_it_comes_back(api: Api) -> None:
+    asks = {"run": "run-1", "rules": [ASKED.as_data()]}
+    told = api.call("POST", "/v1/projects/vision/runs", {"run": "run-1", "rules": [MEANT.as_data()]}).json()
+    assert {rule["name"]: rule["overrides"] for rule in told["rules"]}["mine"] == []
+    told = api.call("POST", "/v1/projects/vision/runs", asks, role="recorder").json()
+    (mine,) = [rule for rule in told["rules"] if rule["name"] == "mine"]
+    assert mine["origin"] == "operator"
+    (asked,) = mine["overrides"]
+    assert (asked["origin"], asked["rule"], asked["config"]["params"]) == ("recorder", "nan_or_inf", {})
+    api.call("DELETE", "/v1/projects/vision/runs/run-1/rules/mine")
+    told = api.call("POST", "/v1/projects/vision/runs", asks, role="recorder").json()
+    (mine,) = [rule for rule in told["rules"] if rule["name"] == "mine"]
+    assert (mine["origin"], mine["overrides"]) == ("recorder", [])
