@@ -142,7 +142,7 @@ class SageMaker(AwsModel):
         given = variables(launch, self.secrets)
         files = sagemaker_source.local_files(launch, self.source)
         words = [*self.entrypoint, *launch.command]
-        by_s3 = bool(files) or bool(self.secrets) or self._starts_again or not fits(words)
+        by_s3 = bool(files) or self._needs_start or not fits(words)
         code = self._put(launch, name, files) if by_s3 else ""
         asked = request(self, name, START if by_s3 else launch.command, given, code)
         try:
@@ -227,6 +227,11 @@ class SageMaker(AwsModel):
                 "bind it as SageMaker.reattach gives it",
             )
         return JobHandle(job.backend, job.id, identity, job.details)
+
+    @property
+    def _needs_start(self) -> bool:
+        """Whether the container has to find out something before the program is started."""
+        return bool(self.secrets) or self._starts_again or self.instance_count > 1
 
     @property
     def _starts_again(self) -> bool:
