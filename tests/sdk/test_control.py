@@ -114,3 +114,23 @@ def test_any_json_is_read_or_refused(data: dict[str, Any]) -> None:
     except FormatError:
         return
     assert ControlDocument.decode(document.encode()) == document
+
+
+def test_a_tombstone_lets_one_attempt_pass_until_it_is_stopped_itself() -> None:
+    stopped = ControlDocument().with_stop(StopRequest("a1", 3, "NaN"))
+    assert ControlDocument().admits("a2")
+    assert not stopped.admits("a2")
+    admitting = stopped.with_admitted("a2")
+    assert (admitting.version, admitting.with_admitted("a2")) == (stopped.version + 1, admitting)
+    passing = [name for name in ("a1", "a1-r1", "a2", "a2-r1", "a22", "a3") if admitting.admits(name)]
+    assert passing == ["a2", "a2-r1"]
+    assert ControlDocument.decode(admitting.encode()) == admitting
+    assert not admitting.with_stop(StopRequest("a2", 9, "NaN again")).admits("a2")
+    assert admitting.without_tombstone() == ControlDocument(admitting.version + 1, stop=stopped.stop)
+
+
+def test_a_document_of_before_there_were_agreements_is_agreed_on() -> None:
+    data = {"version": 1, "stop": {"attempt": "a1", "step": 3, "reason": "NaN"}}
+    held = ControlDocument.from_data(data)
+    assert held.stop == StopRequest("a1", 3, "NaN")
+    assert held.stop.agreed

@@ -23,7 +23,7 @@ MOST_CHARACTERS = 2048
 """That AWS takes of a session policy."""
 
 _ADDED = "s????/"
-"""Segments (``stats/``) and notes of checkpoints (``saved/``) in one pattern, for a policy has no room for two: a ``?`` is one
+"""Segments (``stats/``), notes of checkpoints (``saved/``) and answers to stops (``stops/``) in one pattern, for a policy has no room for two: a ``?`` is one
 character, so that what follows can only be the attempt."""
 
 _CREATES_ONLY = {"Null": {"s3:if-none-match": "false"}}

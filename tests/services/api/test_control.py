@@ -79,6 +79,21 @@ def test_a_stopped_run_starts_again_only_when_it_is_allowed(api: Api, recording:
     assert events[0]["data"]["was_stopped"] == "no progress"
 
 
+def test_one_attempt_alone_may_start_again(api: Api, recording: Recording) -> None:
+    api.call("POST", f"{RUN}/stop", {"reason": "no progress"})
+    let = {"reason": "requeue 1 of 1", "attempt": "a2"}
+    assert api.call("POST", f"{RUN}/control/restart", {**let, "attempt": "../a"}).status_code == 422
+    act(api)
+    told = api.call("POST", f"{RUN}/control/restart", let).json()
+    assert (told["tombstone"], told["admitted"]) == ("no progress", "a2")
+    assert api.call("POST", f"{RUN}/control/restart", let).json() == told
+    act(api)
+    assert on_store(recording.store).admits("a2")
+    lines = api.call("GET", "/v1/projects/vision/audit").json()["entries"]
+    (line,) = [line for line in lines if line["kind"] == "restart_allowed"]
+    assert (line["attempt"], line["who"], line["data"]["admitted"]) == ("a1", "operator", "a2")
+
+
 def test_a_document_is_told_by_its_version(api: Api, recording: Recording) -> None:
     answer = api.call("GET", f"{RUN}/control", role="viewer")
     assert (answer.headers["etag"], answer.json()["version"]) == ('"0"', 0)
