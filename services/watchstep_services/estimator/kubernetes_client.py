@@ -23,8 +23,8 @@ from kubernetes.config import ConfigException
 from watchstep_services.estimator.errors import BackendDownError, CredentialsExpiredError
 from watchstep_services.estimator.kubernetes_refusal import RefusedError
 
-SECONDS = urllib3.Timeout(connect=5.0, read=8.0)
-"""For one request; a stop takes some of them."""
+SECONDS = urllib3.Timeout(connect=4.0, read=6.0)
+"""For one request. A submission without answer is looked for by three others, all within half a minute."""
 
 _FIRST_REFUSAL = 300
 _NOT_FOUND = 404

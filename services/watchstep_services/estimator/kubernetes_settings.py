@@ -50,7 +50,7 @@ class KubernetesSettings(BackendModel):
         120, ge=1, description="So long after SIGTERM, of a stop or an eviction, the pod is killed."
     )
     keep_seconds: int = Field(
-        604_800, ge=0, description="So long after its end the Job is kept, its output with it."
+        604_800, ge=60, description="So long after its end the Job is kept, its output with it."
     )
     working_directory: Word | None = Field(
         None, description="Where the command runs; the image's own place where it is left out."
