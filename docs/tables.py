@@ -57,6 +57,7 @@ _VARIABLES = {
     "WATCHSTEP_JOBS": "Folder for the records and logs of jobs launched from this machine; `~/.watchstep/jobs` where not given.",
     "WATCHSTEP_RECORDER_TOKEN": "What a launched job shows to the service; the launcher's own token where not given.",
     "WATCHSTEP_IDLE_SECONDS": "How long a service beside launched jobs waits for another after the last; 300 where not given.",
+    "WATCHSTEP_QUIET": "Where it is set, waiting for a job shows a line for each event, in a terminal and a notebook too.",
     "WATCHSTEP_LAUNCHED": "The attempt that a launcher has settled; `watchstep run` takes it and registers nothing.",
     "WATCHSTEP_RESTARTS": "How often a cluster has started the same job again; a backend sets it.",
     "WATCHSTEP_ON_STOP": "What a stop does where `Hook(on_stop=…)` does not say: `ignore`; `raise` or `stop`; `checkpoint`: the "

@@ -22,6 +22,7 @@ OF_OTHERS = frozenset(
         "ON_STOP",
         "OVERHEAD_BUDGET",
         "PROJECT",
+        "QUIET",
         "RECORDER_TOKEN",
         "RESTARTS",
         "RESUME_FROM",

@@ -141,6 +141,11 @@ class Budget:
             "last": {u.name: u.measured_at for u in self._units.values() if u.measured},
         }
 
+    def shares(self) -> dict[str, Any]:
+        """What recording costs so far and what it may, as shares of the program's time; from any thread."""
+        program = self._program
+        return {"budget": self.share, "share": self._spent / program if program else 0.0}
+
     @property
     def affords_more(self) -> bool:
         """Whether the account is not overdrawn: something that comes seldom may then be measured on credit."""

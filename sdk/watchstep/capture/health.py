@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger("watchstep")
@@ -18,6 +19,7 @@ class Health:
         self._counts: dict[str, int] = {}
         self._faults: dict[str, str] = {}
         self._notes: dict[str, str] = {}
+        self._accounts: dict[str, Callable[[], dict[str, Any]]] = {}
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
@@ -47,7 +49,15 @@ class Health:
         with self._lock:
             self._notes[name] = text
 
+    def account(self, name: str, gives: Callable[[], dict[str, Any]]) -> None:
+        """Have something told that is kept elsewhere: JSON-ready, and asked for from any thread."""
+        with self._lock:
+            self._accounts[name] = gives
+
     def as_data(self) -> dict[str, Any]:
         """A JSON-ready copy."""
         with self._lock:
-            return {"counts": dict(self._counts), "faults": dict(self._faults), "notes": dict(self._notes)}
+            told = {name: gives() for name, gives in self._accounts.items()}
+            return {
+                "counts": dict(self._counts), "faults": dict(self._faults), "notes": dict(self._notes), **told
+            }  # fmt: skip

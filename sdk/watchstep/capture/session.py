@@ -57,10 +57,13 @@ class Session:
         """A session in which nothing has been recorded."""
         health, queue = Health(), BoundedQueue(config.bounds.queue_bytes)
         system = Alongside() if config.sampling is not None else None
+        schedule = Schedule(config, health)
+        if schedule.budget is not None:
+            health.account("overhead", schedule.budget.shares)
         return cls(
             config,
             Recorder(worker, queue, health, on_stop, first_step, system),
-            Schedule(config, health),
+            schedule,
             queue,
             health,
             SnapshotPlan(config.snapshots),

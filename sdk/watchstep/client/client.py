@@ -94,6 +94,18 @@ class Client:
         """Events of a run, or of all, so far, in the order in which they came."""
         return self._pages(Event, f"{self._part(run)}/events", "events", {"type": types})
 
+    def events_after(self, run: str | None, place: int) -> tuple[list[Event], int]:
+        """Events of a run, or of all, that came after a place, at most one page of them; and the place to go on from.
+
+        Args:
+            run: only its events.
+            place: 0 for the beginning, else what an earlier call gave.
+        """
+        answer = self._transport.call(
+            "GET", f"{self._root}{self._part(run)}/events", {"after": place, "limit": _PAGE}
+        )
+        return [read(Event, event) for event in answer["events"]], int(answer["after"])
+
     def follow(
         self, run: str | None = None, *, types: Sequence[str] = (), after: int | None = None
     ) -> Iterator[Event]:

@@ -23,6 +23,7 @@ from watchstep_services.cli import (
     silences,
     tenancy,
     tokens,
+    watch,
 )
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ app.command("api")(processes.api)
 app.command("worker")(processes.worker)
 app.command("scheduler")(processes.scheduler)
 app.command("attach")(attach.attach)
+app.command("watch")(watch.watch)
 app.command("check-config")(check_config.check_config)
 app.add_typer(database.app, name="database")
 app.command("export")(export.export)

@@ -14,7 +14,7 @@ from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.job import Job
 from watchstep_services.estimator.kinds import open_backend
 
-_DEFAULT_STORE = "watchstep-runs"
+DEFAULT_STORE = "watchstep-runs"
 
 StoreOption = Annotated[
     str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds runs named without one.")
@@ -41,7 +41,7 @@ def attach(  # noqa: PLR0917 - the options of a command
     backend_name: Annotated[
         str, typer.Option(help="Under which the service knows the backend; its kind if left out.")
     ] = "",
-    store: StoreOption = _DEFAULT_STORE,
+    store: StoreOption = DEFAULT_STORE,
     service: ServiceOption = "",
     watch: Annotated[bool, typer.Option("--watch", help="Show how it goes, until it has ended.")] = False,
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from watchstep_services.cli import attach
+from watchstep_services.cli import attach, watch
 
 app = typer.Typer(
     name="watchstep", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 app.command("attach")(attach.attach)
+app.command("watch")(watch.watch)
 
 
 @app.callback()

@@ -10,7 +10,7 @@ from watchstep.errors import WatchstepError
 from watchstep_services.redaction import redacted, redacted_fault
 
 _PROCESSES = {"api", "worker", "scheduler"}
-_LAUNCHING = {"attach"}
+_LAUNCHING = {"attach", "watch"}
 
 
 def main(arguments: list[str]) -> None:

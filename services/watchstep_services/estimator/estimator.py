@@ -66,12 +66,13 @@ class Estimator:
     service: str = ""
     on_stop: Literal["stop", "checkpoint", "raise", "ignore"] | Requeue = "stop"
 
-    def fit(self, *, run: str = "", wait: bool = True) -> Job:
+    def fit(self, *, run: str = "", wait: bool = True, show: bool | None = None) -> Job:
         """Launch it.
 
         Args:
             run: the run's id; a new one where it is left out.
             wait: return when it is over.
+            show: how it is shown meanwhile; see `Job.wait`.
 
         Raises:
             SubmissionRejectedError: it cannot be started as it is.
@@ -109,7 +110,7 @@ class Estimator:
             raise
         job = Job(record, self.backend)
         if wait:
-            job.wait()
+            job.wait(show=show)
         return job
 
     @staticmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from watchstep.client import Client, Event, RunState
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from watchstep.reading.run import Run
     from watchstep_rules.attached import AttachedRule
     from watchstep_rules.config import RuleConfig
+    from watchstep_services.estimator.view.show import Showing
 
 ENDED = frozenset(("completed", "failed", "stopped", "lost"))
 """States of a run of which nothing more is to come."""
 
 _FIRST_LOOK = 0.05
 _LONGEST_LOOK = 5.0
+_LONGEST_SLEEP = 0.5
 _LAST_WORDS_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -159,26 +162,31 @@ class Job:
             if event.type == "watchstep.run.ended" and self._is_mine(str(event.data.get("attempt", ""))):
                 return
 
-    def wait(self, timeout: float | None = None) -> JobStatus:
+    def wait(self, timeout: float | None = None, *, show: bool | None = None) -> JobStatus:
         """Wait until the job is over, and its run has been judged to the end; how the job ended.
 
-        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job. A job that is to be launched
-        again (`requeue`) is, once a rule has stopped it, and waited for.
+        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job. How the run goes is shown
+        meanwhile: in a terminal or a notebook as a picture, elsewhere as a line on standard error for each event. A job that is to be
+        launched again (`requeue`) is, once a rule has stopped it, and waited for.
 
         Args:
             timeout: seconds; without an end where it is left out.
+            show: True for a picture, False for lines; where it is left out, a picture where somebody watches: not where
+                CI or WATCHSTEP_QUIET is set.
 
         Raises:
             TimeoutError: it is not over by then; it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = _FIRST_LOOK
-        while not (status := self._asked()).is_over:
-            self._rest(pause, deadline)
-            pause = min(_LONGEST_LOOK, 1.5 * pause)
-        self._await_judgement()
+        with self._showing(show) as showing:
+            while not (status := self._asked()).is_over:
+                self._rest(pause, deadline, partial(showing.turn, self._told(status)))
+                pause = min(_LONGEST_LOOK, 1.5 * pause)
+            self._await_judgement(partial(showing.turn, self._told(status)))
+            showing.turn(self._told(status), last=True)
         if self._follows_another():
-            return self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            return self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()), show=show)
         return status
 
     def stop(self, reason: str = "", *, grace_seconds: float = 30.0) -> None:
@@ -213,16 +221,19 @@ class Job:
             _log.warning("job %s:%s: %s", self.handle.backend, self.handle.id, error.what)
             return JobStatus("unknown", detail=error.what)
 
-    def _rest(self, pause: float, deadline: float | None) -> None:
-        seconds = max(pause, self.backend.poll_seconds)
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+    def _rest(self, pause: float, deadline: float | None, turn: Callable[[], None]) -> None:
+        """Wait until the backend may be asked again, and show meanwhile how the run goes."""
+        until = time.monotonic() + max(pause, self.backend.poll_seconds)
+        while True:
+            turn()
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
                 raise TimeoutError(f"job {self.handle.backend}:{self.handle.id} is not over yet; it goes on")
-            seconds = min(seconds, left)
-        time.sleep(seconds)
+            if now >= until:
+                return
+            time.sleep(min(_LONGEST_SLEEP, until - now, until if deadline is None else deadline - now))
 
-    def _await_judgement(self) -> None:
+    def _await_judgement(self, turn: Callable[[], None]) -> None:
         """What a job wrote last is judged a moment after it has ended."""
         if self.record.judge is None:
             return
@@ -230,9 +241,22 @@ class Job:
         try:
             client = self.client()
             while client.run(self.record.run).info.state not in ENDED and time.monotonic() < deadline:
+                turn()
                 time.sleep(10 * _FIRST_LOOK)
         except ServiceError as error:
             _log.warning("run %s: what it came to is not known yet: %s", self.record.run, error.what)
+
+    def _showing(self, show: bool | None) -> Showing:
+        from watchstep_services.estimator.view.show import Showing, kind_of
+        from watchstep_services.estimator.view.sight import Watcher
+
+        judged = self.record.judge is not None
+        watcher = Watcher(self.client, self.record.project, self.record.run) if judged else None
+        return Showing(watcher, kind_of(show))
+
+    def _told(self, status: JobStatus) -> str:
+        code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
+        return f"job {self.handle.backend}:{self.handle.id} {status.state}{code}"
 
     def _is_mine(self, attempt: str) -> bool:
         return attempt == self.record.attempt or attempt.startswith(f"{self.record.attempt}-r")

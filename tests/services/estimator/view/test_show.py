@@ -1,0 +1,197 @@
+"""What is shown where: looks at a run of a real service, in a terminal, a notebook, or nowhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.services.api.serving import serving
+from tests.services.driving import Driven
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.client import Client
+from watchstep.errors import ServiceError
+from watchstep_services.cli.launching import app
+from watchstep_services.database.models import Run
+from watchstep_services.estimator.view.lines import words_of
+from watchstep_services.estimator.view.show import QUIET, Showing, kind_of
+from watchstep_services.estimator.view.sight import Watcher
+from watchstep_services.evaluator.discover import discover
+from watchstep_services.evaluator.lifecycle import advance_run
+from watchstep_services.tokens import create_token
+
+
+@pytest.fixture(autouse=True)
+def _nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CI", QUIET):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Standard error is a terminal meanwhile; gives the other end of it. Not a fixture: pytest sets its own for each phase."""
+    other, own = os.openpty()
+    with os.fdopen(own, "w", encoding="utf-8") as written, monkeypatch.context() as changed:
+        changed.setattr(sys, "stderr", written)
+        changed.setenv("TERM", "xterm")
+        yield other
+    os.close(other)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str], str]]:
+    """What a notebook's cells were given; stands in for Jupyter, of which only these two calls are used."""
+    cells: list[tuple[str, dict[str, str], str]] = []
+    display = types.ModuleType("IPython.display")
+    for name in ("display", "update_display"):
+
+        def given(data: dict[str, str], *, raw: bool, display_id: str, name: str = name) -> None:
+            assert raw
+            cells.append((name, data, display_id))
+
+        setattr(display, name, given)
+    ipython: Any = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    return cells
+
+
+def judge(driven: Driven, run_id: int) -> None:
+    """Find what is new on the store, and judge it."""
+    discover(driven.service, run_id)
+    advance_run(driven.service, run_id)
+    driven.settle(run_id)
+    advance_run(driven.service, run_id)
+
+
+@pytest.fixture
+def ended(driven_sqlite: Driven, folder_store: Any) -> Iterator[tuple[Driven, Recording, Client]]:
+    """A run that is judged, behind a socket."""
+    recording = Recording(folder_store).begin()
+    run_id = driven_sqlite.register()
+    recording.write_all([9, 19], nan_from(15))
+    with serving(driven_sqlite.service) as url:
+        client = Client(url, create_token(driven_sqlite.service.database, "operator"), PROJECT)
+        judge(driven_sqlite, run_id)
+        yield driven_sqlite, recording, client
+
+
+def test_lines_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert kind_of(None) == "lines"
+    assert kind_of(True) == "terminal"
+
+
+def test_a_picture_where_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch):
+        assert (kind_of(None), kind_of(False)) == ("terminal", "lines")
+        for name, value, kind in (
+            ("CI", "true", "lines"),
+            (QUIET, "1", "lines"),
+            ("CI", "false", "terminal"),
+        ):
+            with monkeypatch.context() as said:
+                said.setenv(name, value)
+                assert kind_of(None) == kind
+
+
+def test_a_line_for_each_event_and_each_once(
+    ended: tuple[Driven, Recording, Client], capsys: pytest.CaptureFixture[str]
+) -> None:
+    driven, recording, client = ended
+    watcher = Watcher(lambda: client, PROJECT, "run-1")
+    with Showing(watcher, "lines") as showing:
+        showing.turn()
+        showing.turn()  # too soon to look again
+        seen = capsys.readouterr().err
+        recording.write(2, 20, 29)
+        recording.write(3, 30, 39)
+        judge(driven, 1)
+        showing.turn(last=True)
+    lines = [line.partition(" ")[2] for line in (seen + capsys.readouterr().err).splitlines()]
+    assert lines == [f"vision/run-1: {words_of(event)}" for event in client.events("run-1")]
+    assert any(line.startswith("vision/run-1: nan_or_inf (critical) firing at step 15: ") for line in lines)
+    assert seen
+
+
+def test_what_is_seen_of_a_run(ended: tuple[Driven, Recording, Client]) -> None:
+    driven, _, client = ended
+    now = [1000.0]
+    watcher = Watcher(lambda: client, PROJECT, "run-1", clock=lambda: now[0])
+    watcher.look()
+    sight = watcher.sight
+    assert (sight.name, sight.state, sight.step) == ("vision/run-1", "running", 19)
+    assert [(loss.name, loss.points[0], loss.points[-1]) for loss in sight.losses] == [("loss", 1.0, None)]
+    assert sight.rules == {"nan_or_inf": "firing", "exploding_gradient": "inactive"}
+    assert sight.steps_per_second is None
+    now[0] += 10
+    with driven.service.database.write() as session:
+        session.get_one(Run, 1).last_step = 119
+    watcher.look()
+    assert watcher.sight.steps_per_second == 10.0
+
+
+def test_a_service_that_is_away_takes_nothing_from_what_was_seen(
+    ended: tuple[Driven, Recording, Client],
+) -> None:
+    _, _, client = ended
+    away = Client("http://127.0.0.1:9", "", PROJECT)
+    clients = [client, away]
+    watcher = Watcher(lambda: clients.pop(0), PROJECT, "run-1")
+    watcher.look()
+    watcher._known = away
+    assert watcher.look() == []
+    assert (watcher.sight.step, "no answer" in watcher.sight.trouble) == (19, True)
+    assert Watcher(lambda: client, PROJECT, "never").look() == []
+
+
+def test_a_terminal_is_drawn_anew(
+    ended: tuple[Driven, Recording, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, client = ended
+    with terminal(monkeypatch) as other:
+        with Showing(Watcher(lambda: client, PROJECT, "run-1"), "terminal") as showing:
+            showing.turn("job local:7 running")
+            showing.turn("job local:7 ended", last=True)
+        sys.stderr.flush()
+        shown = os.read(other, 65_536).decode()
+    assert "job local:7 running" in shown
+    assert "\x1b[1A" in shown  # one picture over the other
+    assert shown.rstrip().rpartition("job local:7")[2].startswith(" ended")
+
+
+def test_a_notebooks_cell_is_changed_in_place(
+    ended: tuple[Driven, Recording, Client], kernel: list[tuple[str, dict[str, str], str]]
+) -> None:
+    _, _, client = ended
+    assert kind_of(None) == "notebook"
+    with Showing(Watcher(lambda: client, PROJECT, "run-1"), "notebook") as showing:
+        showing.turn()
+        showing.turn(last=True)
+    assert [name for name, _, _ in kernel] == ["display", "update_display"]
+    assert len({cell for _, _, cell in kernel}) == 1
+    assert "nan_or_inf  firing" in kernel[-1][1]["text/plain"]
+
+
+def test_the_command_shows_it_to_its_end(
+    ended: tuple[Driven, Recording, Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, _, client = ended
+    with driven.service.database.write() as session:
+        session.get_one(Run, 1).state = "failed"
+    monkeypatch.setenv("WATCHSTEP_TOKEN", client._transport.address.token)
+    words = ["watch", "vision/run-1", "--service", client._transport.address.url, "--lines"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "vision/run-1: nan_or_inf (critical) firing at step 15" in done.stderr
+    with pytest.raises(ServiceError, match="no service runs"):
+        CliRunner().invoke(app, ["watch", "x", "--store", str(tmp_path)], catch_exceptions=False)
