@@ -25,7 +25,9 @@ BEGIN
         SELECT rule_configs.run_id INTO run FROM rule_configs WHERE id = (held->>'config_id')::bigint;
     END IF;
     INSERT INTO harness.writes
-    VALUES (current_setting('application_name'), TG_TABLE_NAME, TG_OP, run, action, clock_timestamp());
+    VALUES (
+        current_setting('application_name'), concat_ws(' ', TG_TABLE_NAME, held->>'type'), TG_OP, run, action, clock_timestamp()
+    );
     RETURN NULL;
 END $$;
 CREATE TRIGGER harness_runs AFTER UPDATE ON runs FOR EACH ROW

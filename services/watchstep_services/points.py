@@ -27,6 +27,7 @@ POINTS = (
     "evaluate.writing",
     "evaluate.committed",
     "evaluate.fenced",
+    "evaluate.let_go",
     "lifecycle.writing",
     "lifecycle.written",
     "journal.writing",

@@ -36,7 +36,7 @@ from watchstep_services.scheduler.sweep import sweep
 
 _HANDED_OUT_BY_CELERY = {"sweep.found", "sweep.handed_out"}
 _ONLY_PAUSED = {"evaluate.fenced"}
-_ONLY_BEHIND = {"evaluate.postponed"}  # see tests/services/evaluator/test_postponing.py
+_ONLY_BEHIND = {"evaluate.postponed", "evaluate.let_go"}  # see tests/services/evaluator/test_postponing.py
 DIED_AT = [point for point in POINTS if point not in _HANDED_OUT_BY_CELERY | _ONLY_PAUSED | _ONLY_BEHIND]
 
 

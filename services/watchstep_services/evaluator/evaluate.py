@@ -114,7 +114,9 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
         return _postpone(service, held, found, seen)
     outcome, history = found
     if history is None:
-        return Evaluation("idle", release(service.database, held, outcome.due_ns))
+        more = release(service.database, held, outcome.due_ns)
+        reach("evaluate.let_go", held)
+        return Evaluation("idle", more)
     reach("evaluate.judged", held)
     with seen.committing(held, outcome):
         done = commit(service, held, outcome)
@@ -158,6 +160,7 @@ def _postpone(service: Service, held: Claim, found: Postponed, seen: Observation
     service.remembered.put((held.run_id, found.attempt), held.epoch, found.configs)
     seen.looked_at(held, found.fresh)
     more = release(service.database, held, found.until_ns)
+    reach("evaluate.let_go", held)
     return Evaluation("postponed", more, steady=True)
 
 

@@ -116,9 +116,10 @@ def test_another_worker_reads_for_itself(run: Late) -> None:
     assert "exploding_gradient" in run.driven.alerts(run.run_id)
 
 
-def test_a_worker_that_dies_as_it_postpones_takes_nothing_with_it(run: Late) -> None:
+@pytest.mark.parametrize("point", ["evaluate.postponed", "evaluate.let_go"])
+def test_a_worker_that_dies_as_it_postpones_takes_nothing_with_it(run: Late, point: str) -> None:
     def die(name: str, _subject: object) -> None:
-        if name == "evaluate.postponed":
+        if name == point:
             raise SystemExit
 
     run.write(nan_from(4 * run.seq + 4))
