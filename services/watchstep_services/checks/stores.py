@@ -14,6 +14,7 @@ from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project
 from watchstep_services.settings import Settings
 from watchstep_services.stores.opening import Stores
+from watchstep_services.stores.place import Registration
 
 PROBES = ".watchstep/probe/"
 """Projects and runs begin with a letter or digit, so that this is nobody's."""
@@ -25,8 +26,11 @@ def check_stores(settings: Settings, database: Database | None) -> Iterator[Find
     """Try the service's own store, and that of every project by its registered role."""
     stores = Stores()
     own = f"store {settings.store}"
+    location = ""
     try:
-        yield from _probe(own, Store.open(settings.store), PROBES)
+        opened = Store.open(settings.store)
+        location = opened.location
+        yield from _probe(own, opened, PROBES)
     except Exception as error:  # noqa: BLE001 - told; the others are tried all the same
         yield failed(own, error, "check WATCHSTEP_STORE and the credentials of this process")
     if database is None:
@@ -39,6 +43,9 @@ def check_stores(settings: Settings, database: Database | None) -> Iterator[Find
     except SQLAlchemyError:
         return  # no tables yet; the check of the database says so
     for place in places:
+        registered = place.registration
+        if registered == Registration(registered.url) and registered.url in {settings.store, location}:
+            continue  # the service's own, with its own credentials: it has been tried
         what = f"store {place.registration.url} of project {place.project}"
         try:
             # Its role may touch what is the project's, and nothing beside it.

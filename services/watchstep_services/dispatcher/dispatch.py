@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
@@ -37,21 +39,45 @@ _log = logging.getLogger(__name__)
 
 
 def due_actions(service: Service, limit: int = 100) -> list[int]:
-    """Ids of actions that are due: what runs are asked for, and then so many of what people are told, the longest due first.
+    """Ids of actions that are due: what runs are asked for, and then so many of what people are told, each the longest due first.
 
-    However many receivers do not answer, no stop waits behind what they are to be told.
+    However many receivers do not answer, no stop waits behind what they are to be told. Of what people are told the first of each
+    project comes before the second of any.
     """
-    due = select(Action.id).where(Action.state == "pending", Action.next_ns <= now_ns())
-    due = due.order_by(Action.next_ns).limit(limit)
+    is_due = (Action.state == "pending", Action.next_ns <= now_ns())
+    asked = select(Action.id).where(*is_due, Action.kind.not_in(POSTS)).order_by(Action.next_ns).limit(limit)
+    turn = func.row_number().over(partition_by=Run.project, order_by=(Action.next_ns, Action.id))
+    posts = (
+        select(Action.id, Action.next_ns, turn.label("turn"))
+        .join(Run, Run.id == Action.run_id)
+        .where(*is_due, Action.kind.in_(POSTS))
+        .subquery()
+    )
+    told = select(posts.c.id).order_by(posts.c.turn, posts.c.next_ns, posts.c.id).limit(limit)
     with service.database.read() as session:
-        asked = session.execute(due.where(Action.kind.not_in(POSTS))).scalars().all()
-        return [*asked, *session.execute(due.where(Action.kind.in_(POSTS))).scalars()]
+        return [*session.execute(asked).scalars(), *session.execute(told).scalars()]
 
 
-def is_post(service: Service, action_id: int) -> bool:
-    """Whether an action goes out to an address that somebody named, which may take its time to answer."""
+@dataclass(frozen=True)
+class Post:
+    """Whom an action tells: a receiver of a project, or an address that a rule config names."""
+
+    project: str
+    receiver: str
+
+
+def post_of(service: Service, action_id: int) -> Post | None:
+    """Whom an action tells, which may take its time to answer; None for one that tells nobody."""
     with service.database.read() as session:
-        return session.execute(select(Action.kind).filter_by(id=action_id)).scalar_one_or_none() in POSTS
+        row = session.execute(
+            select(Action.kind, Action.payload, Run.project)
+            .join(Run, Run.id == Action.run_id)
+            .where(Action.id == action_id)
+        ).one_or_none()
+    if row is None or row.kind not in POSTS:
+        return None
+    named = row.payload.get("receiver") or urlsplit(str(row.payload.get("url", ""))).netloc
+    return Post(row.project, str(named))
 
 
 def next_due_ns(service: Service) -> int | None:

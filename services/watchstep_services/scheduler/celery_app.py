@@ -14,7 +14,7 @@ from dataclasses import replace
 from celery.signals import worker_process_shutdown
 
 from watchstep.errors import WatchstepError
-from watchstep_services.dispatcher.dispatch import is_post
+from watchstep_services.dispatcher.dispatch import post_of
 from watchstep_services.points import reach
 from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
@@ -67,7 +67,7 @@ def dispatch_action(action_id: int) -> None:
 
     Its message is acknowledged before: what such a thread does not come to, a sweep finds.
     """
-    if is_post(service(), action_id):
+    if post_of(service(), action_id) is not None:
         _posts_of(os.getpid()).action_due(action_id)
     else:
         work.do_action(service(), action_id)

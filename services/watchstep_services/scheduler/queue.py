@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from watchstep.errors import WatchstepError
-from watchstep_services.dispatcher.dispatch import is_post
+from watchstep_services.dispatcher.dispatch import post_of
+from watchstep_services.scheduler.fair_threads import FairThreads
 from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_run
 from watchstep_services.service import Service
+
+_LEAST_POSTS = 4
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, int]
@@ -30,7 +34,8 @@ class WorkQueue:
         # Backtests have a thread of their own: a run that goes on never waits for one that is over.
         self._backtests = ThreadPoolExecutor(1, thread_name_prefix="watchstep-backtest")
         # So has what goes out to receivers, which may take their time: no evaluation and no stop waits for them.
-        self._posts = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-post")
+        # More of them, for they only wait; and no project's receivers take them all.
+        self._posts = FairThreads(max(_LEAST_POSTS, 2 * threads), "watchstep-post")
         self._condition = threading.Condition()
         self._busy: set[_Key] = set()
         self._again: set[_Key] = set()
@@ -65,8 +70,9 @@ class WorkQueue:
         with self._condition:
             self._closed = True
             self._again.clear()
-        for pool in (self._backtests, self._posts, self._pool):
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._backtests.shutdown(wait=True, cancel_futures=True)
+        self._posts.shutdown()
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self.tell()
 
     def tell(self) -> None:
@@ -89,17 +95,17 @@ class WorkQueue:
         """Pass an action on to the threads of its kind."""
         assert self._service is not None
         try:
-            apart = is_post(self._service, key[1])
+            post = post_of(self._service, key[1])
         except Exception:  # noqa: BLE001 - trying it meets the same, and says so
-            apart = False
-        if not apart:
+            post = None
+        if post is None:
             self._do(key)
             return
         with self._condition:
             if self._closed:
                 self._busy.discard(key)
             else:
-                self._posts.submit(self._do, key)
+                self._posts.submit(post, functools.partial(self._do, key))
 
     def _do(self, key: _Key) -> None:
         service = self._service

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from tests.services.driving import make_service
 from tests.services.postgres import Postgres
 from tests.services.redis import Broker, running_redis
 from watchstep.errors import ConfigError
 from watchstep.store import Store
 from watchstep_services.cli.app import app
 from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.models import ProjectStore
 from watchstep_services.database.schema import downgrade, prepare, status, upgrade
+from watchstep_services.registration import register
 from watchstep_services.settings import load_settings
+from watchstep_services.tenancy.stores import own_store
 from watchstep_services.unknown_variables import known_variables, unknown_variables
 
 
@@ -65,6 +69,24 @@ def test_all_is_well(
         assert not broker.client.keys("watchstep-probe-*")
         assert ran("check-config") == 0
         assert "puts, reads, lists, deletes" in capsys.readouterr().out
+
+
+def test_the_own_store_is_tried_once_and_others_by_project(
+    environment: pytest.MonkeyPatch, sqlite: Database, folder_store: Store, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    environment.setenv("WATCHSTEP_DATABASE_URL", str(sqlite.engine.url))
+    service = make_service(sqlite, folder_store)
+    for project in ("audio", "vision"):
+        register(service, project, "run-1", (), "recorder")
+    other = Store.open(str(tmp_path / "other"), create=True).location
+    with sqlite.write() as session:
+        row = own_store(session, other)
+        session.get_one(ProjectStore, "vision").store_id = row.id
+    ran("check-config", "--json")
+    tried = [each["what"] for each in json.loads(capsys.readouterr().out)["checks"]]
+    stores = [what for what in tried if what.startswith("store ")]
+    assert stores == [f"store {folder_store.location}", f"store {other} of project vision"]
 
 
 def test_everything_that_is_wrong_is_told_at_once(

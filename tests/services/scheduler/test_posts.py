@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import socket
+import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from tests.services.dispatcher.receiver import receiving
 from tests.services.driving import Driven
 from tests.services.recording import Recording
 from watchstep.store import Store
 from watchstep_services.database.models import Action
 from watchstep_services.database.records import add_action
-from watchstep_services.dispatcher.dispatch import due_actions
+from watchstep_services.dispatcher.dispatch import Post, due_actions
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.evaluator.discover import discover
+from watchstep_services.registration import register
+from watchstep_services.scheduler.fair_threads import FairThreads
 from watchstep_services.scheduler.queue import WorkQueue
 
 
@@ -72,3 +78,77 @@ def test_a_stop_does_not_wait_for_receivers(
     finally:
         deaf.close()  # refuses what waits
         queue.close()
+
+
+def test_the_first_of_each_project_comes_before_the_second_of_any(
+    driven: Driven, folder_store: Store
+) -> None:
+    many, _ = waiting(driven, folder_store, "http://127.0.0.1:1/", 150)
+    other = register(driven.service, "audio", "run-1", (), "recorder")
+    with driven.service.database.write() as session:
+        later = [
+            add_action(
+                session, other, "webhook", f"later:{n}", {"event_id": "e", "at_ns": 10**9 + n, "payload": {}}
+            )
+            for n in range(2)
+        ]
+    posts = [number for number in due_actions(driven.service) if number in {*many, *later}]
+    assert posts[:4] == [many[0], later[0], many[1], later[1]]
+    assert len(posts) == 100
+
+
+def test_receivers_that_do_not_answer_delay_no_other_project(
+    driven_sqlite: Driven, folder_store: Store, deaf: socket.socket
+) -> None:
+    driven = driven_sqlite.with_settings(allowed_addresses="loopback", webhook_seconds=600.0)
+    posts, _ = waiting(driven, folder_store, f"http://127.0.0.1:{deaf.getsockname()[1]}/", 60)
+    other = register(driven.service, "audio", "run-1", (), "recorder")
+    queue = WorkQueue(1)
+    queue.start(driven.service)
+    try:
+        with receiving() as answering:
+            payload = {"url": answering.url, "event": {"id": "other"}}
+            with driven.service.database.write() as session:
+                post = add_action(
+                    session, other, "webhook", "other", {"event_id": "e", "at_ns": 1, "payload": payload}
+                )
+            for action in (*posts, post):
+                assert action is not None
+                queue.action_due(action)
+            assert queue.wait_until(lambda: len(answering.events) == 1, 60)
+    finally:
+        deaf.close()  # refuses what waits
+        queue.close()
+
+
+def test_a_project_and_a_receiver_have_so_many_threads_at_the_most() -> None:
+    threads, go, lock = FairThreads(8, "test"), threading.Event(), threading.Lock()
+    running: Counter[Post] = Counter()
+    most: Counter[str] = Counter()
+    order: list[str] = []
+    done = threading.Semaphore(0)
+
+    def work(post: Post) -> None:
+        with lock:
+            running[post] += 1
+            order.append(post.project)
+            most[post.receiver] = max(most[post.receiver], running[post])
+            of = sum(count for one, count in running.items() if one.project == post.project)
+            most[post.project] = max(most[post.project], of)
+        assert go.wait(60)
+        with lock:
+            running[post] -= 1
+        done.release()
+
+    wanted = [Post("a", f"a{number % 3}") for number in range(30)] + [Post("b", "b0") for _ in range(6)]
+    for post in wanted:
+        threads.submit(post, functools.partial(work, post))
+    go.set()
+    for _ in wanted:
+        assert done.acquire(timeout=60)
+    threads.shutdown()
+    assert (most["a"] <= 4, most["b"] <= 4) == (True, True)
+    assert max(most["a0"], most["a1"], most["a2"], most["b0"]) <= 2
+    assert "b" in order[:8], "its turn comes before the others of a project that was first"
+    threads.submit(wanted[0], lambda: order.append("late"))
+    assert order[-1] != "late"
