@@ -282,12 +282,20 @@ class AwsBatch(AwsModel):
         Raises:
             BackendDownError: there is none, or nobody knows.
         """
+        why: BackendError = error
         for look in range(_LOOKS):
             time.sleep(0.5 * look)
-            found = self._listed(filters=[{"name": "JOB_NAME", "values": [name]}])
+            try:
+                found = self._listed(filters=[{"name": "JOB_NAME", "values": [name]}])
+            except (BackendDownError, CredentialsExpiredError) as listing:
+                why = listing
+                break
             if found:
                 return self._just_submitted(str(found[0]["jobId"]), name)
-        raise error
+        raise BackendDownError(
+            f"job {name}: may have been taken, and Batch does not show it ({error.what})",
+            "look for it in Batch's console; watchstep attach takes it once it is seen",
+        ) from why
 
     def _just_submitted(self, job_id: str, name: str) -> JobHandle:
         why: BackendError | None = None

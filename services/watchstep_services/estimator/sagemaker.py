@@ -155,10 +155,7 @@ class SageMaker(AwsModel):
 
     def status(self, job: JobHandle) -> JobStatus:
         """How the job is; "vanished" where SageMaker knows it no more."""
-        found = self._described(job)
-        if found is None:
-            return JobStatus("vanished", detail="SageMaker does not know it")
-        return status_of(found)
+        return _status(self._described(job))
 
     def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
         """What the job wrote, line by line, from CloudWatch Logs; lines of other instances than the first name theirs.
@@ -172,10 +169,9 @@ class SageMaker(AwsModel):
     def stop(self, job: JobHandle) -> JobStatus:
         """StopTrainingJob: SIGTERM to the program and, 120 seconds later, SIGKILL."""
         found = self._described(job)
-        if found is None or (status := status_of(found)).is_over:
-            return self.status(job) if found is None else status
-        if found["TrainingJobStatus"] == "Stopping":  # asked already, and asking again is refused
-            return status
+        # One that is stopping was asked already, and asking again is refused.
+        if found is None or found["TrainingJobStatus"] == "Stopping" or status_of(found).is_over:
+            return _status(found)
         region = region_of(_identity(job)["arn"])
         try:
             self.aws().call("sagemaker", "stop_training_job", region=region, TrainingJobName=job.id)
@@ -290,7 +286,7 @@ class SageMaker(AwsModel):
         if found is None:
             self.aws().check_account(identity["arn"])
             return None
-        return found if dict(_handle(found).identity) == identity else None
+        return found if _handle(found) == JobHandle(NAME, job.id, identity) else None
 
     def _named(self, name: str, region: str) -> dict[str, Any] | None:
         try:
@@ -318,6 +314,10 @@ class SageMaker(AwsModel):
         except RefusedError:  # gone by now
             return False
         return any(tag["Key"] == MARK for tag in held)
+
+
+def _status(found: Mapping[str, Any] | None) -> JobStatus:
+    return JobStatus("vanished", detail="SageMaker does not know it") if found is None else status_of(found)
 
 
 def _handle(found: Mapping[str, Any]) -> JobHandle:
