@@ -196,17 +196,30 @@ class _Thrift:
     def struct(self, depth: int = 0) -> dict[int, Any]:
         fields: dict[int, Any] = {}
         number = 0
-        data, end = self._data, self._end  # a run's footers are read one by one: calls saved here are felt
-        while True:
-            if self.place >= end:
-                raise ValueError("a header is cut short")
-            head = data[self.place]
-            self.place += 1
+        data, end, place = (
+            self._data,
+            self._end,
+            self.place,
+        )  # every segment's footer is read: calls saved here are felt
+        while place < end:
+            head = data[place]
+            self.place = place = place + 1
             if head == 0:
                 return fields
-            number = number + (head >> 4) if head >> 4 else self._zigzag()
             kind = head & 15
-            fields[number] = kind == _TRUE if kind in {_TRUE, _FALSE} else self._value(kind, depth + 1)
+            if head >> 4:
+                number += head >> 4
+            else:
+                number = self._zigzag()
+            if _BYTE < kind <= _I64 and self._left > 0:  # as most are
+                self._left -= 1
+                fields[number] = self._zigzag()
+            elif kind in {_TRUE, _FALSE}:
+                fields[number] = kind == _TRUE
+            else:
+                fields[number] = self._value(kind, depth + 1)
+            place = self.place
+        raise ValueError("a header is cut short")
 
     def _value(self, kind: int, depth: int) -> Any:
         self._left -= 1
