@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SERVICE_FILE = "service.json"
 _START_SECONDS = 30.0
 _OVERDUE_SECONDS = 0.25
+_LEAST_SECONDS = 0.01
 _MAKER = "watchstep serve"
 
 _log = logging.getLogger(__name__)
@@ -235,15 +236,12 @@ class EmbeddedService:
                     swept = time.monotonic()
                 else:
                     self._hand_out(find_due(self.service))
-                due = next_due_ns(self.service)
-                if due is not None:
-                    # One that is overdue waits for a thread, whose end wakes us: asking again at once changes nothing.
-                    pause = min(pause, max(0.01, due / NANOSECONDS) if due > 0 else _OVERDUE_SECONDS)
+                pause = pause_before(next_due_ns(self.service), pause)
             except Exception:  # noqa: BLE001 - everything else relies on the sweep: it says so and goes on
                 _log.exception("a sweep failed; the next follows")
             self._queue.tell()
             self._queue.wake.wait(
-                min(pause, max(0.01, swept + self.settings.sweep_seconds - time.monotonic()))
+                min(pause, max(_LEAST_SECONDS, swept + self.settings.sweep_seconds - time.monotonic()))
             )
 
     def _keep_for_ever(self) -> None:
@@ -260,6 +258,19 @@ class EmbeddedService:
             self._queue.action_due(action_id)
         for number in work.backtests:
             self._queue.backtest_due(number)
+
+
+def pause_before(due_ns: int | None, most: float) -> float:
+    """Seconds until actions are looked for again, unless something wakes us before.
+
+    Args:
+        due_ns: nanoseconds until the next is due, negative if it is overdue; None for none.
+        most: seconds at the most.
+    """
+    if due_ns is None:
+        return most
+    # One that is overdue waits for a thread, whose end wakes us: asking again at once changes nothing.
+    return min(most, max(_LEAST_SECONDS, due_ns / NANOSECONDS) if due_ns > 0 else _OVERDUE_SECONDS)
 
 
 def read_service_file(home: Path) -> dict[str, str] | None:

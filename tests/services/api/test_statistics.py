@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlencode
 
@@ -18,7 +19,9 @@ from tests.services.recording import Recording, exploding_from, nan_from
 from watchstep.reading.run import open_run
 from watchstep.store import Store
 from watchstep_services.api.app import create_app
+from watchstep_services.api.problems import RefusedError
 from watchstep_services.api.queries import opened as opened_module
+from watchstep_services.api.queries.slots import Slots
 
 RUN = "/v1/projects/vision/runs/run-1"
 GRADIENT = "second.weight:gradient"
@@ -218,6 +221,17 @@ def test_of_one_project_only_some_are_answered_at_once(
     thread.join(60)
     assert first == [200]
     assert api.call("GET", place).status_code == 200
+
+
+def test_all_projects_together_leave_threads_for_what_is_no_query() -> None:
+    slots = Slots(per_project=4, total=8)
+    with ExitStack() as held:
+        for project in ("a", "a", "a", "a", "b", "b", "b", "b"):
+            held.enter_context(slots.taken(project))
+        with pytest.raises(RefusedError, match="of all projects"), slots.taken("c"):
+            pass
+    with slots.taken("c"):
+        pass
 
 
 def test_what_is_new_is_seen(recorded: Api, folder_store: Store) -> None:

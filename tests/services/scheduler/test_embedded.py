@@ -18,7 +18,7 @@ from watchstep.errors import ConfigError
 from watchstep.store import Store
 from watchstep_services.database.models import Event
 from watchstep_services.estimator.local import Local
-from watchstep_services.scheduler.embedded import EmbeddedService, read_service_file
+from watchstep_services.scheduler.embedded import EmbeddedService, pause_before, read_service_file
 from watchstep_services.settings import Settings, load_settings
 
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
@@ -158,3 +158,38 @@ def test_bad_settings_are_told_and_leave_nothing(settings: Settings, tmp_path: P
         with pytest.raises(Exception, match=r"no_such_rule|203\.0\.113\.1"):
             EmbeddedService(settings.model_copy(update=changes)).__enter__()
     assert set(threading.enumerate()) <= before
+
+
+def test_event_streams_close_with_the_service(settings: Settings) -> None:
+    began, ended = threading.Event(), threading.Event()
+    service = EmbeddedService(settings)
+
+    def follow(url: str, token: str) -> None:
+        place = f"{url}/v1/projects/{PROJECT}/events/stream"
+        headers = {"authorization": f"Bearer {token}"}
+        with httpx.stream("GET", place, headers=headers, timeout=WAIT) as answer:
+            for _ in answer.iter_bytes():
+                began.set()
+        ended.set()
+
+    with service:
+        call(service, "POST", f"/v1/projects/{PROJECT}/runs", {"run": "run-1"})
+        threading.Thread(target=follow, args=(service.url, service.operator_token), daemon=True).start()
+        assert began.wait(WAIT)
+        closing = threading.Thread(target=service.close, daemon=True)
+        closing.start()
+        assert ended.wait(WAIT)
+        closing.join(WAIT)
+        assert not closing.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("due_ns", "seconds"),
+    [(None, 1.0), (5 * 10**9, 1.0), (3 * 10**8, 0.3), (1, 0.01), (0, 0.25), (-(10**12), 0.25)],
+)
+def test_an_overdue_action_is_not_asked_for_without_a_pause(due_ns: int | None, seconds: float) -> None:
+    assert pause_before(due_ns, 1.0) == pytest.approx(seconds)
+
+
+def test_no_pause_is_longer_than_a_sweep(settings: Settings) -> None:
+    assert pause_before(-1, settings.sweep_seconds) == settings.sweep_seconds
