@@ -25,6 +25,14 @@ _LONGEST_PAUSE = 30.0
 _MAX_ANSWER = 4 * 1024 * 1024
 
 
+class RefusalError(ServiceError):
+    """The service answered with a refusal; ``status`` is HTTP's."""
+
+    def __init__(self, status: int, what: str, mend: str) -> None:
+        super().__init__(what, mend)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class ServiceAddress:
     """Where the service answers, and the token to show it."""
@@ -158,11 +166,11 @@ def _pause(asked: Any) -> float:
     return min(told, _LONGEST_PAUSE) if told > 0 else 0.0
 
 
-def _refusal(url: str, status: int, told: bytes) -> ServiceError:
+def _refusal(url: str, status: int, told: bytes) -> RefusalError:
     try:
         problem = json.loads(told)
         detail, mend = str(problem.get("detail", "")), str(problem.get("mend", ""))
     except (ValueError, AttributeError):
         detail, mend = "", ""
     said = detail or http.client.responses.get(status, "")
-    return ServiceError(f"service {url}: refused ({status} {said})", mend or _MEND)
+    return RefusalError(status, f"service {url}: refused ({status} {said})", mend or _MEND)

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn
 
 from watchstep import documents, rule_files
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.lent_credentials import lent, open_recorded
-from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress, ServiceClient
+from watchstep.capture.service_client import SERVICE, TOKEN, RefusalError, ServiceAddress, ServiceClient
 from watchstep.control import MAX_BYTES, ControlDocument
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.hook import STORE
@@ -186,7 +187,17 @@ def _register(launch: Launch, operator: ServiceAddress | None, rules: list[dict[
     me = ProcessIdentity.of(os.getpid())  # exec keeps both the id and the start time
     job = {"backend": "local", "id": str(me.pid), "identity": asdict(me)}
     client = ServiceClient(operator, launch.project)
-    client.register({"run": launch.run, "attempt": launch.attempt, "rules": rules, "job": job})
+    asked = {"run": launch.run, "attempt": launch.attempt, "rules": rules}
+    try:
+        client.register({**asked, "job": job})
+    except RefusalError as error:
+        if error.status != HTTPStatus.FORBIDDEN:
+            raise
+        client.register(asked)  # raises for a token that may not even record
+        sys.stderr.write(
+            f"watchstep: {error.what}: the run is judged, and a stop asks the program alone, which no job's end follows\n"
+            f"  mend: {error.mend}; 'watchstep attach --job local:{me.pid}' does it now\n"
+        )
 
 
 def _warn_if_isolated(program: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from watchstep_services.estimator.job import Job
 from watchstep_services.estimator.job_name import job_name
 from watchstep_services.estimator.job_record import JobRecord
 from watchstep_services.estimator.judge import judge_of
+from watchstep_services.estimator.recorder_token import recorder_token
 from watchstep_services.estimator.registering import Registering, config_of, known_as, settings_of
 from watchstep_services.estimator.relaunch import Relaunch, Requeue
 
@@ -94,7 +95,7 @@ class Estimator:
             {**self.environment, **given, SERVICE: address.recorder.url},
             Path(self.folder).expanduser().absolute(),
             name=job_name(name),
-            secrets={TOKEN: address.recorder.token},
+            secrets={TOKEN: recorder_token(address, project, name)},
         )
         handle = self.backend.submit(launch)
         try:

@@ -27,6 +27,7 @@ from watchstep_services.estimator.ending import end
 from watchstep_services.estimator.errors import BackendDownError, SubmissionRejectedError
 from watchstep_services.estimator.job_name import job_name
 from watchstep_services.estimator.job_record import JobRecord, load, place_of
+from watchstep_services.estimator.recorder_token import recorder_token
 from watchstep_services.estimator.registering import Registering
 from watchstep_services.estimator.relaunch import Intent, Relaunch
 
@@ -106,7 +107,7 @@ def _go_on(record: JobRecord, relaunch: Relaunch, backend: Backend, handle: JobH
             {**relaunch.environment, **named, SERVICE: address.recorder.url},
             Path(relaunch.folder),
             name=intent.name,
-            secrets={TOKEN: address.recorder.token},
+            secrets={TOKEN: recorder_token(address, record.project, record.run)},
         )
         try:
             handle = backend.submit(launch)
