@@ -240,7 +240,7 @@ class Job:
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         try:
             client = self.client()
-            while client.run(self.record.run).info.state not in ENDED and time.monotonic() < deadline:
+            while not self._is_judged(client) and time.monotonic() < deadline:
                 turn()
                 time.sleep(10 * _FIRST_LOOK)
         except ServiceError as error:
@@ -257,6 +257,15 @@ class Job:
     def _told(self, status: JobStatus) -> str:
         code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
         return f"job {self.handle.backend}:{self.handle.id} {status.state}{code}"
+
+    def _is_judged(self, client: Client) -> bool:
+        """Whether the run has ended. One that was launched again is told as it was before until the new attempt is looked at."""
+        if client.run(self.record.run).info.state not in ENDED:
+            return False
+        if self.record.relaunch is None or not self.record.relaunch.done:
+            return True
+        ended = client.events(self.record.run, types=("watchstep.run.ended",))
+        return any(self._is_mine(str(event.data.get("attempt", ""))) for event in ended)
 
     def _is_mine(self, attempt: str) -> bool:
         return attempt == self.record.attempt or attempt.startswith(f"{self.record.attempt}-r")

@@ -66,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Estimator:
     for name in ("WATCHSTEP_SERVICE", "WATCHSTEP_TOKEN", "WATCHSTEP_HOME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WATCHSTEP_JOBS", str(folder / "jobs"))
     return Estimator(
         "train.py",
         backend=Local(),
@@ -151,11 +152,13 @@ def test_what_people_stop_stays_stopped_and_in_doubt_nothing_is_submitted(
         launched_again(doubted, Unknowing())
     assert job.backend.jobs() == []
     taken = started_under(intent.name, tmp_path)
-    following = launched_again(doubted, job.backend)
-    assert following is not None
-    assert (following.handle, following.attempt) == (taken, "a-again")
-    assert launched_again(doubted, job.backend) == following  # whoever comes later finds what was done
-    Local().kill(taken)
+    try:
+        following = launched_again(doubted, job.backend)
+        assert following is not None
+        assert (following.handle, following.attempt) == (taken, "a-again")
+        assert launched_again(doubted, job.backend) == following  # whoever comes later finds what was done
+    finally:
+        Local().kill(taken)
 
 
 def started_under(name: str, folder: Path) -> JobHandle:
