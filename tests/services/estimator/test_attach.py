@@ -102,7 +102,8 @@ def test_a_job_that_was_started_by_hand_is_stopped_by_the_rule_that_was_attached
     job = Job.attach(foreign.url, foreign.job, rules)
     assert Job.attach(foreign.url, foreign.job, rules).record == job.record  # safe to repeat
     assert Job.reattach("stopped").record == job.record
-    assert (job.status().state, job.run_state().info.state) == ("running", "running")
+    assert job.status().state == "running"
+    eventually(lambda: job.run_state().info.state == "running", SECONDS)  # once the service has looked
     foreign.fault.touch()
     told = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
     assert (told["stop.done"]["how"], told["stop.done"]["job"]) == ("cooperative", foreign.job)

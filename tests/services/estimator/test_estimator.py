@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -63,16 +61,11 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(beside: Path) -> Path:
     """Programs, and a store beside which one service is started by the first launch."""
-    held = tmp_path_factory.mktemp("launching")
     for name, text in (("train.py", TRAIN), ("tells.py", TELLS), ("waits.py", WAITS)):
-        (held / name).write_text(text)
-    yield held
-    note = held / "store" / ".watchstep" / "service.json"
-    if note.exists():
-        os.kill(json.loads(note.read_text())["pid"], signal.SIGTERM)
-        eventually(lambda: not note.exists(), SECONDS)
+        (beside / name).write_text(text)
+    return beside
 
 
 @pytest.fixture
