@@ -63,8 +63,14 @@ class Driven:
 
     def restarted(self) -> Driven:
         """The same service in a new process: nothing in memory."""
-        empty = {"histories": HistoryCache(), "remembered": RememberedCache(), "waiting": WaitingRows()}
-        return Driven(replace(self.service, **empty))
+        return Driven(
+            replace(
+                self.service,
+                histories=HistoryCache(),
+                remembered=RememberedCache(),
+                waiting=WaitingRows(),
+            )
+        )
 
     def register(self, run: str = "run-1", rules: Sequence[RuleConfig] = ()) -> int:
         """Register a run as a recorder would."""

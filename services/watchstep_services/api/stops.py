@@ -80,7 +80,9 @@ class AuditOutput(BaseModel):
 
     id: int
     at_ns: int
-    kind: str = Field(description="requested, repeated, would_have, tried, ended, allowed, revoked or restart_allowed.")
+    kind: str = Field(
+        description="requested, repeated, would_have, tried, ended, allowed, revoked or restart_allowed."
+    )
     run: str = Field(description="Empty for what holds for the whole project.")
     attempt: str
     who: str = Field(description="Asked, allowed, or tried.")

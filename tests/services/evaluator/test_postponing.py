@@ -197,7 +197,7 @@ def test_rows_that_wait_are_bounded_and_those_of_runs_that_went_make_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("watchstep_services.evaluator.waiting.time.monotonic", lambda: clock[0])
     rows = waiting.WaitingRows(rows=10)
     six = {"a": waiting.Read(1, block_of([Row(step, gradient("first"), [1.0]) for step in range(6)]))}
     assert rows.keep(1, six.items())
