@@ -27,14 +27,17 @@ _log = logging.getLogger(__name__)
 
 
 def try_stop(service: Service, due: DueAction) -> Tried:
-    """Take a stop one stage further, or see that it is over.
+    """Take a stop one stage further, or see that it is over. Workers are asked whether their job's backend answers or not.
 
     Raises:
         StoreError, ConfigError: the store does not answer, or the job's identity cannot be used.
+        BackendError: the backend does not answer, and nothing else can be done now.
     """
     target = load_target(service, due.run_id, str(due.payload["attempt"]))
     if due.stage == ASK:
         return _ask(service, due, target)
+    if target.trouble is not None and due.stage != ASKED:
+        raise target.trouble
     if not target.in_sight:
         return _await_ends(service, due, target)
     if target.is_over:
@@ -114,6 +117,13 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
 
 
 def _out_of_reach(target: Target) -> Tried:
+    """A job that is not to be seen from here, now or at all.
+
+    Raises:
+        BackendError: it is only not to be seen now.
+    """
+    if target.trouble is not None:
+        raise target.trouble
     detail = target.status.detail if target.status is not None else ""
     return Tried("failed", f"job {_named(target)} cannot be stopped from here: {detail}", ASKED)
 

@@ -9,6 +9,7 @@ from watchstep.store import Store
 from watchstep_services.control import change, mirror
 from watchstep_services.database.models import Attempt, Project, Run
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
+from watchstep_services.estimator.errors import BackendError
 from watchstep_services.evaluator import attempts
 from watchstep_services.points import reach
 from watchstep_services.service import Service
@@ -28,6 +29,7 @@ class Target:
         job: the bound job, if any.
         status: how the job is; None without one.
         backend: what the job runs on; None where this process knows no such backend.
+        trouble: why the backend could not be asked now; the status is unknown.
     """
 
     run: Run
@@ -37,6 +39,7 @@ class Target:
     job: JobHandle | None
     status: JobStatus | None
     backend: Backend | None
+    trouble: BackendError | None = None
 
     @property
     def ends_complete(self) -> bool:
@@ -57,7 +60,7 @@ class Target:
 
 
 def load_target(service: Service, run_id: int, attempt: str) -> Target:
-    """Find what a stop is aimed at, and how its job is now.
+    """Find what a stop is aimed at, and how its job is now, if its backend can say so.
 
     Raises:
         StoreError, ConfigError: the store cannot be opened or does not answer.
@@ -71,11 +74,15 @@ def load_target(service: Service, run_id: int, attempt: str) -> Target:
     if found is None:
         return Target(run, row, place, run_store, None, None, None)
     backend = service.backend_of(found.kind, found.settings)
+    trouble = None
     if backend is None:
         status = JobStatus("unknown", detail=f"this service has no backend of kind {found.kind!r}")
     else:
-        status = backend.status(found.job)
-    return Target(run, row, place, run_store, found.job, status, backend)
+        try:
+            status = backend.status(found.job)
+        except BackendError as error:
+            status, trouble = JobStatus("unknown", detail=error.what), error
+    return Target(run, row, place, run_store, found.job, status, backend, trouble)
 
 
 def write_control(service: Service, target: Target, stop: StopRequest) -> ControlDocument:

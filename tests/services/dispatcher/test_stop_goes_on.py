@@ -9,12 +9,15 @@ import pytest
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
 from tests.services.stoppable import Stoppable
+from watchstep.control import ControlDocument
 from watchstep.errors import StoreError
 from watchstep.store import Store
 from watchstep_services.database.models import Action, Job, Run
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.estimator.backend import JobHandle, JobStatus
+from watchstep_services.estimator.errors import BackendDownError
 from watchstep_services.evaluator import attempts
+from watchstep_services.evaluator.discover import discover
 
 MAX_TRIES = 3
 
@@ -90,3 +93,73 @@ def test_one_with_nothing_left_to_stop_is_given_up(
             setattr(session.get_one(Run, session.get_one(Action, action_id).run_id), name, value)
     assert driven.finish(action_id).state == "failed"
     assert len(driven.tries(action_id)) == MAX_TRIES
+
+
+@dataclass
+class Away(Stoppable):
+    """A backend that does not answer for now."""
+
+    here: bool = False
+    running: bool = True
+
+    def status(self, job: JobHandle) -> JobStatus:
+        if not self.here:
+            raise BackendDownError(f"job {job.id}: the cluster does not answer", "try again")
+        return JobStatus("running") if self.running else JobStatus("ended", 86)
+
+    def stop(self, job: JobHandle) -> JobStatus:
+        self.running = False
+        return self.status(job)
+
+    kill = stop
+
+
+def away(driven: Driven, recording: Recording) -> tuple[Driven, Away, int, int]:
+    """A run that must be stopped while its backend does not answer."""
+    backend = Away()
+    driven = Driven(replace(driven.service, backends={"far": backend})).with_settings(
+        grace_seconds=0.0, silent_seconds=1e-9
+    )
+    run_id = driven.register()
+    with driven.service.database.write() as session:
+        attempts.ensure(session, run_id, "a1")
+        session.add(
+            Job(run_id=run_id, attempt="a1", backend="far", job_id="7", identity={}, bound_by="operator")
+        )
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    (action,) = driven.actions(run_id)
+    return driven, backend, run_id, action.id
+
+
+def tried(driven: Driven, action_id: int) -> str:
+    with driven.service.database.write() as session:
+        session.get_one(Action, action_id).next_ns = 0
+    came_to = dispatch(driven.service, action_id)
+    assert came_to is not None
+    return came_to.result
+
+
+def test_workers_are_asked_while_the_backend_does_not_answer(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin(on_stop="raise")
+    driven, _, run_id, action_id = away(driven, recording)
+    assert tried(driven, action_id) == "advanced"
+    asked = ControlDocument.decode(recording.store.get("control.json"))
+    assert asked.stop is not None
+    assert tried(driven, action_id) == "error"  # nobody knows: it is asked again, and not given up
+    recording.end("stopped", 7)
+    discover(driven.service, run_id)
+    assert tried(driven, action_id) == "done"
+    (done,) = [event["data"] for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
+    assert done["how"] == "cooperative"
+
+
+def test_a_program_that_does_not_listen_is_terminated_once_the_backend_answers(
+    driven: Driven, folder_store: Store
+) -> None:
+    recording = Recording(folder_store).begin(on_stop="ignore")
+    driven, backend, _, action_id = away(driven, recording)
+    assert [tried(driven, action_id) for _ in range(3)] == ["error"] * 3
+    backend.here = True
+    assert tried(driven, action_id) == "done"
+    assert not backend.running
