@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.recording import PROJECT, Recording, exploding_from
+from tests.services.recording import PROJECT, Recording, exploding_from, healthy
 from watchstep.integrations import trials
 from watchstep_services.database.models import Alert
 from watchstep_services.scheduler.embedded import EmbeddedService
@@ -31,9 +31,9 @@ def test_a_trial_on_which_an_alert_fires_is_ended_and_no_other(tmp_path: Path) -
     with EmbeddedService(settings) as service:
         root = service.service.stores.open(settings.store)
         stopper = StopAlerted("sweep", service.url, service.operator_token, project=PROJECT)
-        for trial, value in (("ill", {"value": exploding_from(21)}), ("well", {})):
+        for trial, value in (("ill", exploding_from(21)), ("well", healthy)):
             recording = Recording(root, run=trials.run_name("sweep", trial)).begin()
-            recording.write_all([9, 19, 29], **value)
+            recording.write_all([9, 19, 29], value)
 
         def judged() -> bool:
             with service.database.read() as session:
@@ -44,6 +44,6 @@ def test_a_trial_on_which_an_alert_fires_is_ended_and_no_other(tmp_path: Path) -
         assert stopper("ill", result)
         assert result["watchstep_rule"] == "exploding_gradient"
         assert result["watchstep_run"] == "sweep-ill"
-        assert not stopper("well", healthy := {"loss": 1.0})
-        assert healthy == {"loss": 1.0}
+        assert not stopper("well", left := {"loss": 1.0})
+        assert left == {"loss": 1.0}
         assert not stopper("nobody-knows-it", {})
