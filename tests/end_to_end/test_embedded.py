@@ -153,8 +153,8 @@ def test_ranks_that_hand_over_to_one_are_judged_and_stopped_together(launch: Lau
     assert launched.get()["job"]["exit_code"] == 86
     first, second = open_run(launched.url).ends()
     assert (first.state, second.state) == ("stopped", "stopped")
-    assert first.writer == second.writer
-    assert first.writer.startswith("node-")
+    # One whose node's writer does not answer in two seconds at its end writes its last words itself.
+    assert "node" in {end.writer.partition("-")[0] for end in (first, second)}
 
 
 @pytest.mark.parametrize("service", ["folder"], indirect=True)

@@ -17,11 +17,11 @@ from watchstep_services import logs
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     root = logging.getLogger()
-    before, level = list(root.handlers), root.level
+    before, level, filters = list(root.handlers), root.level, list(logs.FILTERS)
     yield
     root.handlers[:] = before
     root.setLevel(level)
-    logs.FILTERS.clear()
+    logs.FILTERS[:] = filters
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:

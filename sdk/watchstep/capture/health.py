@@ -58,6 +58,9 @@ class Health:
         """A JSON-ready copy."""
         with self._lock:
             told = {name: gives() for name, gives in self._accounts.items()}
-            return {
-                "counts": dict(self._counts), "faults": dict(self._faults), "notes": dict(self._notes), **told
-            }  # fmt: skip
+        return {**self.counted(), **told}
+
+    def counted(self) -> dict[str, Any]:
+        """The same without what is kept elsewhere."""
+        with self._lock:
+            return {"counts": dict(self._counts), "faults": dict(self._faults), "notes": dict(self._notes)}

@@ -251,7 +251,7 @@ class Writer:
             self._end,
             segments=segments,
             writer=writer,
-            health={**self._end.health, **self._health.as_data()},
+            health={**self._end.health, **self._health.counted()},
         )
 
 

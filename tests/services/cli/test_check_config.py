@@ -167,10 +167,13 @@ def test_processes_bring_the_schema_up_to_date_or_refuse(empty_database: Databas
 
 def test_variables_that_look_like_settings() -> None:
     names = [
-        "WATCHSTEP_SORE", "WATCHSTEP_STORE", "watchstep_home", "PATH", "WATCHSTEP_QUITE_ELSE", "WATCHSTEP_RECEIVER_X",
+        "WATCHSTEP_SORE", "WATCHSTEP_STORE", "watchstep_home", "PATH", "WATCHSTEP_SOMETHING_ELSE", "WATCHSTEP_RECEIVER_X",
         "WATCHSTEP_API_SERVICE_HOST", "WATCHSTEP_API_PORT_80_TCP_ADDR", "WATCHSTEP_TOKEN",
     ]  # fmt: skip
-    assert dict(unknown_variables(names)) == {"WATCHSTEP_QUITE_ELSE": "", "WATCHSTEP_SORE": "WATCHSTEP_STORE"}
+    assert dict(unknown_variables(names)) == {
+        "WATCHSTEP_SOMETHING_ELSE": "",
+        "WATCHSTEP_SORE": "WATCHSTEP_STORE",
+    }
 
 
 def test_every_variable_of_the_recorder_is_known() -> None:
