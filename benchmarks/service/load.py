@@ -51,7 +51,7 @@ def spent(made: Production) -> Spent:
         segments = session.execute(
             select(func.count()).select_from(Segment).filter_by(state="read")
         ).scalar_one()
-        evaluations = session.execute(select(func.coalesce(func.sum(Run.ticks), 0))).scalar_one()
+        evaluations = int(session.execute(select(func.coalesce(func.sum(Run.ticks), 0))).scalar_one())
         raw = session.connection()
         transactions, wal = raw.exec_driver_sql(
             "SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()), "
