@@ -51,8 +51,8 @@ RECORDER_COUNTS = Counter(
 )  # fmt: skip
 EVALUATIONS = Counter(
     "watchstep_evaluations",
-    "Evaluations: `committed`; `postponed`: workers are behind, and no rule that may stop has something to say; `idle`: nothing "
-    "to judge; `busy`: another worker had the run; `fenced`: another took it meanwhile; `failed`.",
+    "Evaluations: `committed`; `idle`: nothing to judge; `busy`: another worker had the run; `fenced`: another took it "
+    "meanwhile; `failed`.",
     ["outcome"], registry=REGISTRY,
 )  # fmt: skip
 EVALUATION_SECONDS = Histogram(
@@ -62,7 +62,7 @@ EVALUATION_SECONDS = Histogram(
     registry=REGISTRY,
 )
 LAG_SECONDS = Histogram(
-    "watchstep_evaluation_lag_seconds", "From a segment's announcement or discovery until rules that may stop had judged it.",
+    "watchstep_evaluation_lag_seconds", "From a segment's announcement or discovery until it was judged.",
     buckets=_SLOW, registry=REGISTRY,
 )  # fmt: skip
 SEGMENTS = Counter(
@@ -116,7 +116,7 @@ RECORDER_KINDS = (
     "spilled_rows", "spilled_objects", "unwritten_objects", "faults",
 )  # fmt: skip
 
-for _outcome in ("committed", "postponed", "idle", "busy", "fenced", "failed"):
+for _outcome in ("committed", "idle", "busy", "fenced", "failed"):
     EVALUATIONS.labels(_outcome)
 for _kind in RECORDER_KINDS:
     RECORDER_COUNTS.labels(_kind)

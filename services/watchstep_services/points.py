@@ -22,7 +22,6 @@ POINTS = (
     "evaluate.claiming",
     "evaluate.claimed",
     "evaluate.read",
-    "evaluate.postponed",
     "evaluate.judged",
     "evaluate.writing",
     "evaluate.committed",

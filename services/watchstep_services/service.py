@@ -25,7 +25,6 @@ from watchstep_services.estimator.kinds import IN_SERVICE, open_backend
 from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.evaluator.remembered import RememberedCache
-from watchstep_services.evaluator.waiting import WaitingRows
 from watchstep_services.settings import Settings
 from watchstep_services.stores.opening import Stores
 
@@ -77,7 +76,6 @@ class Service:
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
         remembered: what their rules remember.
-        waiting: rows that it has looked at, and not judged yet.
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
@@ -97,7 +95,6 @@ class Service:
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
     remembered: RememberedCache = field(default_factory=RememberedCache)
-    waiting: WaitingRows = field(default_factory=WaitingRows)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)

@@ -106,12 +106,6 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(20.0, gt=0, description="How long requests may run on after SIGTERM.")
     worker_processes: int = Field(2, ge=1, le=1024, description="Processes of one `watchstep worker`.")
     workers: int = Field(4, ge=1, le=64, description="Threads that evaluate and act, when embedded.")
-    postpone_seconds: float = Field(
-        0.0,
-        ge=0,
-        description="How long rules that stop nothing may wait while workers are behind, so that those that may stop do not; "
-        "0: all rules judge at once. Not shown to help yet.",
-    )
     sweep_seconds: float = Field(1.0, gt=0, description="How often work is looked for without a hint.")
     listing_seconds: float = Field(
         0.0,

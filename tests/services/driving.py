@@ -30,7 +30,6 @@ from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.evaluator.evaluate import Evaluation, evaluate
 from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.evaluator.remembered import RememberedCache
-from watchstep_services.evaluator.waiting import WaitingRows
 from watchstep_services.registration import register
 from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
@@ -44,8 +43,8 @@ RULES = (
 def make_service(
     database: Database, store: Store, rules: Sequence[RuleConfig] = RULES, **settings: Any
 ) -> Service:
-    """A service on a store, which waits for nothing, postpones nothing, and lists whenever it may."""
-    quick = {"listing_seconds": 1e-9, "retry_seconds": 1e-6, "postpone_seconds": 0.0}
+    """A service on a store, which waits for nothing and lists whenever it may."""
+    quick = {"listing_seconds": 1e-9, "retry_seconds": 1e-6}
     values = {"store": store.location, **quick, **settings}
     return Service(load_settings(**values), database, "http://service.test", tuple(rules))
 
@@ -68,7 +67,6 @@ class Driven:
                 self.service,
                 histories=HistoryCache(),
                 remembered=RememberedCache(),
-                waiting=WaitingRows(),
             )
         )
 

@@ -36,8 +36,8 @@ from watchstep_services.scheduler.sweep import sweep
 
 _HANDED_OUT_BY_CELERY = {"sweep.found", "sweep.handed_out"}
 _ONLY_PAUSED = {"evaluate.fenced"}
-_ONLY_BEHIND = {"evaluate.postponed", "evaluate.let_go"}  # see tests/services/evaluator/test_postponing.py
-DIED_AT = [point for point in POINTS if point not in _HANDED_OUT_BY_CELERY | _ONLY_PAUSED | _ONLY_BEHIND]
+_ONLY_IDLE = {"evaluate.let_go"}  # nothing was found, and nothing is held any more
+DIED_AT = [point for point in POINTS if point not in _HANDED_OUT_BY_CELERY | _ONLY_PAUSED | _ONLY_IDLE]
 
 
 class Died(BaseException):

@@ -35,7 +35,6 @@ class Claim:
         journal: position that the next segment takes.
         tick: number of this evaluation, should it judge.
         now_ns: the tick's clock.
-        late_ns: how long it had been due; 0 where it was not.
         hints: how many hints of work had come; those that come later are not lost.
         state: of the run.
         attempt: the run's newest.
@@ -50,7 +49,6 @@ class Claim:
     journal: int
     tick: int
     now_ns: int
-    late_ns: int
     hints: int
     state: str
     attempt: str
@@ -100,7 +98,6 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         journal=run.journal,
         tick=run.ticks,
         now_ns=clock_of(run),
-        late_ns=0 if run.due_ns is None else max(0, clock_of(run) - run.due_ns),
         hints=run.hints,
         state=run.state,
         attempt=run.attempt,
@@ -119,7 +116,7 @@ _ANY = (
     .values(epoch=Run.epoch + 1, lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()))
     .returning(
         Run.id, Run.project, Run.run, Run.epoch, Run.cursor, Run.journal, Run.ticks, Run.hints, Run.state, Run.attempt,
-        Run.due_ns, now_ns().label("now_ns"),
+        now_ns().label("now_ns"),
     )
     .execution_options(synchronize_session=False)
 )  # fmt: skip

@@ -18,7 +18,6 @@ from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.evaluator.fence import FencedError
 from watchstep_services.evaluator.inbox import Inbox, open_inbox
 from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_plan
-from watchstep_services.evaluator.waiting import Read
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
@@ -34,8 +33,6 @@ class Collected:
         attempt: its name; empty where there was nothing to read.
         cursor: after these segments.
         blocks: rows of each segment that was read, in journal order.
-        read: the same segments by their paths.
-        fresh: those of them that no look at the run had read before.
         corrupt: segments that are there and cannot be read, and why.
         missing: gaps that were given up.
         waiting: gaps that still hold something up.
@@ -47,8 +44,6 @@ class Collected:
     attempt: str
     cursor: dict[WriterId, int]
     blocks: list[tuple[Entry, Block]] = field(default_factory=list)
-    read: dict[str, Read] = field(default_factory=dict)
-    fresh: list[Entry] = field(default_factory=list)
     corrupt: list[tuple[Entry, str]] = field(default_factory=list)
     missing: list[Gap] = field(default_factory=list)
     waiting: tuple[Gap, ...] = ()
@@ -149,7 +144,6 @@ def _read_all(
     size, renewed = 0, time.monotonic()
     began = renewed
     absent: dict[WriterId, Gap] = {}
-    known = service.waiting.of(held.run_id)
     for entry in entries:
         writer = entry.key.writer
         # What is not there does not count: else made-up announcements keep what is from its turn.
@@ -162,14 +156,9 @@ def _read_all(
         if writer in absent and entry.key.seq >= found.cursor.get(writer, 0):
             continue
         try:
-            one = known.get(entry.key.path)
-            if one is None:
-                data = fetch(run_store, entry.key)
-                one = Read(len(data), decode(data, entry.key))
-                found.fresh.append(entry)
-            size += one.size
-            found.blocks.append((entry, one.block))
-            found.read[entry.key.path] = one
+            data = fetch(run_store, entry.key)
+            size += len(data)
+            found.blocks.append((entry, decode(data, entry.key)))
         except NotFoundError:
             absent[writer] = Gap(writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
             continue

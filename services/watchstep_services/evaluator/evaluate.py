@@ -29,7 +29,6 @@ from watchstep_services.evaluator.judging import Judged, judge_all, lookback
 from watchstep_services.evaluator.keeping import kept
 from watchstep_services.evaluator.observation import Observation, came_to, observing
 from watchstep_services.evaluator.plan import Gap, ended_ranks
-from watchstep_services.evaluator.postponing import Postponed, calls_for_stop, may_wait_until
 from watchstep_services.evaluator.seals import AttemptProgress, WriterProgress
 from watchstep_services.points import reach
 from watchstep_services.service import Service
@@ -46,15 +45,14 @@ class Evaluation:
     """What an evaluation did.
 
     Attributes:
-        outcome: ``busy``: another worker holds the run; ``idle``: nothing to judge; ``postponed``: workers are behind, and
-            nothing asks for a stop; ``committed``; ``fenced``: another worker took the run meanwhile, and everything was
-            discarded.
+        outcome: ``busy``: another worker holds the run; ``idle``: nothing to judge; ``committed``;
+            ``fenced``: another worker took the run meanwhile, and everything was discarded.
         more: there is more to judge at once.
         actions: ids of the actions that it caused.
         steady: the run goes on as it did: nothing was seen that could change its state.
     """
 
-    outcome: Literal["busy", "idle", "postponed", "committed", "fenced"]
+    outcome: Literal["busy", "idle", "committed", "fenced"]
     more: bool = False
     actions: tuple[int, ...] = ()
     steady: bool = False
@@ -103,16 +101,13 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
     reach("evaluate.claimed", held)
     try:
         with kept(service, held):
-            found = _find_out(service, held)
+            outcome, history = _find_out(service, held)
     except FencedError:
         reach("evaluate.fenced", held)
         return Evaluation("fenced")
     except BaseException as error:
         _let_go(service, held, error)
         raise
-    if isinstance(found, Postponed):
-        return _postpone(service, held, found, seen)
-    outcome, history = found
     if history is None:
         more = release(service.database, held, outcome.due_ns)
         reach("evaluate.let_go", held)
@@ -125,7 +120,6 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
         return Evaluation("fenced")
     reach("evaluate.committed", held)
     seen.committed(held, outcome)
-    service.waiting.drop(held.run_id)
     key = (held.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, history.lookback, history.rows)
     service.remembered.put(
@@ -154,17 +148,7 @@ def _let_go(service: Service, held: Claim, error: BaseException) -> None:
         _log.warning("run %s/%s: is held until its lease ends: %s", held.project, held.run, another)
 
 
-def _postpone(service: Service, held: Claim, found: Postponed, seen: Observation) -> Evaluation:
-    reach("evaluate.postponed", held)
-    # Nobody else has held the run under this epoch, and nothing is written: it is still what the database holds.
-    service.remembered.put((held.run_id, found.attempt), held.epoch, found.configs)
-    seen.looked_at(held, found.fresh)
-    more = release(service.database, held, found.until_ns)
-    reach("evaluate.let_go", held)
-    return Evaluation("postponed", more, steady=True)
-
-
-def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None] | Postponed:
+def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
     run_store = run_store_of(service, held)
     collected = _collect(service, held, run_store)
     reach("evaluate.read", held)
@@ -189,15 +173,7 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None] | P
     parts = [(held.journal + place, block) for place, (_, block) in enumerate(collected.blocks)]
     arrived = joined(parts, History.empty()).block
     ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
-    position = Progress(attempt.sealed, sealed, held.now_ns, ended)
-    until = may_wait_until(service, held, collected)
-    if (
-        until is not None
-        and not calls_for_stop(configs, before.block, arrived, position)
-        and service.waiting.keep(held.run_id, collected.read.items())
-    ):
-        return Postponed(collected.attempt, until, configs, collected.fresh)
-    judged = judge_all(configs, before.block, arrived, position)
+    judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
     rows = trimmed(joined(parts, before), depth, sealed)
     outcome = Outcome(
         collected=collected,

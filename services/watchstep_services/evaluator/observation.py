@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from watchstep_rules.judging.alert import Phase
@@ -11,7 +11,6 @@ from watchstep_rules.registry import RULES
 from watchstep_services import logs, metrics, tracing
 from watchstep_services.evaluator.claim import Claim
 from watchstep_services.evaluator.commit import Outcome
-from watchstep_services.evaluator.plan import Entry
 from watchstep_services.settings import NANOSECONDS
 
 
@@ -47,17 +46,13 @@ class Observation:
         ):
             yield
 
-    def looked_at(self, held: Claim, entries: Iterable[Entry]) -> None:
-        """Rules that may stop have seen segments, and nothing asks for a stop that is not on its way."""
-        now_ns = held.now_ns + int((time.perf_counter() - self._began) * NANOSECONDS)
-        for entry in entries:
-            metrics.LAG_SECONDS.observe(max(0.0, (now_ns - entry.found_ns) / NANOSECONDS))
-
     def committed(self, held: Claim, outcome: Outcome) -> None:
         """It is in the database."""
         took = time.perf_counter() - self._began
         metrics.EVALUATION_SECONDS.observe(took)
-        self.looked_at(held, outcome.collected.fresh)
+        now_ns = held.now_ns + int(took * NANOSECONDS)
+        for entry, _ in outcome.collected.blocks:
+            metrics.LAG_SECONDS.observe(max(0.0, (now_ns - entry.found_ns) / NANOSECONDS))
         metrics.SEGMENTS.labels("read").inc(len(outcome.collected.blocks))
         metrics.SEGMENTS.labels("corrupt").inc(len(outcome.collected.corrupt))
         metrics.SEGMENTS.labels("missing").inc(
