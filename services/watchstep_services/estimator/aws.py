@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr
 
 from watchstep.errors import ConfigError
+from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.estimator.backend_model import BackendModel
 from watchstep_services.estimator.errors import BackendDownError, CredentialsExpiredError
 
@@ -237,3 +238,18 @@ def _loader() -> Any:
     import botocore.loaders
 
     return botocore.loaders.create_loader(os.environ.get("AWS_DATA_PATH"))
+
+
+def identity_of(job: JobHandle, backend: str) -> dict[str, Any]:
+    """What tells a job from all others with its name: its ARN, and when it was created, in milliseconds.
+
+    Raises:
+        ConfigError: the handle is none of this backend's.
+    """
+    try:
+        return {"arn": str(job.identity["arn"]), "created": int(job.identity["created"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"job {job.id!r}: its identity is none of {backend}'s ({error!r})",
+            f"bind it with arn and created, in milliseconds, as {backend}.reattach gives them",
+        ) from error

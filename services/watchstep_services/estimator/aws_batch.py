@@ -18,6 +18,7 @@ from watchstep_services.estimator.aws import (
     AwsModel,
     RefusedError,
     RoleArn,
+    identity_of,
     milliseconds,
     region_of,
 )
@@ -158,7 +159,7 @@ class AwsBatch(AwsModel):
 
         CloudWatch gets lines some seconds after they are written. Bytes that are not UTF-8 do not come through.
         """
-        region = region_of(_identity(job)["arn"])
+        region = region_of(identity_of(job, "AwsBatch")["arn"])
         found = self._described(job)
         if found is None:
             return LogPart(b"", cursor)
@@ -173,7 +174,7 @@ class AwsBatch(AwsModel):
         before = self.status(job)
         if before.is_over:
             return before
-        region = region_of(_identity(job)["arn"])
+        region = region_of(identity_of(job, "AwsBatch")["arn"])
         try:
             self.aws().call("batch", "terminate_job", region=region, jobId=job.id, reason=REASON)
         except RefusedError as error:
@@ -224,7 +225,7 @@ class AwsBatch(AwsModel):
         Raises:
             ConfigError: the identity is not one of Batch's, or another's than the id's.
         """
-        identity = _identity(job)
+        identity = identity_of(job, "AwsBatch")
         named = _JOB_ARN.fullmatch(identity["arn"])
         if named is None or named["id"] != job.id:
             raise ConfigError(
@@ -269,7 +270,7 @@ class AwsBatch(AwsModel):
         status = status_of(found)
         if not status.is_over:
             return status
-        return status_of(found, self._nodes(found, region_of(_identity(job)["arn"])))
+        return status_of(found, self._nodes(found, region_of(identity_of(job, "AwsBatch")["arn"])))
 
     def _nodes(self, found: Mapping[str, Any], region: str) -> list[dict[str, Any]]:
         """What Batch says of each node of a multi-node job; none of any other."""
@@ -314,7 +315,7 @@ class AwsBatch(AwsModel):
 
     def _described(self, job: JobHandle) -> dict[str, Any] | None:
         """What Batch says of this very job; None where it knows it no more."""
-        identity = _identity(job)
+        identity = identity_of(job, "AwsBatch")
         found = self._all_described([job.id], region_of(identity["arn"]))
         if not found:
             self.aws().check_account(identity["arn"])
@@ -347,16 +348,6 @@ class AwsBatch(AwsModel):
 def _handle(found: Mapping[str, Any]) -> JobHandle:
     identity = {"arn": str(found["jobArn"]), "created": milliseconds(found["createdAt"])}
     return JobHandle(NAME, str(found["jobId"]), identity)
-
-
-def _identity(job: JobHandle) -> dict[str, Any]:
-    try:
-        return {"arn": str(job.identity["arn"]), "created": int(job.identity["created"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"job {job.id!r}: its identity is none of Batch's ({error!r})",
-            "bind it with arn and created, in milliseconds, as AwsBatch.reattach gives them",
-        ) from error
 
 
 def _secrets_in(definition: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from watchstep_services.estimator.aws import (
     RefusedError,
     RoleArn,
     S3Url,
+    identity_of,
     milliseconds,
     region_of,
 )
@@ -162,7 +163,7 @@ class SageMaker(AwsModel):
 
         CloudWatch gets lines some seconds after they are written. Bytes that are not UTF-8 do not come through.
         """
-        aws, region = self.aws(), region_of(_identity(job)["arn"])
+        aws, region = self.aws(), region_of(identity_of(job, "SageMaker")["arn"])
         streams = aws_logs.streams_below(aws, region, LOG_GROUP, f"{job.id}/")
         return aws_logs.read_streams(aws, region, LOG_GROUP, streams, cursor, _label)
 
@@ -172,7 +173,7 @@ class SageMaker(AwsModel):
         # One that is stopping was asked already, and asking again is refused.
         if found is None or found["TrainingJobStatus"] == "Stopping" or status_of(found).is_over:
             return _status(found)
-        region = region_of(_identity(job)["arn"])
+        region = region_of(identity_of(job, "SageMaker")["arn"])
         try:
             self.aws().call("sagemaker", "stop_training_job", region=region, TrainingJobName=job.id)
         except RefusedError as error:
@@ -215,7 +216,7 @@ class SageMaker(AwsModel):
         Raises:
             ConfigError: the identity is not one of SageMaker's, or another's than the id's.
         """
-        identity = _identity(job)
+        identity = identity_of(job, "SageMaker")
         named = _JOB_ARN.fullmatch(identity["arn"])
         if named is None or named["name"].lower() != job.id.lower():
             raise ConfigError(
@@ -281,7 +282,7 @@ class SageMaker(AwsModel):
 
     def _described(self, job: JobHandle) -> dict[str, Any] | None:
         """What SageMaker says of this very job; None where it knows it no more."""
-        identity = _identity(job)
+        identity = identity_of(job, "SageMaker")
         found = self._named(job.id, region_of(identity["arn"]))
         if found is None:
             self.aws().check_account(identity["arn"])
@@ -323,16 +324,6 @@ def _status(found: Mapping[str, Any] | None) -> JobStatus:
 def _handle(found: Mapping[str, Any]) -> JobHandle:
     identity = {"arn": str(found["TrainingJobArn"]), "created": milliseconds(found["CreationTime"])}
     return JobHandle(NAME, str(found["TrainingJobName"]), identity)
-
-
-def _identity(job: JobHandle) -> dict[str, Any]:
-    try:
-        return {"arn": str(job.identity["arn"]), "created": int(job.identity["created"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"job {job.id!r}: its identity is none of SageMaker's ({error!r})",
-            "bind it with arn and created, in milliseconds, as SageMaker.reattach gives them",
-        ) from error
 
 
 def _label(stream: str) -> str:
