@@ -210,7 +210,9 @@ class Campaign:
                 verdict.add(kind, f"{training.run}/{training.attempt}: {reason}")
 
     def _say_what_is_stuck(self, verdict: Verdict) -> None:
-        verdict.add("states stuck", f"{len(self._live)} runs are not at rest in time")
+        waits = [*self._live, *self._faults.paused()]
+        waits += [f"{len(self._beginning)} that never began"] if self._beginning else []
+        verdict.add("states stuck", f"not at rest in time: {', '.join(waits)}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, and_, not_, select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
@@ -24,6 +24,7 @@ from benchmarks.crash.listener import KILL, PAUSE
 from benchmarks.crash.parts import Parts
 from benchmarks.crash.proxy import Proxy
 from benchmarks.crash.servers import PostgresServer, RedisServer
+from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Action, Run
 from watchstep_services.points import POINTS
 
@@ -157,10 +158,10 @@ class Faults:
                 continue
             self._seen.add(path.name)
 
-    def paused(self) -> bool:
-        """Whether somebody is still paused."""
+    def paused(self) -> list[str]:
+        """What holds those that are still paused."""
         taken = [path.name for path in (self._folder / "taken").glob(f"{PAUSE}-*.json")]
-        return any(name not in self._seen for name in taken if not name.endswith(".resumed.json"))
+        return [name for name in taken if name not in self._seen and not name.endswith(".resumed.json")]
 
     def _resumed(self, engine: Engine, path: Path, taken: dict[str, Any]) -> bool:
         """Let a paused process go on once another has its work; True when it is over."""
@@ -179,7 +180,9 @@ class Faults:
             self._hold_to_account(engine, taken, marked)
             self.done.others["killed while paused"] += 1
             return True
-        if not marked.exists() and _lost(engine, taken):
+        if not marked.exists() and _wanted_by_nobody(engine, taken):
+            os.kill(pid, signal.SIGKILL)
+        elif not marked.exists() and _lost(engine, taken):
             marked.write_text(str(audit.clock(engine)))
             os.kill(pid, signal.SIGCONT)
         elif marked.exists() and time.time() - marked.stat().st_mtime > _PATIENCE:
@@ -270,3 +273,16 @@ def patiently(look: Callable[[], bool], seconds: float = _PATIENCE) -> bool:
             pass
         time.sleep(0.1)
     return False
+
+
+def _wanted_by_nobody(engine: Engine, taken: dict[str, Any]) -> bool:
+    """Whether nobody will take the run that a process held: it was asked for though it was not due, and its lease is over."""
+    if "epoch" not in taken:
+        return False
+    with Session(engine) as session:
+        due = and_(Run.due_ns.is_not(None), Run.due_ns <= now_ns())
+        mine = Run.epoch == int(taken["epoch"])
+        found = select(Run.id).where(
+            Run.id == taken["run_id"], mine, Run.lease_until_ns <= now_ns(), not_(due)
+        )
+        return session.execute(found).one_or_none() is not None

@@ -32,7 +32,7 @@ SlurmctldPort={controller}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=1
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -96,14 +96,6 @@ class SlurmCluster:
     def stop_controller(self) -> None:
         """Stop the controller; jobs go on."""
         self._stop("slurmctld")
-
-    def requeue_at_once(self, job_id: str) -> None:
-        """Requeue a job, and let it start as soon as it can."""
-        self.command("scontrol", "requeue", job_id)
-        eventually(
-            lambda: self.command("squeue", "-h", "-j", job_id, "-o", "%T").strip() == "PENDING", SECONDS
-        )
-        self.command("scontrol", "update", f"jobid={job_id}", "starttime=now")
 
     def start(self) -> None:
         """Start everything."""

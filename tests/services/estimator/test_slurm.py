@@ -125,10 +125,11 @@ def test_what_was_stopped_stays_stopped_when_slurm_starts_it_again(slurm: SlurmC
     eventually(ready.exists, SECONDS)
     stopped = ControlDocument(version=1, tombstone="a rule said so")
     store.child(run_prefix("default", "r1")).put(CONTROL_DOCUMENT, stopped.encode())
-    slurm.requeue_at_once(job.id)
+    slurm.command("scontrol", "requeue", job.id)  # starts once the credential of its first start has expired
     status = bench.end_of(job)
-    assert (status.state, status.exit_code) == ("ended", EXIT_TOMBSTONE)
-    assert b"does not start again" in bench.output_of(job)
+    output = bench.output_of(job)
+    assert (status.state, status.exit_code) == ("ended", EXIT_TOMBSTONE), output
+    assert b"does not start again" in output
     assert bench.backend.reattach(job.id).identity["restarts"] == 1
 
 
