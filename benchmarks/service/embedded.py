@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.report import Figure, Report
-from benchmarks.service.load import PERIOD, STEPS, latencies, quantile, settle, simulating
+from benchmarks.service.load import PERIOD, STEPS, quantile, settle, simulating, stops
 from benchmarks.service.simulated import Plan
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.scheduler.launching import Program, launch_local
@@ -57,8 +57,9 @@ def add_embedded_figures(report: Report, *, quick: bool) -> None:
                 told = ended()
             cores = (time.process_time() - spent) / (time.monotonic() - began)
             settle(service.database, told)
-            requested, _, never = latencies(service.database, told)
-    note = f"{len(requested)} stops, {len(never)} without; {cores:.2f} cores of the service"
+            found = stops(service.database, told)
+    requested = found.requested.values()
+    note = f"{len(requested)} stops, {len(found.never)} without; {cores:.2f} cores of the service"
     report.add(
         f"embedded, {RUNS} runs: segment to stop, p50", Figure(quantile(requested, 0.5), "s", note=note)
     )

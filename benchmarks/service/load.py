@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,8 +88,23 @@ def simulating(plan: Plan, folder: Path) -> Iterator[Callable[[], Told]]:
         running.stdout.close()
 
 
-def latencies(database: Database, told: Told) -> tuple[list[float], list[float], list[str]]:
-    """Seconds from each bad segment to the stop's request and to the control document that asks; and runs without."""
+@dataclass(frozen=True)
+class Stops:
+    """Of the runs with a bad segment: seconds from it to the stop's request, and to the control document that asks.
+
+    Attributes:
+        requested: by run.
+        asked: by run.
+        never: runs without a request.
+    """
+
+    requested: dict[str, float]
+    asked: dict[str, float]
+    never: list[str]
+
+
+def stops(database: Database, told: Told) -> Stops:
+    """What has become of the bad segments so far."""
     with database.read() as session:
         requested = dict(
             session.execute(
@@ -113,22 +128,23 @@ def latencies(database: Database, told: Told) -> tuple[list[float], list[float],
             .all()
         )
     stopped = [(run, written) for run, (written, _) in told.bad.items() if run in requested]
-    return (
-        sorted((requested[run] - written) / 1e9 for run, written in stopped),
-        sorted((asked[run] - written) / 1e9 for run, written in stopped if run in asked),
+    return Stops(
+        {run: (requested[run] - written) / 1e9 for run, written in stopped},
+        {run: (asked[run] - written) / 1e9 for run, written in stopped if run in asked},
         sorted(set(told.bad) - set(requested)),
     )
 
 
-def quantile(values: list[float], share: float) -> float | None:
+def quantile(values: Iterable[float], share: float) -> float | None:
     """The smallest value that so many are not above; None of nothing."""
+    values = sorted(values)
     return values[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
 def settle(database: Database, told: Told) -> None:
     """Wait until the last bad segments have been judged, or clearly never will be."""
     until = time.monotonic() + SETTLE_SECONDS
-    while latencies(database, told)[2] and time.monotonic() < until:
+    while stops(database, told).never and time.monotonic() < until:
         time.sleep(0.5)
 
 
@@ -151,20 +167,25 @@ def add_load_figures(report: Report, *, quick: bool) -> None:
 
 
 def _add(report: Report, told: Told, made: Production, took: Spent, lasted: float) -> None:
-    requested, asked, never = latencies(made.database, told)
-    runs = f"{len(requested)} stops"
+    found = stops(made.database, told)
     behind = f"the simulation itself was up to {told.late:.2f} s behind, {told.failed} announcements failed"
-    for share, target in ((0.5, 0.5), (0.99, 2.0)):
-        name = f"p{share * 100:g}"
+    unsaid = set(told.unsaid)
+    for name, runs in (
+        ("recorder says urgent", set(told.bad) - unsaid),
+        ("only rules see it", unsaid),
+    ):
+        requested = [seconds for run, seconds in found.requested.items() if run in runs]
+        asked = [seconds for run, seconds in found.asked.items() if run in runs]
+        for share, target in ((0.5, 0.5), (0.99, 2.0)):
+            report.add(
+                f"{name}: segment written to stop requested, p{share * 100:g}",
+                Figure(quantile(requested, share), "s", target, note=f"{len(requested)} stops"),
+            )
         report.add(
-            f"segment written to stop requested, {name}",
-            Figure(quantile(requested, share), "s", target, note=runs),
+            f"{name}: segment written to control document, p99",
+            Figure(quantile(asked, 0.99), "s", note=f"{len(asked)} stops"),
         )
-    report.add(
-        "segment written to control document, p99",
-        Figure(quantile(asked, 0.99), "s", note=f"{len(asked)} stops"),
-    )
-    report.add("bad segments without a stop", Figure(float(len(never)), "runs", 0, note=behind))
+    report.add("bad segments without a stop", Figure(float(len(found.never)), "runs", 0, note=behind))
     cores = sum(took.cpu.values()) / lasted
     shares = ", ".join(f"{name} {value / lasted:.2f}" for name, value in sorted(took.cpu.items()))
     report.add("CPU of the service", Figure(cores, "cores", 2.0, note=shares))

@@ -50,6 +50,7 @@ class Plan:
         seconds: in which it is measured.
         bad_share: of the segments hold a NaN.
         seed: of what goes wrong where.
+        says_urgent: with every other NaN the recorder says that it is urgent, as the SDK does; the others stand for what only rules see.
     """
 
     url: str
@@ -62,6 +63,7 @@ class Plan:
     seconds: float
     bad_share: float
     seed: int = 0
+    says_urgent: bool = True
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Told:
         failed: announcements without an answer.
         late: seconds by which the simulation itself was behind at most.
         bad: of each run with a NaN: when its segment had been written, and when an answer asked it to stop; 0 if none did.
+        unsaid: those of them whose recorder did not say that it is urgent.
         cpu: seconds of CPU of the simulation itself.
     """
 
@@ -80,6 +83,7 @@ class Told:
     failed: int = 0
     late: float = 0.0
     bad: dict[str, list[int]] = field(default_factory=dict)
+    unsaid: list[str] = field(default_factory=list)
     cpu: float = 0.0
 
 
@@ -169,8 +173,12 @@ class Simulation:
         if goes_wrong:
             one.bad = True
             with self.lock:
+                urgent = self.plan.says_urgent and len(self.told.bad) % 2 == 0
                 self.told.bad[one.name] = [written, 0]
-        control = self.client.announce(one.name, key, {"rows": first, "dropped_rows": 0})
+                if not urgent:
+                    self.told.unsaid.append(one.name)
+        health = {"rows": first, "dropped_rows": 0}
+        control = self.client.announce(one.name, key, health, urgent=goes_wrong and urgent)
         with self.lock:
             self.told.sent += counted
         if control.stop is not None:

@@ -17,6 +17,10 @@ _MAX_FIELDS = 500_000
 _MAX_DEPTH = 16
 Bytes = bytes | bytearray | memoryview
 _TRUE, _FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
+_MORE = 128
+"""A byte of a number from which on further ones follow."""
+_LONG_LIST = 15
+"""A list's size that says that its size follows."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def read_footer(data: Bytes) -> Footer:
 
 
 def _footer(data: Bytes, size: int) -> Footer:
-    footer = _Thrift(data, len(data) - 8 - size, len(data) - 8).struct()
+    footer, _, _ = _struct(data, len(data) - 8 - size, len(data) - 8, _MAX_FIELDS)
     chunks = [
         _chunk(len(data), _held(chunk, 3, dict))
         for group in _held(footer, 4, list)
@@ -163,8 +167,7 @@ _HEADERS = {0: 5, _DICTIONARY: 7, 3: 8}
 def _pages(data: Bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Type, values and unpacked bytes of each page between two places."""
     while place < end:
-        reader = _Thrift(data, place, end)
-        header = reader.struct()
+        header, behind, _ = _struct(data, place, end, _MAX_FIELDS)
         kind, unpacked, packed = (_held(header, number, int) for number in (1, 2, 3))
         if kind not in _HEADERS or unpacked < 0 or packed < 0:
             raise ValueError("a page is of an unknown type, or claims a size below nothing")
@@ -172,7 +175,7 @@ def _pages(data: Bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
         if values < 0:
             raise ValueError("a page claims a number of values below nothing")
         yield kind, values, unpacked
-        place = reader.place + packed
+        place = behind + packed
     if place != end:
         raise ValueError("a page reaches beyond its column")
 
@@ -184,94 +187,111 @@ def _held(struct: Any, number: int, kind: type) -> Any:
     return value
 
 
-class _Thrift:
-    """Reads one struct as a dict by field number, believing no length beyond its end."""
+# Every segment's footer is read by what follows: places are handed on and short numbers read in line, for calls are felt.
+def _struct(data: Bytes, place: int, end: int, left: int, depth: int = 0) -> tuple[dict[int, Any], int, int]:
+    """A struct as a dict by field number, believing no length beyond its end; the place behind it, and how many fields are left.
 
-    def __init__(self, data: Bytes, place: int, end: int) -> None:
-        self._data = data
-        self.place = place
-        self._end = end
-        self._left = _MAX_FIELDS
-
-    def struct(self, depth: int = 0) -> dict[int, Any]:
-        fields: dict[int, Any] = {}
-        number = 0
-        data, end, place = (
-            self._data,
-            self._end,
-            self.place,
-        )  # every segment's footer is read: calls saved here are felt
-        while place < end:
-            head = data[place]
-            self.place = place = place + 1
-            if head == 0:
-                return fields
-            kind = head & 15
-            if head >> 4:
-                number += head >> 4
-            else:
-                number = self._zigzag()
-            if _BYTE < kind <= _I64 and self._left > 0:  # as most are
-                self._left -= 1
-                fields[number] = self._zigzag()
-            elif kind in {_TRUE, _FALSE}:
-                fields[number] = kind == _TRUE
-            else:
-                fields[number] = self._value(kind, depth + 1)
-            place = self.place
-        raise ValueError("a header is cut short")
-
-    def _value(self, kind: int, depth: int) -> Any:
-        self._left -= 1
-        if self._left < 0 or depth > _MAX_DEPTH:
-            raise ValueError("a header is too large or too deep")
-        if _BYTE < kind <= _I64:
-            return self._zigzag()
-        if _TRUE <= kind <= _BYTE:
-            return self._byte()
-        if kind == _DOUBLE:
-            return self._bytes(8)
-        if kind == _BINARY:
-            return self._bytes(self._varint())
-        if kind in {_LIST, _SET}:
-            head = self._byte()
-            size = head >> 4 if head >> 4 < 15 else self._varint()
-            return [self._value(head & 15, depth + 1) for _ in range(size)]
-        if kind == _STRUCT:
-            return self.struct(depth)
-        raise ValueError(f"a header holds a value of unknown type {kind}")
-
-    def _byte(self) -> int:
-        place = self.place
-        if place >= self._end:
-            raise ValueError("a header is cut short")
-        self.place = place + 1
-        return self._data[place]
-
-    def _bytes(self, length: int) -> bytes:
-        start = self.place
-        if length > self._end - start:
-            raise ValueError("a header is cut short")
-        self.place = start + length
-        return bytes(self._data[start : self.place])
-
-    def _varint(self) -> int:
-        byte = self._byte()
-        if byte < 128:
-            return byte
-        value = byte & 127
-        for shift in range(7, 70, 7):
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-        raise ValueError("a header holds a number that is too long")
-
-    def _zigzag(self) -> int:
-        place = self.place
-        value = self._data[place] if place < self._end else 128
-        if value < 128:
-            self.place = place + 1
+    Raises:
+        ValueError: it is cut short, too large, too deep, or of another form.
+        IndexError: it is cut short where the data are.
+    """
+    fields: dict[int, Any] = {}
+    number = 0
+    if depth > _MAX_DEPTH:
+        raise ValueError("a header is too deep")
+    while place < end:
+        head = data[place]
+        place += 1
+        if head == 0:
+            return fields, place, left
+        kind = head & 15
+        if head >> 4:
+            number += head >> 4
         else:
-            value = self._varint()
-        return (value >> 1) ^ -(value & 1)
+            number, place = _number(data, place, end)
+        left -= 1
+        if left < 0:
+            raise ValueError("a header is too large")
+        if _BYTE < kind <= _I64:  # as most are
+            if place < end and (short := data[place]) < _MORE:
+                fields[number], place = (short >> 1) ^ -(short & 1), place + 1
+            else:
+                fields[number], place = _number(data, place, end)
+        elif kind == _BINARY:
+            fields[number], place = _bytes(data, place, end)
+        elif _TRUE <= kind <= _FALSE:
+            fields[number] = kind == _TRUE
+        elif kind == _STRUCT:
+            fields[number], place, left = _struct(data, place, end, left, depth + 1)
+        elif _LIST <= kind <= _SET:
+            fields[number], place, left = _list(data, place, end, left, depth + 1)
+        else:
+            fields[number], place = _plain(kind, data, place, end)
+    raise ValueError("a header is cut short")
+
+
+def _list(data: Bytes, place: int, end: int, left: int, depth: int) -> tuple[list[Any], int, int]:
+    head, place = data[place], place + 1
+    size, kind = head >> 4, head & 15
+    if size == _LONG_LIST:
+        size, place = _varint(data, place, end)
+    left -= size
+    if left < 0 or depth > _MAX_DEPTH:
+        raise ValueError("a header is too large or too deep")
+    values: list[Any] = []
+    for _ in range(size):
+        value: Any
+        if kind == _STRUCT:
+            value, place, left = _struct(data, place, end, left, depth + 1)
+        elif _BYTE < kind <= _I64:
+            value, place = _number(data, place, end)
+        elif kind == _BINARY:
+            value, place = _bytes(data, place, end)
+        elif _LIST <= kind <= _SET:
+            value, place, left = _list(data, place, end, left, depth + 1)
+        else:
+            value, place = _plain(kind, data, place, end)
+        values.append(value)
+    return values, place, left
+
+
+def _plain(kind: int, data: Bytes, place: int, end: int) -> tuple[int | bytes, int]:
+    """A value of another type; a truth takes a byte in a list."""
+    if kind != _DOUBLE and not _TRUE <= kind <= _BYTE:
+        raise ValueError(f"a header holds a value of unknown type {kind}")
+    size = 8 if kind == _DOUBLE else 1
+    if size > end - place:
+        raise ValueError("a header is cut short")
+    held = bytes(data[place : place + size])
+    return (held if kind == _DOUBLE else held[0]), place + size
+
+
+def _bytes(data: Bytes, place: int, end: int) -> tuple[bytes, int]:
+    if place < end and (size := data[place]) < _MORE:
+        place += 1
+    else:
+        size, place = _varint(data, place, end)
+    if size > end - place:
+        raise ValueError("a header is cut short")
+    return bytes(data[place : place + size]), place + size
+
+
+def _number(data: Bytes, place: int, end: int) -> tuple[int, int]:
+    """A signed number, and the place behind it."""
+    if place < end and (value := data[place]) < _MORE:
+        return (value >> 1) ^ -(value & 1), place + 1
+    value, place = _varint(data, place, end)
+    return (value >> 1) ^ -(value & 1), place
+
+
+def _varint(data: Bytes, place: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if place >= end:
+            raise ValueError("a header is cut short")
+        byte = data[place]
+        place += 1
+        value |= (byte & 127) << shift
+        if byte < _MORE:
+            return value, place
+    raise ValueError("a header holds a number that is too long")

@@ -53,6 +53,9 @@ __all__ = [
 CONSTANT = ("mode", "worker", "shard_index", "shard_count", "replica", "stage")
 """Columns that mostly have one value in an object; its footer says so, and they need not be read."""
 
+_DENSE = frozenset({*VALUE_COLUMNS, "histogram_bins.list.element", "histogram_counts.list.element"})
+"""Columns that zstd makes a third smaller than LZ4 does; of the others both make next to nothing, LZ4 in half the time."""
+
 _META = b"watchstep"
 CATALOGUE = b"watchstep.tensors"
 """Key of the catalogue in a segment's metadata."""
@@ -102,13 +105,18 @@ def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, by
     pq.write_table(
         table.replace_schema_metadata(meta),
         sink,
-        compression="zstd",
+        compression={leaf: "zstd" if leaf in _DENSE else "lz4" for leaf in _leaves(table.column_names)},
         use_dictionary=["tensor", "mode", "stage"],
         use_byte_stream_split=[*VALUE_COLUMNS, *(PROBE + name for name in block.probes)],
         write_statistics=["step", "tensor", *CONSTANT],
         write_page_checksum=True,
     )
     return sink.getvalue()
+
+
+def _leaves(columns: list[str]) -> list[str]:
+    """Columns as Parquet calls them, whose leaves are what is compressed."""
+    return [f"{name}.list.element" if name.startswith("histogram") else name for name in columns]
 
 
 def to_table(block: Block) -> pa.Table:

@@ -46,13 +46,18 @@ class Target:
 class Access:
     """The way to the store and the service. On the writer's thread.
 
+    What is announced while ``is_urgent`` says so, the service evaluates before other runs.
+
     Attributes:
         target: what is reached.
         store: None before it was opened.
     """
 
-    def __init__(self, target: Target, control: ControlReader, health: Health) -> None:
+    def __init__(
+        self, target: Target, control: ControlReader, health: Health, is_urgent: Callable[[], bool]
+    ) -> None:
         self.target = target
+        self._is_urgent = is_urgent
         self.store: Store | None = None
         self._control = control
         self._health = health
@@ -120,6 +125,7 @@ class Access:
                 run = self.target.run
                 service.register({"run": run.run, "attempt": key.writer.attempt, "rules": list(run.rules)})
                 self._registered = True
-            self._control.accept(service.announce(self.target.identity.run, key, self._health.as_data()))
+            name, said = self.target.identity.run, self._health.as_data()
+            self._control.accept(service.announce(name, key, said, urgent=self._is_urgent()))
         except ServiceError as error:
             self._health.fault("service", error)

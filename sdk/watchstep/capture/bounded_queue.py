@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from watchstep.capture.record import Record
 
+_URGENT_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class FinishedStep:
@@ -47,6 +49,10 @@ class BoundedQueue:
         self.wake = threading.Event()
         self.pressing = False
         self.urgent_at = float("-inf")
+
+    def is_urgent(self) -> bool:
+        """Whether something urgent was handed over a moment ago: a stop may follow."""
+        return time.monotonic() - self.urgent_at < _URGENT_SECONDS
 
     @property
     def room(self) -> int:

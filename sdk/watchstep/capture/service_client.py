@@ -99,7 +99,9 @@ class ServiceClient:
         named = f"{quote(run, safe='')}/attempts/{quote(attempt, safe='')}"
         return self._post(f"{self._runs}/{named}/credentials", {}, seconds=_LENDING_SECONDS)
 
-    def announce(self, run: str, key: SegmentKey, health: Mapping[str, Any]) -> ControlDocument:
+    def announce(
+        self, run: str, key: SegmentKey, health: Mapping[str, Any], *, urgent: bool = False
+    ) -> ControlDocument:
         """Say that a segment lies on the store.
 
         What follows from it belongs to one trace: that of this thread's current span, or of the one in which the client
@@ -119,6 +121,7 @@ class ServiceClient:
             "first": key.first,
             "last": key.last,
             "health": health,
+            "urgent": urgent,
         }
         trace = trace_context.current_span() or self._parent or trace_context.new_trace()
         answer = self._post(

@@ -29,7 +29,6 @@ _SHORTEST_FLUSH = 2.0
 _FLUSH_OF_EACH = 0.25
 """Seconds for each writer: 64 that flush every 18 s cost as much as the published figure allows."""
 _LONGEST_FLUSH = 30.0
-_HASTY_SECONDS = 5.0
 _HASTY_PAUSE = 0.1
 _SETTLING_SECONDS = 1.0
 _SHARE_OF_SNAPSHOTS = 0.7  # of the time for closing; how the worker ended is written after them
@@ -65,7 +64,7 @@ class Writer:
         self.left_in = ""
         self._backlog = Backlog(bounds.backlog_bytes, Spill(about, bounds.spill_bytes, health), health)
         self._encoder = SegmentEncoder(self._backlog, health)
-        means = Means(Access(target, control, health), self._backlog, control, health)
+        means = Means(Access(target, control, health, queue.is_urgent), self._backlog, control, health)
         self._uploader = Member(means, queue, bounds) if _shares_node(target) else Uploader(means)
         self._due_at = float("inf")
         self._filling = threading.Lock()
@@ -147,7 +146,7 @@ class Writer:
         After something urgent a stop may follow: the service is asked often for a while. Where the service lags and asks for
         fewer announcements, segments grow instead; nothing is lost by it.
         """
-        if time.monotonic() - self._queue.urgent_at < _HASTY_SECONDS:
+        if self._queue.is_urgent():
             return min(_HASTY_PAUSE, self.bounds.flush_seconds)
         usual = min(_LONGEST_FLUSH, _SHORTEST_FLUSH + _FLUSH_OF_EACH * self._uploader.writers)
         if age < _DENSE_SECONDS:

@@ -28,6 +28,8 @@ _HEALTH_BYTES = 1024 * 1024  # of all writers of a run: its row is read whenever
 _THREADS = 8
 _LAGS_SECONDS = 1.0
 _LONGEST_PAUSE = 10.0
+_BELIEVED_AGAIN_NS = 60 * NANOSECONDS
+"""A run that is urgent all the time comes before others for a quarter of it."""
 
 
 def pause_seconds(lag_ns: int) -> float:
@@ -74,6 +76,8 @@ def _taken_in(service: Service, project: str, run: str, body: AnnouncementInput)
         said: dict[str, Any] = {"heard_ns": row.now_ns}
         if row.quiet_ns:
             said["look_ns"] = row.now_ns + row.quiet_ns
+        if body.urgent and row.now_ns - row.urgent_ns > _BELIEVED_AGAIN_NS:
+            said["urgent_ns"] = row.now_ns
         health, before = _with_health(row.health, f"{writer.node}/{writer.writer}", body.health)
         if health is not None:
             said["health"] = health

@@ -42,6 +42,7 @@ class HeldRun:
     id: int
     due_ns: int | None
     quiet_ns: int
+    urgent_ns: int
     health: dict[str, Any]
     control: dict[str, Any]
     holder: str
@@ -54,6 +55,7 @@ _HELD = (
         Run.id,
         Run.due_ns,
         Run.quiet_ns,
+        Run.urgent_ns,
         Run.health,
         Run.control,
         Run.holder,

@@ -69,6 +69,10 @@ class AnnouncementInput(_Input):
     first: int = Field(ge=0, lt=10**18, description="Its first step.")
     last: int = Field(ge=0, lt=10**18, description="Its last step, which its writer has passed.")
     health: dict[str, Any] = Field(default_factory=dict, description="The recorder's counters.")
+    urgent: bool = Field(
+        False,
+        description="Values have just become NaN or infinite: the run is to be evaluated before others, believed once a minute.",
+    )
 
     @field_validator("health")
     @classmethod

@@ -20,6 +20,8 @@ from watchstep_services.settings import NANOSECONDS, nanoseconds
 
 _HOW = {ASK: "already ended", ASKED: "cooperative", TERMINATED: "terminated", KILLED: "killed"}
 _POLL_NS = NANOSECONDS // 5
+_ENDS_NS = NANOSECONDS
+"""Last words are found by listing a store, which is not done more often."""
 _LONGEST_POLL_NS = 5 * NANOSECONDS
 _KILL_PATIENCE_NS = 30 * NANOSECONDS
 
@@ -64,9 +66,11 @@ def try_stop(service: Service, due: DueAction) -> Tried:
 
 def _again(due: DueAction, after_ns: int | None = None) -> Tried:
     """Look again: soon at first, and the more seldom the longer it lasts."""
-    if after_ns is None:
-        after_ns = min(_LONGEST_POLL_NS, max(_POLL_NS, (due.now_ns - due.stage_since_ns) // 4))
-    return Tried("waiting", "", due.stage, due.now_ns + after_ns)
+    return Tried("waiting", "", due.stage, due.now_ns + (_later(due) if after_ns is None else after_ns))
+
+
+def _later(due: DueAction) -> int:
+    return min(_LONGEST_POLL_NS, max(_POLL_NS, (due.now_ns - due.stage_since_ns) // 4))
 
 
 def _ask(service: Service, due: DueAction, target: Target) -> Tried:
@@ -113,7 +117,8 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
         )
     if listing_due(service, target.place, target.run.listed_ns, due.now_ns) and discover(service, due.run_id):
         return _again(due, 0)
-    return _again(due)
+    alone = target.attempt.world_size <= 1  # of several, answers are waited for
+    return _again(due, max(_ENDS_NS, _later(due)) if alone else None)
 
 
 def _out_of_reach(target: Target) -> Tried:

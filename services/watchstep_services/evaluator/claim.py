@@ -19,6 +19,9 @@ MESSAGE_NS = 5 * NANOSECONDS
 """So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
 KEPT_NS = 20 * NANOSECONDS
 """So much longer has another worker's run to wait before one that has work of its own takes it."""
+URGENT_NS = 15 * NANOSECONDS
+"""So long a run of which a recorder said something sudden comes before others, as if it had been due for `AHEAD_NS` longer."""
+AHEAD_NS = 60 * NANOSECONDS
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: in
 
     It is to take those whose earlier rows it holds, those that nobody holds, those that have been due for longer than a
     worker that lives lets them wait, and the one that it was asked for. Those of other workers count as due much later,
-    lest workers that are behind take each other's runs, read the earlier rows of each anew, and fall further behind by it. So it matters little in which order messages come,
+    lest workers that are behind take each other's runs, read the earlier rows of each anew, and fall further behind by it; those
+    of which a recorder just said that something sudden happened count as due much earlier. So it matters little in which order messages come,
     and a run whose worker is gone is taken by whoever works next, whatever became of its message.
 
     Args:
@@ -141,6 +145,7 @@ _CLAIM = _both(_ANY.where(Run.id == bindparam("run_id")))
 _NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
 _MINE = Run.holder.in_(["", bindparam("worker")])
 _LEFT = Run.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
+_URGENT = Run.urgent_ns > _NOW - URGENT_NS
 _LONGEST_DUE = (
     select(Run.id)
     .where(
@@ -153,7 +158,7 @@ _LONGEST_DUE = (
         ),
     )
     # To read earlier rows again costs more than ten evaluations: where all wait, workers keep to what they hold.
-    .order_by(Run.due_ns + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS))
+    .order_by(Run.due_ns + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS) - case((_URGENT, AHEAD_NS), else_=0))
     .limit(1)
     # One that is being written, were it by a worker that stands still, keeps nobody from the others.
     .with_for_update(skip_locked=True)

@@ -19,7 +19,7 @@ from watchstep_services.points import reach
 from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
 from watchstep_services.scheduler.celery_client import app
-from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, QUEUE, SWEEP, UPKEEP
+from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, QUEUE, SWEEP, UPKEEP, URGENT
 from watchstep_services.scheduler.production import production_service
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, note_asked
@@ -100,8 +100,9 @@ def _hand_out(mine: Service, found: Work) -> None:
         note_asked(mine, found.runs)
         for run_id in found.runs:
             mine.notifier.run_changed(run_id)
-    for action_id in found.actions:
-        mine.notifier.action_due(action_id)
+    if found.actions and not enough_wait(app, URGENT):
+        for action_id in found.actions:
+            mine.notifier.action_due(action_id)
     for number in found.backtests:
         mine.notifier.backtest_due(number)
 

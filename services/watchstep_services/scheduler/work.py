@@ -6,7 +6,7 @@ from sqlalchemy import select
 
 from watchstep_services.backtests import judge_next
 from watchstep_services.database.models import Action
-from watchstep_services.dispatcher.dispatch import dispatch
+from watchstep_services.dispatcher.dispatch import dispatch, post_of
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.evaluator import evaluate as evaluating
 from watchstep_services.evaluator.evaluate import Evaluation, evaluate
@@ -33,10 +33,14 @@ def evaluate_longest_due(service: Service, run_id: int) -> Evaluation:
 
 
 def _followed_up(service: Service, run_id: int, result: Evaluation) -> Evaluation:
-    for action_id in result.actions:
+    posts = {action_id for action_id in result.actions if post_of(service, action_id) is not None}
+    for action_id in posts:
         service.notifier.action_due(action_id)
     if result.more:
         service.notifier.run_changed(run_id, service.worker)
+    for action_id in result.actions:
+        if action_id not in posts:
+            do_action(service, action_id)  # at once: a message would wait behind those that wait already
     if result.outcome == "committed" and not result.steady:
         advance_run(service, run_id)
     return result

@@ -14,7 +14,8 @@ class Run(Base):
     """A run: where it stands, the fence around its evaluation, and when it is next looked at.
 
     ``holder``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
-    hints at it; an announcement puts that off by ``quiet_ns``, 0 before the first look.
+    hints at it; an announcement puts that off by ``quiet_ns``, 0 before the first look. ``urgent_ns``: when a recorder that was believed
+    last said that something sudden had happened.
     """
 
     __tablename__ = "runs"
@@ -43,6 +44,7 @@ class Run(Base):
     look_ns: Mapped[int] = mapped_column(default=0, server_default="0", index=True)
     quiet_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     holder: Mapped[str] = mapped_column(String(255), default="", server_default="")
+    urgent_ns: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class Attempt(Base):
