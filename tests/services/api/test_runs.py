@@ -12,6 +12,8 @@ from tests.services.scheduler.test_discovery import BAD as BAD_RULES
 from watchstep.control import ControlDocument
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store
+from watchstep_services.database.models import Run
+from watchstep_services.settings import NANOSECONDS
 
 RUNS = "/v1/projects/vision/runs"
 STOPS = {"rule": "nan_or_inf", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
@@ -115,6 +117,26 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
         "watchstep.stop.requested",
     ]
     assert api.call("GET", f"{RUNS}/run-1/events?after={events['after']}").json()["events"] == []
+
+
+def test_that_something_is_urgent_is_believed_once_a_minute(api: Api, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    api.call("POST", RUNS, {"run": "run-1"}, role="recorder")
+    minute = 60 * NANOSECONDS
+
+    def announced(seq: int, *, urgent: bool, ago_ns: int = 0) -> int:
+        with api.driven.service.database.write() as session:
+            session.get_one(Run, 1).urgent_ns -= ago_ns
+        body = announcement(recording.write(seq, 4 * seq, 4 * seq + 3), urgent=urgent)
+        assert api.call("POST", f"{RUNS}/run-1/announcements", body, role="recorder").is_success
+        return api.driven.run(1).urgent_ns
+
+    assert announced(0, urgent=False) == 0
+    first = announced(1, urgent=True)
+    assert first > minute
+    assert announced(2, urgent=True) == first
+    assert announced(3, urgent=False, ago_ns=2 * minute) == first - 2 * minute
+    assert announced(4, urgent=True) >= first
 
 
 def test_an_operators_stop_is_made_once(api: Api, folder_store: Store) -> None:

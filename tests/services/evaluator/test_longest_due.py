@@ -15,7 +15,14 @@ from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.models import Run
 from watchstep_services.database.schema import upgrade
-from watchstep_services.evaluator.claim import KEPT_NS, MESSAGE_NS, claim, claim_longest_due
+from watchstep_services.evaluator.claim import (
+    AHEAD_NS,
+    KEPT_NS,
+    MESSAGE_NS,
+    URGENT_NS,
+    claim,
+    claim_longest_due,
+)
 from watchstep_services.evaluator.evaluate import evaluate_longest_due
 from watchstep_services.scheduler.sweep import find_due, note_asked
 from watchstep_services.settings import NANOSECONDS, nanoseconds
@@ -24,7 +31,8 @@ LEASE_NS = nanoseconds(60.0)
 
 
 def runs(driven: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
-    """Runs, each with rows of its table; ``ago`` is how many seconds each has been due, and ``leased`` it is held for."""
+    """Runs, each with rows of its table; ``ago`` is how many seconds each has been due, ``leased`` it is held for, and ``urgent`` it
+    has been urgent for."""
     ids = []
     for number, state in enumerate(states):
         Recording(store, run=f"run-{number}").begin()
@@ -34,6 +42,7 @@ def runs(driven: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
             row = session.get_one(Run, ids[-1])
             row.due_ns = now - int(state["ago"] * NANOSECONDS)
             row.holder = state.get("holder", "")
+            row.urgent_ns = now - int(state["urgent"] * NANOSECONDS) if "urgent" in state else 0
             row.lease_until_ns = now + int(state["leased"] * NANOSECONDS) if "leased" in state else 0
     return ids
 
@@ -94,6 +103,21 @@ def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_e
         {"ago": late, "holder": "mine"},
     )
     assert [taken(driven, others) for _ in range(4)] == [longest, mine, others, None]
+
+
+def test_where_something_sudden_happened_goes_before_what_waits_less_than_a_minute_longer(
+    driven: Driven, folder_store: Store
+) -> None:
+    ahead, short = AHEAD_NS / NANOSECONDS, URGENT_NS / NANOSECONDS
+    waited, urgent, longest, past = runs(
+        driven,
+        folder_store,
+        {"ago": ahead - 1, "holder": "mine"},
+        {"ago": 1, "holder": "mine", "urgent": 1},
+        {"ago": ahead + 3, "holder": "mine"},
+        {"ago": 2, "holder": "mine", "urgent": short + 1},
+    )
+    assert [taken(driven, past) for _ in range(5)] == [longest, urgent, waited, past, None]
 
 
 def test_a_message_about_one_run_has_the_bad_step_of_another_judged(
