@@ -131,13 +131,24 @@ def _running(backend: Backend, job_id: str) -> JobHandle:
         raise ConfigError(
             f"job {backend.kind}:{job_id}: is over ({status.state}{code})", "attach to a job that runs"
         )
-    if backend.kind == local.NAME:
-        _check_owner(job_id)
+    _check_owner(backend, handle)
     return handle
 
 
-def _check_owner(pid: str) -> None:
-    """Rules that stop are of no use to a process that may not be signalled."""
+def _check_owner(backend: Backend, job: JobHandle) -> None:
+    """Rules that stop are of no use to a job that may not be stopped; and who may not stop it has no say in who does.
+
+    Raises:
+        BackendError: it is another user's.
+    """
+    if backend.kind == local.NAME:
+        _check_process(job.id)
+    check = getattr(backend, "check_may_stop", None)
+    if check is not None:
+        check(job)
+
+
+def _check_process(pid: str) -> None:
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except FileNotFoundError:

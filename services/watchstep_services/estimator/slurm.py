@@ -24,6 +24,7 @@ from watchstep_services.estimator.errors import (
 from watchstep_services.estimator.log_file import read_part
 from watchstep_services.estimator.slurm_commands import SILENT, CommandFailedError, run
 from watchstep_services.estimator.slurm_identity import SlurmIdentity
+from watchstep_services.estimator.slurm_owner import check_may_stop
 from watchstep_services.estimator.slurm_rows import MARK, JobRow
 from watchstep_services.estimator.slurm_script import batch_script, check_environment
 
@@ -148,6 +149,15 @@ class Slurm(BackendModel):
         if len(rows) > 1:
             raise JobNotFoundError(f"job {id!r}: is an array", f"name one of its tasks: {id}_0")
         return _handle(rows[0])
+
+    def check_may_stop(self, job: JobHandle) -> None:
+        """See that this process's user may stop the job: its own, or any as Slurm's user, operator or coordinator.
+
+        Raises:
+            BackendError: it is another user's.
+        """
+        for row in slurm_rows.held_in_memory(f"--jobs={job.id}"):
+            check_may_stop(row)
 
     def settled(self, job: JobHandle) -> JobHandle:
         """The same, its identity spelt as this class spells it.

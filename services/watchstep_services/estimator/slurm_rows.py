@@ -14,7 +14,7 @@ MARK = "watchstep"
 _END = "\x1f"
 _FIELDS = (
     "JobID", "State", "SubmitTime", "RestartCnt", "exit_code", "Reason", "Cluster", "NodeList", "Comment",
-    "Name", "StdOut",
+    "Name", "StdOut", "UserID", "Account",
 )  # fmt: skip
 _FORMAT = ",".join(f"{name}:{_END}" for name in _FIELDS)
 _ACCOUNTED = "JobIDRaw,State,ExitCode,Submit,Cluster,JobName"
@@ -57,6 +57,8 @@ class JobRow:
         comment: `MARK`, of ours.
         name: of the job.
         output: where its output goes.
+        user: number of the user that it runs as; empty where it is not told.
+        account: that it is charged to.
     """
 
     id: str
@@ -70,6 +72,8 @@ class JobRow:
     comment: str = ""
     name: str = ""
     output: str = ""
+    user: str = ""
+    account: str = ""
 
     @property
     def status(self) -> JobStatus:
@@ -153,7 +157,7 @@ def read_accounted(said: str) -> list[JobRow]:
 def _row(line: str) -> JobRow:
     # The name of the job and what follows it may hold anything but the separator.
     job, state, submitted, restarts, code, *rest = line.strip("\n").split(_END)
-    return JobRow(job.strip(), state, _seconds(submitted), int(restarts), int(code), *rest[:6])
+    return JobRow(job.strip(), state, _seconds(submitted), int(restarts), int(code), *rest[:8])
 
 
 def _seconds(text: str) -> int:
