@@ -90,7 +90,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 NAMES = ("0.weight", "2.bias", "0.weight:gradient", "2.weight:gradient")
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
 def test_shards_merge_to_what_one_process_sees(tmp_path: Path, alone: Run, kind: str, ranks: int) -> None:
     run = trained(tmp_path, kind, ranks)
     for name in NAMES:
@@ -135,6 +135,7 @@ def test_checksums_tell_replicas_apart_that_went_their_own_way(tmp_path: Path) -
     }
 
 
+@pytest.mark.slow
 def test_each_shard_of_a_replica_has_its_checksum(tmp_path: Path) -> None:
     run = trained(tmp_path, "hsdp", 4)
     for shard in (0, 1):
