@@ -21,7 +21,7 @@ KEPT_NS = 20 * NANOSECONDS
 """So much longer has another worker's run to wait before one that has work of its own takes it."""
 URGENT_NS = 15 * NANOSECONDS
 """So long a run of which a recorder said something sudden comes before others, as if it had been due for `AHEAD_NS` longer."""
-AHEAD_NS = 60 * NANOSECONDS
+AHEAD_NS = 300 * NANOSECONDS
 
 
 @dataclass(frozen=True)

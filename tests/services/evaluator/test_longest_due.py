@@ -105,7 +105,7 @@ def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_e
     assert [taken(driven, others) for _ in range(4)] == [longest, mine, others, None]
 
 
-def test_where_something_sudden_happened_goes_before_what_waits_less_than_a_minute_longer(
+def test_where_something_sudden_happened_goes_before_what_has_not_waited_far_longer(
     driven: Driven, folder_store: Store
 ) -> None:
     ahead, short = AHEAD_NS / NANOSECONDS, URGENT_NS / NANOSECONDS
