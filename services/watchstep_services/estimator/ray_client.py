@@ -9,8 +9,19 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from watchstep_services.estimator.errors import BackendDownError, CredentialsExpiredError
+from watchstep_services.estimator.ray_submission import reason_in
 
 SECONDS = 20.0
+
+_UNUSABLE = (
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    FileNotFoundError,
+    NotADirectoryError,
+    PermissionError,
+)
+"""What Ray's client raises of a runtime environment that it cannot use, before it asks the cluster."""
 
 
 class RefusedError(Exception):
@@ -23,9 +34,8 @@ class RefusedError(Exception):
 
     @property
     def reason(self) -> str:
-        """The line that says why: of a traceback, the last."""
-        lines = [line.strip() for line in self.said.splitlines() if line.strip()]
-        return lines[-1][:500] if lines else f"HTTP {self.code}"
+        """The line that says why."""
+        return reason_in(self.said) or f"HTTP {self.code}"
 
 
 class RayClient:
@@ -39,8 +49,17 @@ class RayClient:
         self._client = self._asked(_Client, address)
 
     def submit(self, **what: Any) -> str:
-        """The id of a new job."""
-        return str(self._asked(self._client.submit_job, **what))
+        """The id of a new job. Raises `RefusedError` also of what Ray's own client does not pass on."""
+
+        def checked() -> str:
+            try:
+                return str(self._client.submit_job(**what))
+            except requests.RequestException:
+                raise  # some are ValueErrors as well
+            except _UNUSABLE as error:
+                raise RefusedError(400, f"{type(error).__name__}: {error}") from error
+
+        return str(self._asked(checked))
 
     def details(self, job_id: str) -> JobDetails | None:
         """How a job is; None where there is none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -14,6 +13,7 @@ from watchstep_services.estimator.backend import JobHandle, JobState, JobStatus,
 from watchstep_services.estimator.backend_model import BackendModel
 from watchstep_services.estimator.errors import BackendDownError, JobNotFoundError, SubmissionRejectedError
 from watchstep_services.estimator.log_file import LARGEST_PART
+from watchstep_services.estimator.ray_submission import MARK, is_of, never_began, reason_in, request_of
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from watchstep_services.estimator.ray_client import RayClient
 
 NAME = "ray"
-MARK = "watchstep"
-"""Key in the metadata of jobs that launchers of Watchstep submitted."""
 
 _STATES: dict[str, JobState] = {
     "PENDING": "queued",
@@ -69,28 +67,18 @@ class Ray(BackendModel):
         """Submit a job; its id is the launch's name. Ray shows a job's variables to whoever may see the job.
 
         Raises:
-            SubmissionRejectedError: Ray refused it.
+            SubmissionRejectedError: Ray refused it, or gave it up at once. What needs more than the cluster has is no error: it
+                waits.
         """
-        from watchstep_services.estimator.ray_client import RefusedError
-
-        client = self._client()
-        asked = self._asked(launch)
-        try:
-            job_id = client.submit(**asked)
-        except RefusedError as error:
-            raise SubmissionRejectedError(
-                f"Ray took no job: {error.reason}",
-                "mend the backend's options or the launch, and submit again",
-            ) from error
-        except BackendDownError:
-            if not launch.name or (found := self._details(launch.name)) is None:
-                raise
-            return _handle(found)
-        found = self._details(job_id)
-        if found is None:
-            raise BackendDownError(
-                f"job {job_id!r} was taken, and Ray knows it no more", "see the cluster's dashboard"
-            )
+        kept = {
+            "entrypoint_num_cpus": self.cpus,
+            "entrypoint_num_gpus": self.gpus,
+            "entrypoint_memory": self.memory,
+            "entrypoint_resources": dict(self.resources) or None,
+        }
+        found = self._submitted(request_of(launch, self.runtime_env, kept, self.stop_seconds))
+        if never_began(found):
+            raise _rejected(reason_in(found.message or "") or found.status.value)
         return _handle(found)
 
     def status(self, job: JobHandle) -> JobStatus:
@@ -100,6 +88,8 @@ class Ray(BackendModel):
             return JobStatus("vanished", detail="this cluster does not know it")
         state = _STATES.get(found.status.value, "unknown")
         why = next(iter((found.message or "").splitlines()), "")
+        if never_began(found) and (reason := reason_in(found.message or "")) not in why:
+            why = f"{why} ({reason})"
         return JobStatus(
             state, _exit_code(found), f"{found.status.value}: {why}" if why else found.status.value
         )
@@ -158,34 +148,31 @@ class Ray(BackendModel):
         """
         return JobHandle(job.backend, job.id, {"started": _identity(job)}, job.details)
 
-    def _asked(self, launch: Launch) -> dict[str, Any]:
-        environment = dict(self.runtime_env)
-        given = {str(name): str(value) for name, value in dict(environment.get("env_vars") or {}).items()}
-        environment["env_vars"] = {
-            "RAY_JOB_STOP_WAIT_TIME_S": str(self.stop_seconds),
-            **given,
-            **launch.environment,
-            **launch.secrets,
-        }
-        # Ray gives an entrypoint to a shell.
-        command = f"exec {shlex.join(launch.command)}"
-        if "working_dir" not in environment:
-            command = f"cd {shlex.quote(str(launch.folder))} && {command}"
-        if launch.log is not None:
-            command = f"exec >>{shlex.quote(str(launch.log))} 2>&1; {command}"
-        kept = {
-            "entrypoint_num_cpus": self.cpus,
-            "entrypoint_num_gpus": self.gpus,
-            "entrypoint_memory": self.memory,
-            "entrypoint_resources": dict(self.resources) or None,
-        }
-        return {
-            "entrypoint": command,
-            "submission_id": launch.name or None,
-            "runtime_env": environment,
-            "metadata": {MARK: "1"},
-            **{name: value for name, value in kept.items() if value is not None},
-        }
+    def _submitted(self, asked: Mapping[str, Any]) -> JobDetails:
+        """The job that came of a submission; looked for where there was no answer, or an error of which a job may be left.
+
+        Raises:
+            SubmissionRejectedError: none did.
+            BackendDownError: none did, or nobody knows.
+        """
+        client, job_id = self._client(), str(asked["submission_id"])
+        from watchstep_services.estimator.ray_client import RefusedError
+
+        try:
+            client.submit(**asked)
+        except (RefusedError, BackendDownError) as error:
+            found = self._details(job_id)
+            if found is not None and is_of(found, asked):
+                return found
+            if isinstance(error, RefusedError):
+                raise _rejected(error.reason) from error
+            raise
+        found = self._details(job_id)
+        if found is None:
+            raise BackendDownError(
+                f"job {job_id!r} was taken, and Ray knows it no more", "see the cluster's dashboard"
+            )
+        return found
 
     def _client(self) -> RayClient:
         with self._making:
@@ -213,6 +200,12 @@ class Ray(BackendModel):
     def _details(self, job_id: str) -> JobDetails | None:
         found: JobDetails | None = self._told(lambda client: client.details(job_id))
         return found
+
+
+def _rejected(why: str) -> SubmissionRejectedError:
+    return SubmissionRejectedError(
+        f"Ray took no job: {why}", "mend the backend's options or the launch, and submit again"
+    )
 
 
 def _handle(found: JobDetails) -> JobHandle:
