@@ -99,6 +99,8 @@ class Change:
         finding: what was found there, if anything.
         enough: the streak is as long as `Timing` asks.
         since: the streak up to here.
+        row: its place among all rows of the series that matter, as they were judged,
+        line: and series by series.
     """
 
     group: int
@@ -106,6 +108,8 @@ class Change:
     finding: Finding | None
     enough: bool
     since: Streak
+    row: int
+    line: int
 
 
 @dataclass(frozen=True)
@@ -116,11 +120,19 @@ class Streaks:
         changes: in the order of the rows.
         ends: of each series with rows in the block, the streak at its last one, and whether it is of findings.
         steps: of each group, its step, int64.
+        tick: the group that a tick is, -1 for none; it comes when it comes, and is about no step.
+        lines: all rows of the series that matter.
     """
 
     changes: list[Change]
     ends: dict[str, tuple[bool, Streak]]
     steps: NDArray[np.int64]
+    tick: int
+    lines: _Lines
+
+    def beyond(self, change: Change, step: int) -> Change | None:
+        """After a change, the first row of the same streak that is about a later step than this one; None if none is."""
+        return self.lines.beyond(change, step)
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,57 @@ class _Rows:
 
     def take(self, rows: NDArray[np.intp]) -> _Rows:
         return _Rows(self.group[rows], self.series[rows], self.step[rows], self.time_ns[rows])
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Rows of the series that matter, series by series, with the streaks that they are in; each column of shape (m,).
+
+    Attributes:
+        rows: the rows.
+        names: of the series.
+        findings: what the rule said.
+        found: the place of each row's finding, or -1.
+        order: the place of each among the rows as they were judged.
+        heads: the first row of each streak, shape (streaks,).
+        which: the streak that each is in.
+        begun: the streaks.
+        count: rows of the streak up to each.
+        enough: the streak is long enough there.
+    """
+
+    rows: _Rows
+    names: list[str]
+    findings: Sequence[Finding]
+    found: NDArray[np.int64]
+    order: NDArray[np.intp]
+    heads: NDArray[np.intp]
+    which: NDArray[np.intp]
+    begun: _Begun
+    count: NDArray[np.int64]
+    enough: NDArray[np.bool_]
+
+    def streak(self, line: int) -> Streak:
+        run = self.which[line]
+        return Streak(int(self.count[line]), int(self.begun.step[run]), int(self.begun.time_ns[run]))
+
+    def change(self, line: int) -> Change:
+        found = self.found[line]
+        return Change(
+            group=int(self.rows.group[line]),
+            series=self.names[self.rows.series[line]],
+            finding=self.findings[found] if found >= 0 else None,
+            enough=bool(self.enough[line]),
+            since=self.streak(line),
+            row=int(self.order[line]),
+            line=line,
+        )
+
+    def beyond(self, one: Change, step: int) -> Change | None:
+        start, run = one.line + 1, self.which[one.line] + 1
+        end = self.heads[run] if run < len(self.heads) else len(self.order)
+        later = np.flatnonzero(self.rows.step[start:end] > step)
+        return self.change(start + int(later[0])) if len(later) else None
 
 
 def series_of(tensor: str, worker: int, mode: str) -> str:
@@ -190,25 +253,12 @@ def follow(
         enough |= _enough_by_clock(rows, names, hit, rows.time_ns - before.time_ns[which], timing)
     changed = begins.copy()
     changed[1:] |= (enough[1:] != enough[:-1]) | (rows.step[1:] < rows.step[:-1])
-
-    def streak(row: int) -> Streak:
-        run = which[row]
-        return Streak(int(count[row]), int(before.step[run]), int(before.time_ns[run]))
-
+    lines = _Lines(rows, names, findings, found, order, heads, which, before, count, enough)
     places = np.flatnonzero(changed)
-    changes = [
-        Change(
-            group=int(rows.group[row]),
-            series=names[rows.series[row]],
-            finding=findings[found[row]] if hit[row] else None,
-            enough=bool(enough[row]),
-            since=streak(row),
-        )
-        for row in places[np.argsort(order[places])].tolist()
-    ]
+    changes = [lines.change(line) for line in places[np.argsort(order[places])].tolist()]
     last = np.flatnonzero(np.diff(rows.series, append=-1))
-    ends = {names[rows.series[row]]: (bool(hit[row]), streak(row)) for row in last.tolist()}
-    return Streaks(changes, ends, steps)
+    ends = {names[rows.series[line]]: (bool(hit[line]), lines.streak(line)) for line in last.tolist()}
+    return Streaks(changes, ends, steps, -1 if tick is None else len(first), lines)
 
 
 def _series_of(finding: Finding) -> str:

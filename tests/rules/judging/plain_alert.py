@@ -41,6 +41,7 @@ class PlainAlert:
     fired: set[str] = field(default_factory=set)
     transitions: list[Transition] = field(default_factory=list)
     clock: bool = False
+    closed: int = -1
 
     def judge(self, block: Block, findings: Sequence[Finding], tick: Tick | None = None) -> None:
         self.clock = tick is not None
@@ -58,12 +59,12 @@ class PlainAlert:
             if tick is None and about_run and (following is None or following[0] != step):
                 self._row(RUN, step, time_ns, said.get((step, RUN)), ripe)
             if following != place:
-                self._settle(step, ripe)
+                self._settle(step, ripe, over=step <= self.closed)
                 ripe = []
         if tick is not None:
             last = next((f for f in reversed(findings) if not f.tensor), None)
             self._row(RUN, tick.step, tick.now_ns, last, ripe)
-            self._settle(tick.step, ripe)
+            self._settle(tick.step, ripe, over=False)
 
     def _row(
         self,
@@ -79,14 +80,15 @@ class PlainAlert:
             held = self.series[name] = Series(bad, 0, step, time_ns)
         held.count += 1
         held.lasts_ns = time_ns - held.time_ns
-        if finding is not None and held.long_enough(self.timing, by_clock=self._by_clock(name)):
+        over = step <= self.closed and not self._by_clock(name)
+        if finding is not None and not over and held.long_enough(self.timing, by_clock=self._by_clock(name)):
             self.fired.add(name)
             ripe.append((finding, Streak(held.count, held.step, held.time_ns)))
 
     def _by_clock(self, name: str) -> bool:
         return self.clock and name == RUN
 
-    def _settle(self, step: int, ripe: list[tuple[Finding, Streak]]) -> None:
+    def _settle(self, step: int, ripe: list[tuple[Finding, Streak]], *, over: bool) -> None:
         bad = any(series.bad for series in self.series.values())
         if self.phase is Phase.FIRING:
             self._revise(ripe)
@@ -95,6 +97,7 @@ class PlainAlert:
                 not one.bad and one.long_enough(self.timing, by_clock=self._by_clock(name))
                 for name, one in fired
             ):
+                self.closed = max(self.closed, self.fired_at, step, *(one.step for _, one in fired))
                 self.fired = set()
                 self._go(Phase.RESOLVED, step)
         elif ripe:
@@ -102,7 +105,8 @@ class PlainAlert:
             self.fired_at = step
             self._go(Phase.FIRING, step)
         elif bad and self.phase is not Phase.PENDING:
-            self._go(Phase.PENDING, step)
+            if not over:
+                self._go(Phase.PENDING, step)
         elif not bad and self.phase is Phase.PENDING:
             self._go(Phase.INACTIVE, step)
 

@@ -90,16 +90,6 @@ def test_later_steps_and_less_likely_causes_change_nothing() -> None:
     assert named(follow(NAN, [[REDUCED], [worse]])) == (5, 0, GRADIENT.name)
 
 
-def test_what_was_over_is_not_revised_but_fires_anew() -> None:
-    over = rank(0, range(8), (5, GRADIENT))
-    said = follow(NAN, [[over], [rank(1, range(6), (5, OUTPUT))]])
-    assert [(change.phase.value, change.step, change.revised) for change in said.transitions] == [
-        ("firing", 5, False),
-        ("resolved", 6, False),
-        ("firing", 5, False),
-    ]
-
-
 def test_a_memory_of_before_is_revised_too() -> None:
     memory = follow(NAN, [[REDUCED]]).memory
     alert = memory.alert.model_copy(update={"fired_at": -1})

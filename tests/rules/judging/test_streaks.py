@@ -98,6 +98,7 @@ def test_it_says_what_a_loop_says(parts: list[Group], timing: Timing, about_run:
     assert (memory.phase, memory.finding, memory.since) == (plain.phase, plain.finding, plain.since)
     assert set(memory.hits) == {name for name, series in plain.series.items() if series.bad}
     assert set(memory.clean) == plain.fired
+    assert memory.closed == plain.closed
 
 
 @settings(max_examples=250)
