@@ -58,6 +58,7 @@ class AwsBatch(AwsModel):
 
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 5.0
+    submission_seconds: ClassVar[float] = 60.0  # and lists show a job some time after it was taken
 
     job_queue: Word | None = Field(
         None, description="Name or ARN of the queue. Needed to submit and to list."
@@ -199,6 +200,19 @@ class AwsBatch(AwsModel):
         return [
             _handle(one) for one in found if MARK in (one.get("tags") or {}) and not status_of(one).is_over
         ]
+
+    def find(self, name: str) -> JobHandle | None:
+        """The newest job of the queue that is called like the launch, for a week after its end.
+
+        Raises:
+            BackendDownError: there is no queue to look in, or Batch does not answer.
+        """
+        if self.job_queue is None:
+            raise BackendDownError(
+                f"job {name}: no queue to look for it in", "AwsBatch(job_queue=…), the one of its launch"
+            )
+        found = self._listed(filters=[{"name": "JOB_NAME", "values": [name]}])
+        return self._just_submitted(str(found[0]["jobId"]), name) if found else None
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
         """The job with this id or ARN; of an array, one of its jobs (``id:0``).

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from watchstep.errors import ConfigError
 
@@ -194,4 +194,19 @@ class Backend(Protocol):
 
         Raises:
             ConfigError: the identity is not one of this kind's, or the id is another's.
+        """
+
+
+@runtime_checkable
+class FindsByName(Protocol):
+    """A backend that can say for sure whether a launch was taken, after whoever submitted it has ended; each of ours can."""
+
+    submission_seconds: ClassVar[float]
+    """So long a submission may go on after its launcher has ended. 0 where the backend takes no name twice."""
+
+    def find(self, name: str) -> JobHandle | None:
+        """The job of the launch with this name, over or not; None where there is none. Nobody submits it meanwhile.
+
+        Raises:
+            BackendError: nobody knows.
         """

@@ -32,6 +32,7 @@ class Command(BackendModel):
 
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 2.0
+    submission_seconds: ClassVar[float] = 60.0  # the submit command outlives its launcher
     shares_files: ClassVar[bool] = True
 
     submit_command: str = Field(
@@ -166,6 +167,27 @@ class Command(BackendModel):
         self._refuse_if_away(answer)
         found = [self._handle(name) for name in answer.text.split() if _ID.fullmatch(name)]
         return [job for job in found if not self.status(job).is_over]
+
+    def find(self, name: str) -> JobHandle | None:
+        """The job that the find command prints; None where it prints nothing.
+
+        Raises:
+            BackendDownError: there is no such command, or it fails.
+        """
+        if not self.find_command:
+            raise BackendDownError(
+                f"a job {name!r} may have begun, and no find_command tells",
+                "set find_command, or look for the job by its name",
+            )
+        answer = self._run(self.find_command, {"name": name})
+        self._refuse_if_away(answer)
+        found = answer.text.strip()
+        if answer.code or (found and not _ID.fullmatch(found)):
+            raise BackendDownError(
+                f"job {name!r}: {self.find_command!r} said {answer.said!r}",
+                "see to the find command: it prints one id, or nothing where there is none",
+            )
+        return self._handle(found) if found else None
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
         """The job that the status command knows by this id.

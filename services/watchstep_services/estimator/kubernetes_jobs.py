@@ -29,7 +29,7 @@ from watchstep_services.estimator.kubernetes_manifest import OURS
 from watchstep_services.estimator.kubernetes_objects import path_of, pods_of
 from watchstep_services.estimator.kubernetes_refusal import RefusedError
 from watchstep_services.estimator.kubernetes_settings import KubernetesSettings
-from watchstep_services.estimator.kubernetes_submitting import submit
+from watchstep_services.estimator.kubernetes_submitting import submit, taken
 
 if TYPE_CHECKING:
     from watchstep_services.estimator.kubernetes_client import KubernetesClient
@@ -53,6 +53,7 @@ class Kubernetes(KubernetesSettings):
 
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 3.0
+    submission_seconds: ClassVar[float] = 0.0
 
     _held: KubernetesClient | None = PrivateAttr(None)
     _making: threading.Lock = PrivateAttr(default_factory=threading.Lock)
@@ -108,6 +109,15 @@ class Kubernetes(KubernetesSettings):
             for found in held
             if not states.status_of(found, ()).is_over
         ]
+
+    def find(self, name: str) -> JobHandle | None:
+        """The Job or TrainJob of a launch; None where there is none.
+
+        One that lacks its Secret, for its launcher ended before that was made, can never start: it is deleted.
+        """
+        with self._asking() as client:
+            found = taken(client, name, self)
+            return None if found is None else _handle(self.runs_as, found, client.cluster())
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
         """The Job with this name now, or with ``trainjob/NAME`` the TrainJob, in the backend's namespace.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from watchstep.errors import ConfigError
 from watchstep_services.estimator.backend import Launch
 from watchstep_services.estimator.errors import BackendDownError, SubmissionRejectedError
-from watchstep_services.estimator.kubernetes_manifest import LAUNCH, manifest, secret
+from watchstep_services.estimator.kubernetes_manifest import LAUNCH, OURS, manifest, name_of, secret
 from watchstep_services.estimator.kubernetes_objects import path_of, path_to
 from watchstep_services.estimator.kubernetes_refusal import RefusedError
 from watchstep_services.estimator.kubernetes_settings import KubernetesSettings
@@ -47,6 +47,43 @@ def submit(client: KubernetesClient, launch: Launch, settings: KubernetesSetting
                 raise _rejected(error, settings) from error
             raise
     return made
+
+
+def taken(client: KubernetesClient, name: str, settings: KubernetesSettings) -> Object | None:
+    """The Job or TrainJob of a launch that nobody submits any more; None where there is none. One that lacks its Secret is deleted.
+
+    Raises:
+        BackendDownError: it is being deleted.
+    """
+    found = client.find(path_of(settings.runs_as, settings.namespace, name_of(name)))
+    if found is None or not OURS.items() <= (found["metadata"].get("labels") or {}).items():
+        return None
+    if "deletionTimestamp" in found["metadata"]:
+        raise BackendDownError(f"job {name!r}: is being deleted", "ask again once it is gone")
+    if _lacks_secret(client, found, settings):
+        _take_back(client, found)
+        return None
+    return found
+
+
+def _lacks_secret(client: KubernetesClient, found: Object, settings: KubernetesSettings) -> bool:
+    metadata = found["metadata"]
+    if metadata["name"] not in [_secret_of(variable) for variable in _variables_of(found)]:
+        return False
+    held = client.find(path_of("Secret", settings.namespace, metadata["name"]))
+    owners = (held or {}).get("metadata", {}).get("ownerReferences") or ()
+    return metadata["uid"] not in [one["uid"] for one in owners]
+
+
+def _variables_of(found: Object) -> list[Object]:
+    if found["kind"] == "TrainJob":
+        return list(found["spec"]["trainer"].get("env") or ())
+    return [one for held in found["spec"]["template"]["spec"]["containers"] for one in held.get("env") or ()]
+
+
+def _secret_of(variable: Object) -> str:
+    reference = (variable.get("valueFrom") or {}).get("secretKeyRef") or {}
+    return str(reference.get("name", ""))
 
 
 def _created(client: KubernetesClient, asked: Object, path: str, settings: KubernetesSettings) -> Object:

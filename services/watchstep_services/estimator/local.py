@@ -39,6 +39,7 @@ class Local(BackendModel):
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 0.0
     shares_files: ClassVar[bool] = True
+    submission_seconds: ClassVar[float] = 0.0  # a keeper whose launcher has ended ends what it has started
 
     folder: Path | None = Field(
         None,

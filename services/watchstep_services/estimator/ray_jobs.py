@@ -43,6 +43,7 @@ class Ray(BackendModel):
 
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 2.0
+    submission_seconds: ClassVar[float] = 0.0
 
     address: Address = Field(
         "http://127.0.0.1:8265", description="Where the dashboard answers: http://head:8265."
@@ -123,6 +124,11 @@ class Ray(BackendModel):
             for one in held
             if one.submission_id and MARK in (one.metadata or {}) and not one.status.is_terminal()
         ]
+
+    def find(self, name: str) -> JobHandle | None:
+        """The job of a launch: its name is the submission id. A cluster that was started anew knows none from before."""
+        found = self._details(name)
+        return None if found is None else _handle(found)
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
         """The job with this submission id now.

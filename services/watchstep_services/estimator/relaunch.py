@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -50,12 +51,18 @@ class Intent:
         name: of the job on its backend.
         path: of the checkpoint.
         step: the last step that it holds.
+        written: when, in seconds since 1970; 0 where nobody knows, a long time ago.
     """
 
     attempt: str
     name: str
     path: str
     step: int
+    written: float = 0.0
+
+    def may_go_on_for(self, seconds: float) -> float:
+        """How many seconds it may still be under way that takes so long at most, at most so long by a clock that was set back."""
+        return min(seconds, self.written + seconds - time.time())
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Launching a job again that a rule has stopped, once for each stop, whoever waits for it and whenever.
 
 The launching side does it, for it alone has the program, its environment and the right to submit. A lock lets one of several waiters do
-it; what is about to be submitted is written down before. One that finds such a word, and cannot tell whether the job was taken, submits
-nothing.
+it; what is about to be submitted is written down before. One that finds such a word looks for the job by its name, and, where it cannot tell
+whether that was taken, submits nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from watchstep.launch.environment import LAUNCHED
 from watchstep.stopping import FIRST_STEP, RESUME_FROM
 from watchstep_services.estimator.backend import Backend, JobHandle, Launch
 from watchstep_services.estimator.ending import end
-from watchstep_services.estimator.errors import BackendDownError, SubmissionRejectedError
+from watchstep_services.estimator.errors import SubmissionRejectedError
 from watchstep_services.estimator.job_name import job_name
 from watchstep_services.estimator.job_record import JobRecord, load, place_of
 from watchstep_services.estimator.recorder_token import recorder_token
 from watchstep_services.estimator.registering import Registering
 from watchstep_services.estimator.relaunch import Intent, Relaunch
+from watchstep_services.estimator.relaunch_lookup import came_through, taken
 
 _STOP_SECONDS = 60.0
 _LOOK_SECONDS = 0.2
@@ -70,7 +71,7 @@ def launched_again(record: JobRecord, backend: Backend) -> JobRecord | None:
             return None
         handle: JobHandle | None = None
         if relaunch.intent is not None:
-            handle = _taken(backend, relaunch.intent)
+            handle = taken(backend, held, relaunch.intent)
         else:
             if relaunch.done >= relaunch.limit:
                 return None
@@ -83,7 +84,7 @@ def launched_again(record: JobRecord, backend: Backend) -> JobRecord | None:
 
 def _intended(record: JobRecord, relaunch: Relaunch, good: _Good) -> Relaunch:
     """Let a new attempt pass the run's tombstone, and write down that it is about to be launched."""
-    intent = Intent(new_nonce(), job_name(record.run), good.path, good.step)
+    intent = Intent(new_nonce(), job_name(record.run), good.path, good.step, time.time())
     why = f"requeue {relaunch.done + 1} of {relaunch.limit} by its launcher, from {good.path} (step {good.step}), after: {good.reason}"
     _client(record).allow_restart(record.run, why[:1000], intent.attempt)
     _log.warning(
@@ -101,28 +102,33 @@ def _go_on(record: JobRecord, relaunch: Relaunch, backend: Backend, handle: JobH
     address, intent = record.judge.address(), relaunch.intent
     settled = replace(relaunch, done=relaunch.done + 1, intent=None)
     if handle is None:
-        named = {LAUNCHED: intent.attempt, RESUME_FROM: intent.path, FIRST_STEP: str(intent.step + 1)}
+        given = {LAUNCHED: intent.attempt, RESUME_FROM: intent.path, FIRST_STEP: str(intent.step + 1)}
         launch = Launch(
             relaunch.command,
-            {**relaunch.environment, **named, SERVICE: address.recorder.url},
+            {**relaunch.environment, **given, SERVICE: address.recorder.url},
             Path(relaunch.folder),
             name=intent.name,
             secrets={TOKEN: recorder_token(address, record.project, record.run)},
         )
         try:
             handle = backend.submit(launch)
-        except SubmissionRejectedError:  # none of it runs: there is nothing to look for
-            replace(record, relaunch=settled).save()
-            raise
+        except SubmissionRejectedError:
+            handle = came_through(backend, intent)
+            if handle is None:  # none of it runs
+                replace(record, relaunch=settled).save()
+                raise
+    following = replace(record, attempt=intent.attempt, handle=handle, relaunch=settled)
     try:
-        following = replace(record, attempt=intent.attempt, handle=handle, relaunch=settled)
-        following.save()
         Registering(address.operator, record.project, record.run).bind(
             intent.attempt, replace(handle, backend=relaunch.bound_as)
         )
     except BaseException:  # as of every launch: what no service can stop is not left running
         end(backend, handle, 0.0)
+        replace(
+            record, relaunch=replace(relaunch, intent=None)
+        ).save()  # and whoever waits next launches another
         raise
+    following.save()  # last: who ends before this is followed by one who finds the job by its name
     return following
 
 
@@ -151,22 +157,6 @@ def _good(record: JobRecord) -> _Good | None:
             return None
         return _Good(str(good["path"]), int(good["step"]), str(data.get("reason", "")))
     return None
-
-
-def _taken(backend: Backend, intent: Intent) -> JobHandle | None:
-    """The job that somebody was about to submit; None where it is sure that there is none.
-
-    Raises:
-        BackendDownError: nobody knows.
-    """
-    find = getattr(backend, "find", None)
-    if find is not None:
-        found: JobHandle | None = find(intent.name)
-        return found
-    raise BackendDownError(
-        f"job {intent.name!r} was about to be submitted when its launcher ended, and may have been taken",
-        "look for it by its name: attach to it where it runs, or launch the run anew where it does not",
-    )
 
 
 def _client(record: JobRecord) -> Client:

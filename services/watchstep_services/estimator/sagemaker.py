@@ -63,6 +63,7 @@ class SageMaker(AwsModel):
 
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 5.0
+    submission_seconds: ClassVar[float] = 0.0
 
     role: RoleArn | None = Field(None, description="The role that the job itself has. Needed to submit.")
     image_uri: Text | None = Field(None, description="The image, with watchstep in it. Needed to submit.")
@@ -192,6 +193,11 @@ class SageMaker(AwsModel):
         """Those of the account and region that carry the tag of Watchstep's launchers."""
         listed = [one for state in ("InProgress", "Stopping") for one in self._listed(state)]
         return [_handle(one) for one in listed if self._is_marked(str(one["TrainingJobArn"]))]
+
+    def find(self, name: str) -> JobHandle | None:
+        """The training job of a launch, which is called like it."""
+        found = self._named(name, "")
+        return None if found is None else _handle(found)
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
         """The training job with this name or ARN.

@@ -49,6 +49,7 @@ class Slurm(BackendModel):
     kind: ClassVar[str] = NAME
     poll_seconds: ClassVar[float] = 5.0
     shares_files: ClassVar[bool] = True
+    submission_seconds: ClassVar[float] = 60.0  # sbatch outlives its launcher, and gives up long before
 
     partition: Word | None = Field(
         None, description="Partition to run in; the cluster's default where it is left out."
@@ -101,7 +102,7 @@ class Slurm(BackendModel):
         for row in slurm_rows.held_in_memory(f"--jobs={job.id}"):
             if identity.means(row):
                 return row.status
-        if (found := identity.among_accounted(slurm_rows.accounted(job.id))) is not None:
+        if (found := identity.among_accounted(slurm_rows.accounted(f"--jobs={job.id}"))) is not None:
             return found.status
         return JobStatus(
             "vanished", detail="Slurm remembers it no more (MinJobAge), and no accounting has it"
@@ -135,6 +136,14 @@ class Slurm(BackendModel):
         rows = slurm_rows.held_in_memory(f"--user={getpass.getuser()}")
         return [_handle(row) for row in rows if row.comment == MARK and not row.status.is_over]
 
+    def find(self, name: str) -> JobHandle | None:
+        """This user's job with this name: from the controller's memory, else from accounting."""
+        user = f"--user={getpass.getuser()}"
+        rows = slurm_rows.held_in_memory(user, f"--name={name}") or slurm_rows.accounted(
+            user, f"--name={name}"
+        )
+        return _handle(rows[-1]) if rows else None
+
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
         """The job with this number, or the task of an array (``12_3``), as it was started last.
 
@@ -143,7 +152,7 @@ class Slurm(BackendModel):
         """
         if not slurm_rows.is_job_id(id):
             raise JobNotFoundError(f"job {id!r}: no job id of Slurm's", "give a number, as squeue shows it")
-        rows = slurm_rows.held_in_memory(f"--jobs={id}") or slurm_rows.accounted(id)[-1:]
+        rows = slurm_rows.held_in_memory(f"--jobs={id}") or slurm_rows.accounted(f"--jobs={id}")[-1:]
         if not rows:
             raise JobNotFoundError(f"job {id!r}: Slurm knows none", "see squeue and sacct for their numbers")
         if len(rows) > 1:
@@ -203,7 +212,9 @@ class Slurm(BackendModel):
         for look in range(_LOOKS):
             time.sleep(0.5 * look)
             try:
-                if rows := slurm_rows.held_in_memory(f"--jobs={job_id}") or slurm_rows.accounted(job_id):
+                if rows := slurm_rows.held_in_memory(f"--jobs={job_id}") or slurm_rows.accounted(
+                    f"--jobs={job_id}"
+                ):
                     return rows[-1]
             except (BackendDownError, CredentialsExpiredError) as error:
                 why = error
@@ -220,9 +231,9 @@ class Slurm(BackendModel):
             BackendDownError: there is none, or nobody knows.
         """
         if name:
-            rows = slurm_rows.held_in_memory(f"--user={getpass.getuser()}", f"--name={name}")
-            if rows:
-                return _handle(rows[-1])
+            found = self.find(name)
+            if found is not None:
+                return found
         raise error
 
     def _output_of(self, job: JobHandle) -> str:

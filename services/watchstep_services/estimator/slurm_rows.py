@@ -125,15 +125,18 @@ def has_steps(job_id: str) -> bool:
     return any(line.strip().partition(".")[2].isdecimal() for line in said.splitlines())
 
 
-def accounted(job_id: str) -> list[JobRow]:
-    """Starts of a job, oldest first, as accounting keeps them; none where there is no accounting.
+def accounted(*selecting: str) -> list[JobRow]:
+    """Starts of jobs, oldest first, as accounting keeps them; none where there is no accounting.
+
+    Args:
+        selecting: options of ``sacct``.
 
     Raises:
         BackendError: it could not be asked.
     """
     asked = ("--noheader", "--parsable2", "--allocations", "--duplicates", "--starttime=1970-01-01")
     try:
-        said = run(("sacct", *asked, f"--format={_ACCOUNTED}", f"--jobs={job_id}"))
+        said = run(("sacct", *asked, f"--format={_ACCOUNTED}", *selecting))
     except CommandFailedError as error:
         if "accounting storage is disabled" in error.said.lower():
             return []

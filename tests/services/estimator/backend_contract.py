@@ -26,12 +26,13 @@ import pytest
 
 from tests.services.jobs import eventually
 from watchstep.errors import ConfigError
-from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus, Launch
+from watchstep_services.estimator.backend import Backend, FindsByName, JobHandle, JobStatus, Launch
 from watchstep_services.estimator.errors import JobNotFoundError, SubmissionRejectedError
 
 __all__ = [
     "Bench",
     "test_a_handle_outlives_the_process_that_made_it",
+    "test_a_job_is_found_by_its_name_while_it_runs_and_once_it_is_over",
     "test_a_job_that_ignores_a_stop_is_killed",
     "test_a_missing_program_leaves_nothing_running",
     "test_a_program_gets_what_it_was_launched_with",
@@ -91,11 +92,16 @@ class Bench:
     def launch(self, program: str, *arguments: str, **environment: str) -> JobHandle:
         """Submit a Python program."""
         name = f"contract-{uuid.uuid4().hex[:8]}"
+        job = self.submit(name, program, *arguments, **environment)
+        if "{ready!r}" in program:
+            eventually(self._ready(name).exists, self.seconds)
+        return job
+
+    def submit(self, name: str, program: str, *arguments: str, **environment: str) -> JobHandle:
+        """The same under a name, whether or not it has begun."""
         command = (self.python, "-c", program.replace("{ready!r}", repr(str(self._ready(name)))), *arguments)
         job = self.backend.submit(Launch(command, environment, self.folder, name=name))
         self._jobs.append(job)
-        if "{ready!r}" in program:
-            eventually(self._ready(name).exists, self.seconds)
         return job
 
     def end_of(self, job: JobHandle) -> JobStatus:
@@ -233,6 +239,18 @@ def test_jobs_that_run_are_listed_and_found_again(bench: Bench) -> None:
     bench.backend.kill(again)
     bench.end_of(job)
     assert job not in bench.backend.jobs()
+
+
+def test_a_job_is_found_by_its_name_while_it_runs_and_once_it_is_over(bench: Bench) -> None:
+    """By this a launch is known to have been taken whose launcher ended before it could write that down."""
+    assert isinstance(bench.backend, FindsByName)
+    name = f"contract-of-a-run-that-has-a-long-name-{uuid.uuid4().hex[:8]}"
+    assert bench.backend.find(name) is None
+    job = bench.submit(name, "pass")
+    assert bench.backend.find(name) == job
+    bench.end_of(job)
+    assert bench.backend.find(name) == job
+    assert bench.backend.find(f"{name}-2") is None
 
 
 def test_an_id_of_nobody_is_told(bench: Bench) -> None:

@@ -32,6 +32,8 @@ def main() -> None:
         say(f"submitted job {job.id}")
     elif verb == "jobs":
         say("\n".join(table))
+    elif verb == "find":
+        say("".join(job_id for job_id, job in table.items() if job["name"] == rest[0]))
     elif rest[0] not in table:
         say("no such job")
         sys.exit(3)

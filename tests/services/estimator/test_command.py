@@ -33,6 +33,7 @@ def cluster(folder: Path, **more: object) -> Command:
         "kill_command": f"{own} kill {{id}}",
         "logs_command": f"{own} logs {{id}}",
         "jobs_command": f"{own} jobs",
+        "find_command": f"{own} find {{name}}",
         "id_pattern": r"job (\d+)",
         "started_pattern": r"started=(\d+)",
         "exit_code_pattern": r"code=(-?\d+)",
