@@ -49,7 +49,7 @@ def attach(
     asked = Registering(judge.address().operator, document.project, document.run)
     asked.know((), "")
     _check_place(asked, store_url)
-    asked.bind(attempt, replace(handle, backend=backend_name or known_as(runs_on, judge)))
+    asked.bind(attempt, replace(handle, backend=known_as(runs_on, judge, backend_name)))
     # Only now: rules that stop are of no use to a run whose job nobody can stop.
     asked.know(configs, "who attached to it")
     settings = settings_of(runs_on)

@@ -54,6 +54,8 @@ class Estimator:
             "checkpoint": the same, once the program's own ``on_stop`` function, or its trainer, has saved one;
             `requeue`: as "stop", and launch it again from the last good checkpoint; or "ignore", which leaves it to the
             backend's stop.
+        backend_name: under which an admin registered the backend with the service for this project; its kind where it is left
+            out. The service stops the job through what is registered, by the settings that it has there.
     """
 
     program: str | Sequence[str]
@@ -66,6 +68,7 @@ class Estimator:
     project: str = "default"
     service: str = ""
     on_stop: Literal["stop", "checkpoint", "raise", "ignore"] | Requeue = "stop"
+    backend_name: str = ""
 
     def fit(self, *, run: str = "", wait: bool = True, show: bool | None = None) -> Job:
         """Launch it.
@@ -79,6 +82,7 @@ class Estimator:
             SubmissionRejectedError: it cannot be started as it is.
             BackendDownError, CredentialsExpiredError: the backend did not take it. Nothing runs after any of these.
             RuleError, ServiceError: the service refuses a rule, or does not answer; nothing is launched.
+            ConfigError: a name cannot be used, or no backend is registered under ``backend_name``; nothing is launched.
         """
         project = check_name("project", self.project)
         name, attempt = check_name("run", run or new_run_id()), new_nonce()
@@ -88,7 +92,9 @@ class Estimator:
         address = judge.address()
         asked = Registering(address.operator, project, name)
         asked.know([config_of(rule) for rule in self.rules], "who launched it")
-        bound_as = known_as(self.backend, judge)
+        if self.backend_name and judge.url:
+            asked.check_backend(self.backend_name)
+        bound_as = known_as(self.backend, judge, self.backend_name)
         given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self._said_of_stops}
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),

@@ -9,7 +9,7 @@ from typing import Any
 
 from watchstep.capture.service_client import ServiceAddress
 from watchstep.client.transport import Transport, segment
-from watchstep.errors import WatchstepError
+from watchstep.errors import ConfigError, WatchstepError
 from watchstep_rules.attached import AttachedRule
 from watchstep_rules.config import RuleConfig
 from watchstep_services.estimator import backends_file
@@ -65,6 +65,21 @@ class Registering:
         """
         return str(self._asked("GET", "")["location"])
 
+    def check_backend(self, name: str) -> None:
+        """See that the project's jobs may run on the backend that an admin registered under this name.
+
+        Raises:
+            ConfigError: they may not, or there is none.
+            ServiceError: the service does not answer, or there is no such project.
+        """
+        known = [str(one) for one in self._asked("GET", "")["backends"]]
+        if name not in known:
+            others = f"use one of: {', '.join(known)}" if known else "none is registered for it"
+            raise ConfigError(
+                f"backend {name!r}: not registered for project {self.project!r}",
+                f"{others}; an admin registers others",
+            )
+
     def _call(self, method: str, path: str, body: dict[str, Any]) -> None:
         self._asked(method, f"/runs{path}", body)
 
@@ -92,8 +107,10 @@ def settings_of(backend: Any) -> dict[str, Any]:
     return {} if dump is None else dict(dump(mode="json", exclude_defaults=True))
 
 
-def known_as(backend: Any, judge: Judge) -> str:
-    """The name under which a service knows a backend: its kind, or one in the file of this machine's owner."""
+def known_as(backend: Any, judge: Judge, named: str = "") -> str:
+    """The name under which a service knows a backend: the one that is given, its kind, or one in the file of this machine's owner."""
+    if named:
+        return named
     if not judge.home:
         return str(backend.kind)
     return backends_file.put(
