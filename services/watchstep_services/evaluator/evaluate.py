@@ -49,7 +49,7 @@ class Evaluation:
             ``fenced``: another worker took the run meanwhile, and everything was discarded.
         more: there is more to judge at once.
         actions: ids of the actions that it caused.
-        steady: the run goes on as it did: nothing was seen that could change its state.
+        steady: the run goes on as it did: nothing was seen that could change its state or that of an alert.
     """
 
     outcome: Literal["busy", "idle", "committed", "fenced"]
@@ -126,7 +126,8 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
         key, held.epoch, [one.committed(done.told.get(one.row.id)) for one in outcome.judged]
     )
     more = outcome.collected.more or done.hinted
-    return Evaluation("committed", more, tuple(done.actions), history.steady)
+    steady = history.steady and not any(one.transitions for one in outcome.judged)
+    return Evaluation("committed", more, tuple(done.actions), steady)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from watchstep.errors import WatchstepError
 from watchstep_services.dispatcher.dispatch import post_of
+from watchstep_services.evaluator.evaluate import Evaluation
 from watchstep_services.scheduler.fair_threads import FairThreads
 from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_run
 from watchstep_services.service import Service
@@ -42,7 +43,7 @@ class WorkQueue:
         self._closed = False
         self._service: Service | None = None
         self.wake = threading.Event()
-        """Set when something is done: another action may be due soon."""
+        """Set when something is done that may make an action due soon."""
 
     def start(self, service: Service) -> None:
         """Begin to work for a service."""
@@ -110,8 +111,10 @@ class WorkQueue:
     def _do(self, key: _Key) -> None:
         service = self._service
         assert service is not None
+        steady = False
         try:
-            _WORK[key[0]](service, key[1])
+            done = _WORK[key[0]](service, key[1])
+            steady = isinstance(done, Evaluation) and done.steady
         except WatchstepError as error:
             _log.warning("%s %d: %s", *key, error)
         except Exception:  # noqa: BLE001 - logged; the thread goes on
@@ -122,6 +125,7 @@ class WorkQueue:
                 again = key in self._again
                 self._again.discard(key)
                 self._condition.notify_all()
-            self.wake.set()
+            if not steady:
+                self.wake.set()
             if again:
                 self._put(key)
