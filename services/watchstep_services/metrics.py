@@ -92,7 +92,8 @@ SWEEP_SECONDS = Histogram(
 SWEEPS_FAILED = Counter("watchstep_sweeps_failed", "Sweeps that failed.", registry=REGISTRY)
 SWEEP_FAULTS = Counter(
     "watchstep_sweep_faults",
-    "What a sweep could not look at, and went on without: projects whose store cannot be listed (`project`), and, by a fault of "
+    "What a sweep could not look at, and went on without: projects whose store cannot be listed (`project`), "
+    "stores that do not answer (`store`), and, by a fault of "
     "the service itself, runs (`run`), journals (`journal`), groups of alerts (`group`), lists of what is due (`due`); the log "
     "says why.",
     ["of"], registry=REGISTRY,
@@ -124,7 +125,7 @@ for _result in ("fresh", "known"):
     ANNOUNCEMENTS.labels(_result)
 for _result in ("read", "corrupt", "missing"):
     SEGMENTS.labels(_result)
-for _of in ("project", "run", "journal", "group", "due"):
+for _of in ("project", "store", "run", "journal", "group", "due"):
     SWEEP_FAULTS.labels(_of)
 for _of in ("evaluation", "action"):
     LEASES_LOST.labels(_of)

@@ -133,7 +133,8 @@ def discover_runs(service: Service) -> list[int]:
     """Find runs on the stores that nobody registered; returns their ids.
 
     A project whose store does not answer is told in the log and counted, is asked less often, and keeps no other from its
-    turn; nor does the service's own store, where new projects are found.
+    turn for longer than `Settings.store_wait_seconds`, and that once; what is found after that is not among the ids. Nor does
+    the service's own store, where new projects are found.
 
     Raises:
         SQLAlchemyError: the database did not answer.
@@ -143,7 +144,13 @@ def discover_runs(service: Service) -> list[int]:
         projects = list(session.execute(select(Project).filter_by(archived_ns=None)).scalars())
     found: list[int] = []
     for project in projects:
-        found += _attempted(service, project.name, functools.partial(_discover_in, service, project))
+        look = functools.partial(_discover_in, service, project)
+        found += service.patience.ask(
+            project.place.registration,
+            functools.partial(_attempted, service, project.name, look),
+            service.settings.store_wait_seconds,
+            [],
+        )
     return found
 
 

@@ -27,6 +27,7 @@ from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.evaluator.remembered import RememberedCache
 from watchstep_services.settings import Settings
 from watchstep_services.stores.opening import Stores
+from watchstep_services.stores.patience import Patience
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Service:
         job_looks: how jobs were when they were last looked at.
         owner_backends: the owner's file of backends, which any project's jobs may be on; None where admins register them.
         stores: opened stores.
+        patience: asks stores that may not answer, where others wait for their turn.
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
         remembered: what their rules remember.
@@ -92,6 +94,7 @@ class Service:
     job_looks: JobLooks = field(default_factory=JobLooks)
     opened_backends: dict[str, Backend] = field(default_factory=dict)
     stores: Stores = field(default_factory=Stores)
+    patience: Patience = field(default_factory=Patience)
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
     remembered: RememberedCache = field(default_factory=RememberedCache)

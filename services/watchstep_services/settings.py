@@ -121,6 +121,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Between asking, terminating and killing a job: time to hear of it, to end a step, and to write.",
     )
+    store_wait_seconds: float = Field(
+        2.0,
+        gt=0,
+        description="How long a sweep waits for a bucket that does not answer before it goes on to other stores.",
+    )
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(
         8,

@@ -44,7 +44,7 @@ def make_service(
     database: Database, store: Store, rules: Sequence[RuleConfig] = RULES, **settings: Any
 ) -> Service:
     """A service on a store, which waits for nothing and lists whenever it may."""
-    quick = {"listing_seconds": 1e-9, "retry_seconds": 1e-6}
+    quick = {"listing_seconds": 1e-9, "retry_seconds": 1e-6, "store_wait_seconds": 60.0}
     values = {"store": store.location, **quick, **settings}
     return Service(load_settings(**values), database, "http://service.test", tuple(rules))
 

@@ -144,6 +144,7 @@ class EmbeddedService:
             owner_backends=home / BACKENDS_FILE,
         )
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
+        self._undo.append(self.service.patience.close)
         self._queue.start(self.service)
         self._undo.append(self._queue.close)
         self._serve(listener)

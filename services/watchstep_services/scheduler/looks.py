@@ -6,6 +6,7 @@ looks, not what there is of runs, and several workers share them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from dataclasses import dataclass
@@ -195,11 +196,17 @@ def _next(service: Service, row: Run, one: Look, quiet_ns: int) -> int:
 
 
 def do_looks(service: Service, seconds: float) -> None:
-    """Take looks and do them, portion by portion, until none is due or the time is up."""
+    """Take looks and do them, portion by portion, until none is due or the time is up.
+
+    A store that does not answer keeps the runs on others from their turn for `Settings.store_wait_seconds`, and that once until it
+    answers. Its own runs wait for each other; those that do not come to their turn are taken again later.
+    """
     began = time.monotonic()
+    patience = service.settings.store_wait_seconds
     while taken := take(service):
         for one in taken:
-            look(service, one)
+            store = one.place.registration
+            service.patience.ask(store, functools.partial(look, service, one), patience, None)
         if time.monotonic() - began >= seconds or len(taken) < AT_ONCE:
             return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import due_actions
 from watchstep_services.dispatcher.grouping.flush import flush_due
 from watchstep_services.evaluator.claim import MESSAGE_NS
-from watchstep_services.evaluator.journal import unwritten, write_journal
+from watchstep_services.evaluator.journal import Unwritten, unwritten, write_journal
 from watchstep_services.registration import discover_runs
 from watchstep_services.scheduler.looks import do_looks, tell
 from watchstep_services.service import Service
@@ -95,17 +96,22 @@ class _Parts:
 
 def _write_journals(service: Service) -> None:
     for due in unwritten(service):
-        try:
-            write_journal(service, due)
-        except WatchstepError as error:
-            _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
-            tell(service, due.run_id, error)
-        except Exception as error:
-            if is_of_all(error):
-                raise
-            # A fault of ours with this journal, or its run is deleted meanwhile; the others are written.
-            _log.exception("journal of %s/%s: cannot be written", due.project, due.run)
-            metrics.SWEEP_FAULTS.labels("journal").inc()
+        write = functools.partial(_write_journal, service, due)
+        service.patience.ask(due.place.registration, write, service.settings.store_wait_seconds, None)
+
+
+def _write_journal(service: Service, due: Unwritten) -> None:
+    try:
+        write_journal(service, due)
+    except WatchstepError as error:
+        _log.warning("journal of %s/%s: %s", due.project, due.run, error.what)
+        tell(service, due.run_id, error)
+    except Exception as error:
+        if is_of_all(error):
+            raise
+        # A fault of ours with this journal, or its run is deleted meanwhile; the others are written.
+        _log.exception("journal of %s/%s: cannot be written", due.project, due.run)
+        metrics.SWEEP_FAULTS.labels("journal").inc()
 
 
 def note_asked(service: Service, runs: Sequence[int]) -> None:
