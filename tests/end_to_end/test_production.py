@@ -6,38 +6,24 @@ import functools
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from tests.conftest import S3
-from tests.infra.compose import command_of, health_of, search_path
+from tests.end_to_end.production import CLIENT, RUN, Production, producing
 from tests.services.collector import Collector, collecting
 from tests.services.dispatcher.receiver import Receiver, receiving
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
 from tests.services.recording import PROJECT, Recording, nan_from
-from tests.services.redis import Broker, free_port, running_redis
-from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from tests.services.redis import Broker, running_redis
 from watchstep.control import ControlDocument
 from watchstep.store import Store
-from watchstep_services.database.engine import open_database
 from watchstep_services.estimator.local import Local
-from watchstep_services.tokens import create_token
 
 pytestmark = pytest.mark.slow
-
-CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
-RUN = f"/v1/projects/{PROJECT}/runs/run-1"
 
 
 @pytest.fixture(scope="module")
@@ -50,88 +36,6 @@ def postgres() -> Iterator[Postgres]:
 def broker() -> Iterator[Broker]:
     with running_redis() as server:
         yield server
-
-
-@dataclass(frozen=True)
-class Production:
-    """Where production runs, and how to start and stop its parts."""
-
-    environment: dict[str, str]
-    folder: Path
-    url: str
-    operator: str
-    recorder: str
-    broker: Broker
-    collector: Collector
-    worker_figures: str
-
-    @contextmanager
-    def process(self, name: str, *command: str, figures: str = "") -> Iterator[subprocess.Popen[bytes]]:
-        """One part as a process of its own; it must end by SIGTERM."""
-        environment = {**self.environment}
-        if figures:
-            environment["WATCHSTEP_METRICS_PORT"] = str(urlsplit(figures).port)
-        with (self.folder / f"{name}.log").open("ab") as log:
-            running = subprocess.Popen(
-                command, env=environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
-            )
-        try:
-            yield running
-        finally:
-            running.send_signal(signal.SIGTERM)
-            try:
-                running.wait(60)
-            except subprocess.TimeoutExpired:
-                running.kill()
-                running.wait()
-                raise
-            sys.stdout.write((self.folder / f"{name}.log").read_text())
-
-    @contextmanager
-    def api(self) -> Iterator[None]:
-        """The API, once it is ready."""
-        here = ["--host", "127.0.0.1", "--port", self.port]  # the last word of each counts
-        with self.process("api", *command_of("api"), *here) as running:
-            eventually(lambda: self.is_ready() or running.poll() is not None, 120)
-            assert running.poll() is None
-            yield
-
-    @contextmanager
-    def workers(self) -> Iterator[None]:
-        """A Celery worker with two processes, and beat."""
-        with (
-            self.process("worker", *command_of("worker"), figures=self.worker_figures),
-            self.process("scheduler", *command_of("scheduler")),
-        ):
-            yield
-
-    def is_healthy(self, name: str) -> bool:
-        """What docker-compose would say of a part."""
-        command = [word.replace(":8642/", f":{self.port}/") for word in health_of(name)]
-        environment = {**self.environment, "HOSTNAME": socket.gethostname()}
-        return not subprocess.run(command, env=environment, cwd=self.folder, check=False).returncode
-
-    @property
-    def port(self) -> str:
-        return self.url.rpartition(":")[2]
-
-    def is_ready(self) -> bool:
-        try:
-            return CLIENT.get(f"{self.url}/readyz").is_success
-        except httpx.TransportError:
-            return False
-
-    def get(self, path: str) -> Any:
-        answer = CLIENT.get(self.url + path, headers={"authorization": f"Bearer {self.operator}"})
-        assert answer.is_success, answer.text
-        return answer.json()
-
-    def event_types(self) -> list[str]:
-        events = self.get(f"{RUN}/events")["events"]
-        return [event["type"].removeprefix("watchstep.") for event in events]
-
-    def client(self, token: str) -> ServiceClient:
-        return ServiceClient(ServiceAddress.checked(self.url, token), PROJECT)
 
 
 @pytest.fixture
@@ -150,40 +54,8 @@ def collector() -> Iterator[Collector]:
 def production(
     s3: S3, postgres: Postgres, broker: Broker, collector: Collector, tmp_path: Path
 ) -> Iterator[Production]:
-    from watchstep_services.database.schema import upgrade
-
-    s3.make_bucket("runs")
-    broker.client.flushall()
-    port = free_port()
-    with postgres.new_database() as database_url, ExitStack() as stack:
-        database = open_database(database_url)
-        stack.callback(database.close)
-        upgrade(database)
-        environment = {
-            **os.environ,
-            "PATH": search_path(),
-            "WATCHSTEP_STORE": "s3://runs/some/prefix",
-            "WATCHSTEP_DATABASE_URL": database_url,
-            "WATCHSTEP_BROKER_URL": broker.url,
-            "WATCHSTEP_PUBLIC_URL": f"http://127.0.0.1:{port}",
-            "WATCHSTEP_SWEEP_SECONDS": "0.5",
-            "WATCHSTEP_LISTING_SECONDS": "0.5",
-            "WATCHSTEP_GRACE_SECONDS": "0.5",
-            "WATCHSTEP_LOCAL_JOBS": "true",
-            "WATCHSTEP_ALLOWED_ADDRESSES": "loopback",
-            "WATCHSTEP_LOG": "json",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
-        }
-        yield Production(
-            environment,
-            tmp_path,
-            f"http://127.0.0.1:{port}",
-            create_token(database, "operator"),
-            create_token(database, "recorder", PROJECT),
-            broker,
-            collector,
-            f"http://127.0.0.1:{free_port()}/metrics",
-        )
+    with producing(s3, postgres, broker, collector, tmp_path) as made:
+        yield made
 
 
 def sample(figures: str, name: str) -> float:
