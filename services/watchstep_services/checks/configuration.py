@@ -10,6 +10,7 @@ from watchstep_services import tracing
 from watchstep_services.checks.broker import check_broker
 from watchstep_services.checks.database import check_database
 from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.checks.queues import check_queues
 from watchstep_services.checks.stores import check_stores
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.limits import Limits
@@ -26,16 +27,23 @@ def check_configuration(settings: Settings) -> Iterator[Finding]:
         database = open_database(settings.resolved_database_url, Limits.of(settings))
     except WatchstepError as error:
         yield failed("database", error)
-        yield check_broker(settings)
+        yield from _broker(settings)
         yield from check_stores(settings, None)
         return
     try:
         found = list(check_database(database, settings))
         yield from found
-        yield check_broker(settings)
+        yield from _broker(settings)
         yield from check_stores(settings, database if found[0].state == "ok" else None)
     finally:
         database.close()
+
+
+def _broker(settings: Settings) -> Iterator[Finding]:
+    found = check_broker(settings)
+    yield found
+    if found.state == "ok":
+        yield from check_queues(settings)
 
 
 def _variables() -> Iterator[Finding]:

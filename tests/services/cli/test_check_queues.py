@@ -1,0 +1,80 @@
+"""That nobody takes from a queue is told, with a real Redis and a real worker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from celery import Celery
+
+from tests.services.redis import Broker, running_redis
+from watchstep_services.checks.queues import check_queues
+from watchstep_services.scheduler.messages import QUEUE, URGENT
+from watchstep_services.settings import load_settings
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with running_redis() as server:
+        yield server
+
+
+@contextmanager
+def worker_of_one_queue(broker: Broker, folder: Path) -> Iterator[None]:
+    """A worker that knows of the queue of all alone, as those of an earlier version."""
+    words = ["-m", "celery", "--broker", broker.url, "worker", "--pool", "solo", "--queues", QUEUE]
+    log = folder / "worker.log"
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, *words, "--loglevel", "ERROR"], cwd=folder, stdout=said, stderr=said
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def found(broker: Broker) -> dict[str, tuple[str, str]]:
+    checks = check_queues(load_settings(broker_url=broker.url))
+    return {each.what: (each.state, each.detail) for each in checks}
+
+
+def eventually(broker: Broker, expected: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """What is found once it is that, or after a minute."""
+    deadline = time.monotonic() + 60
+    while (seen := found(broker)) != expected and time.monotonic() < deadline:
+        pass
+    return seen
+
+
+def test_a_queue_that_no_worker_takes_from_is_told(broker: Broker, tmp_path: Path) -> None:
+    assert list(check_queues(load_settings(broker_url=""))) == []
+    assert found(broker) == {
+        f"queue {QUEUE}": ("ok", "empty; no worker answers"),
+        f"queue {URGENT}": ("ok", "empty; no worker answers"),
+    }
+    broker.client.lpush(URGENT, "stop", "stop")
+    assert found(broker)[f"queue {URGENT}"] == ("warning", "2 wait, and no worker answers")
+    with worker_of_one_queue(broker, tmp_path):
+        expected = {
+            f"queue {QUEUE}": ("ok", "0 wait, 1 worker takes"),
+            f"queue {URGENT}": ("warning", "2 wait, and no worker takes from it"),
+        }
+        assert eventually(broker, expected) == expected
+        broker.client.delete(URGENT)
+        with Celery(broker=broker.url) as celery:
+            celery.control.add_consumer(URGENT)
+        expected[f"queue {URGENT}"] = ("ok", "0 wait, 1 worker takes")
+        assert eventually(broker, expected) == expected
+
+
+def test_a_broker_that_is_gone_is_told() -> None:
+    (seen,) = check_queues(load_settings(broker_url="redis://127.0.0.1:1/0"))
+    assert (seen.what, seen.state) == ("queues", "failed")
+    assert seen.mend
