@@ -61,6 +61,11 @@ class _Recordings:
             ending.reason = reason
             ending.wake()
 
+    def urged(self) -> None:
+        """Have written what is there."""
+        for ending in live():
+            ending.hasten()
+
 
 @functools.cache
 def _watch_exit() -> None:

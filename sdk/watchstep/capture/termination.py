@@ -4,6 +4,10 @@ A signal may come while the main thread is inside a call that does not return, a
 the process then as it would have without Watchstep. So a thread of its own is told of the signal by the interpreter
 itself, through a socket; it has what is left written, for as long as that may take, and then takes the signal's default
 action. It needs nothing of the main thread, which stands still meanwhile: whatever locks that holds, the time is bounded.
+
+The first process of a PID namespace, as a container's program often is, has no default action: the kernel drops what it does not
+handle, whoever sends it. Such a process goes on without Watchstep, and so it does with it. As SIGKILL is likely to follow, what is there
+is written at once; it goes on being recorded until then.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ _EXIT_SECONDS = 2.0
 _STANDING_SECONDS = 0.1
 _LEAVING, _WITHDRAWN = 0, 255  # no signals have these numbers
 _ENDING_SECONDS = 1.0
+_FIRST = 1  # id of the first process of a PID namespace, in there
 _SENDER = struct.Struct("3i")  # process, user, group
 
 
@@ -39,6 +44,9 @@ class Ends(Protocol):
     def noted(self, reason: str) -> None:
         """The program was told to end, and will see to it itself: write what is there, wait for nothing."""
 
+    def urged(self) -> None:
+        """The program may be killed soon, and goes on until then: write what is there, wait for nothing."""
+
 
 class Termination:
     """Stands between one process and its end. Made on the thread that starts to record."""
@@ -46,6 +54,7 @@ class Termination:
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
         self._pid = os.getpid()
+        self._has_default = self._pid != _FIRST
         self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sender.setblocking(False)
         self._tells_sender = hasattr(socket, "SO_PASSCRED")
@@ -113,6 +122,9 @@ class Termination:
             self._previous(number, frame)
             return
         if os.getpid() == self._pid:
+            if not self._has_default:
+                self._ends.urged()
+                return
             self._standing.set()
             self._send(number)
             time.sleep(self._ends.bound() + 1.0)  # the other thread ends the process before
@@ -139,6 +151,9 @@ class Termination:
                 ours = signal.getsignal(signal.SIGTERM) is self._handler
                 if not ours and not self._standing.is_set():
                     continue  # the program has put its own handler there since, and sees to it
+                if not self._has_default:
+                    self._ends.urged()
+                    continue
                 self._standing.wait(
                     _STANDING_SECONDS
                 )  # so that it records nothing meanwhile, if it runs Python
@@ -174,7 +189,7 @@ class Termination:
 
 
 def take_default_action(number: int) -> None:
-    """End this process by a signal, from any thread, as if nobody had handled it."""
+    """End this process by a signal, from any thread, as if nobody had handled it; not the first of a PID namespace."""
     ctypes.pythonapi.PyOS_setsig.argtypes = [ctypes.c_int, ctypes.c_void_p]
     ctypes.pythonapi.PyOS_setsig.restype = ctypes.c_void_p
     ctypes.pythonapi.PyOS_setsig(number, None)  # signal.signal works on the main thread alone
