@@ -54,6 +54,10 @@ class Clustered:
         """Whether the program has come some steps far."""
         return self.steps > 0
 
+    def is_refused_by(self, *whom: str) -> bool:
+        """Whether its recorder says that these, of "service" and "store", take nothing more."""
+        return set(whom) <= set(self.told["faults"])
+
     def stop_done(self) -> dict[str, Any] | None:
         """What the service says of a stop that is over."""
         done = list(self.job.client().events(self.job.id, types=("watchstep.stop.done",)))
@@ -100,3 +104,13 @@ def admit(url: str, token: str, store: Mapping[str, str], backends: Mapping[str,
     for path, body in bodies:
         answer = httpx.post(f"{url}/v1/{path}", json=body, headers=headers, timeout=60)
         assert answer.status_code == 201, answer.text
+
+
+def revoke_tokens_of_jobs(url: str, token: str) -> int:
+    """Revoke those by which the project's jobs record; how many there were."""
+    place, headers = f"{url}/v1/projects/{PROJECT}/tokens", {"authorization": f"Bearer {token}"}
+    held = httpx.get(place, headers=headers, timeout=60).json()["tokens"]
+    of_jobs = [one["id"] for one in held if one["name"].startswith("job of run")]
+    for number in of_jobs:
+        assert httpx.delete(f"{place}/{number}", headers=headers, timeout=60).is_success
+    return len(of_jobs)

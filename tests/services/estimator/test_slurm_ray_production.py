@@ -1,10 +1,14 @@
-"""Jobs of real clusters, launched through the API of production: a worker in a process of its own stops them."""
+"""Jobs of real clusters, launched through the API of production: a worker in a process of its own stops them.
+
+Their tokens end meanwhile: what they write then, the service finds by looking.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from tests.end_to_end.production import Production, producing
 from tests.services.collector import collecting
 from tests.services.estimator import ray_cluster as rays
 from tests.services.estimator import slurm_cluster as slurms
-from tests.services.estimator.clustered import PROJECT, SECONDS, admit, launched
+from tests.services.estimator.clustered import PROJECT, SECONDS, admit, launched, revoke_tokens_of_jobs
 from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
 from tests.services.redis import running_redis
@@ -57,13 +61,16 @@ def ended(production: Production, run: str) -> bool:
     return production.get(run)["state"] in ENDED
 
 
-def test_jobs_of_slurm_and_ray_are_stopped_by_a_worker(
+def test_jobs_of_slurm_and_ray_are_stopped_by_a_worker_though_their_tokens_were_revoked(
     production: Production, backends: dict[str, Backend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = open_database(production.environment["WATCHSTEP_DATABASE_URL"])
     admin = create_token(database, "admin")
     database.close()
     monkeypatch.setenv("WATCHSTEP_TOKEN", admin)
+    production = replace(
+        production, operator=admin
+    )  # new tokens of an address that shows revoked ones must wait
     store = "s3://runs/tenants"
     with production.api(), production.workers(), ExitStack() as stack:
         admit(production.url, admin, {"url": store}, backends)
@@ -73,6 +80,9 @@ def test_jobs_of_slurm_and_ray_are_stopped_by_a_worker(
         }
         for program in programs.values():
             eventually(program.has_begun, SECONDS)
+        assert revoke_tokens_of_jobs(production.url, admin) == len(programs)
+        for program in programs.values():
+            eventually(functools.partial(program.is_refused_by, "service"), SECONDS)
             (program.folder / "fault").touch()
         for name, program in programs.items():
             eventually(program.stop_done, SECONDS)
