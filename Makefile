@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes run tests, each whole files; what stands in one file shares its servers.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-faults test-life lint bench bench-service lock clean
+.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -33,6 +33,10 @@ test: lint
 # Compilers, production's processes, a small campaign of kills: some minutes.
 test-slow: $(STAMP)
 	$(PYTEST) --ignore tests/sdk/faults -m slow
+
+# What holds of every rule, however a run is split, and of figures, on more examples.
+test-laws: $(STAMP)
+	WATCHSTEP_LAW_EXAMPLES=100 $(BIN)/pytest -n 2 tests/rules/test_contract.py tests/rules/judging tests/sdk/test_statistics.py
 
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)

@@ -18,8 +18,10 @@ from watchstep.store import Store
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# How many examples a law is held to, where it does not say so itself; `make test-laws` asks for more.
 settings.register_profile(
     "repeatable",
+    max_examples=int(os.environ.get("WATCHSTEP_LAW_EXAMPLES", "40")),
     derandomize=True,
     deadline=None,
     database=None,

@@ -34,6 +34,8 @@ from watchstep_rules.backtesting.backtest import backtest
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.reference import reference_of
 
+pytestmark = pytest.mark.slow
+
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 

@@ -55,7 +55,7 @@ def eager(params: type[Params]) -> dict[str, Any]:
 
 
 @every_rule
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(
     events=runs(),
     hold=st.builds(Hold, steps=st.integers(1, 3), seconds=st.sampled_from([0, 0.003])),

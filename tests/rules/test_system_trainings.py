@@ -14,7 +14,10 @@ from watchstep.block import Block
 from watchstep.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, MEMORY_PRIVATE
 from watchstep_rules.config import RuleConfig
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
 PROGRAM = """
 import contextlib, sys, time

@@ -24,10 +24,13 @@ transformers: Any = pytest.importorskip(
 )
 from watchstep.integrations.transformers import WatchstepCallback  # noqa: E402 - it needs transformers
 
-pytestmark = pytest.mark.filterwarnings(
-    # The DataLoader that the Trainer makes asks for pinned memory, and there is no accelerator.
-    "ignore:'pin_memory' argument is set as true:UserWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        # The DataLoader that the Trainer makes asks for pinned memory, and there is no accelerator.
+        "ignore:'pin_memory' argument is set as true:UserWarning"
+    ),
+]
 
 
 def trainer(folder: Path, *callbacks: Any, model: Any = None, **arguments: Any) -> Any:

@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from watchstep import CaptureConfig, Hook
 
+pytestmark = pytest.mark.slow
+
 kind, store = sys.argv[1:]
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -19,6 +19,8 @@ from tests.sdk.reference import exact_row
 from watchstep.pytorch.kernel import device_tensors
 from watchstep.statistics import StatisticsBatch
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.services.api.fuzzing import fuzz, prepared
 from tests.services.driving import Driven
 from watchstep.store import Store
 from watchstep_services.tokens import create_token
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = 1
 

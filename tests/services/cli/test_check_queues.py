@@ -17,6 +17,8 @@ from watchstep_services.checks.queues import check_queues
 from watchstep_services.scheduler.messages import QUEUE, URGENT
 from watchstep_services.settings import load_settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Broker]:

@@ -14,6 +14,8 @@ from watchstep_services.cli.serve import settings_for
 from watchstep_services.registration import register
 from watchstep_services.scheduler.embedded import EmbeddedService
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:

@@ -9,6 +9,8 @@ import pytest
 from tests.sdk.reading.stored import small_run
 from tests.services.cli.test_cli import watchstep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:

@@ -70,7 +70,7 @@ def test_a_cluster_that_is_down_and_credentials_that_expired_are_told_apart(benc
 def test_a_submission_without_an_answer_is_looked_for_by_its_name(tmp_path: Path) -> None:
     launch = Launch(("true",), {}, tmp_path, name="ws-lost")
     hangs = "sh -c 'sleep 600'"
-    lost = cluster(tmp_path, submit_command=hangs, timeout_seconds=0.2)
+    lost = cluster(tmp_path, submit_command=hangs, find_command="", timeout_seconds=0.2)
     with pytest.raises(BackendDownError, match="'ws-lost' may have begun"):
         lost.submit(launch)
     none = cluster(tmp_path, submit_command=hangs, find_command="true {name}", timeout_seconds=0.5)
