@@ -14,6 +14,8 @@ from torch import nn
 
 from watchstep import Hook, Run, open_run
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os, sys
 import torch
@@ -22,8 +24,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from watchstep import CaptureConfig, Hook
-
-pytestmark = pytest.mark.slow
 
 kind, store = sys.argv[1:]
 dist.init_process_group("gloo")
@@ -92,7 +92,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 NAMES = ("0.weight", "2.bias", "0.weight:gradient", "2.weight:gradient")
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("hsdp", 4)])
 def test_shards_merge_to_what_one_process_sees(tmp_path: Path, alone: Run, kind: str, ranks: int) -> None:
     run = trained(tmp_path, kind, ranks)
     for name in NAMES:
@@ -137,7 +137,6 @@ def test_checksums_tell_replicas_apart_that_went_their_own_way(tmp_path: Path) -
     }
 
 
-@pytest.mark.slow
 def test_each_shard_of_a_replica_has_its_checksum(tmp_path: Path) -> None:
     run = trained(tmp_path, "hsdp", 4)
     for shard in (0, 1):
