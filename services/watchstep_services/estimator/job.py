@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from watchstep_services.estimator.ending import end
 from watchstep_services.estimator.errors import BackendDownError
 from watchstep_services.estimator.job_record import JobRecord, load
 from watchstep_services.estimator.kinds import open_backend
+from watchstep_services.estimator.view.lines import printable
 
 if TYPE_CHECKING:
     from watchstep.reading.run import Run
@@ -47,6 +49,7 @@ class Job:
     def __init__(self, record: JobRecord, backend: Backend | None = None) -> None:
         self.record = record
         self.backend = open_backend(record.kind, record.settings) if backend is None else backend
+        self._trouble = ""
 
     @classmethod
     def reattach(cls, run: str, project: str = "default", *, backend: Backend | None = None) -> Job:
@@ -165,7 +168,8 @@ class Job:
     def wait(self, timeout: float | None = None, *, show: bool | None = None) -> JobStatus:
         """Wait until the job is over, and its run has been judged to the end; how the job ended.
 
-        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job. How the run goes is shown
+        A cluster that does not answer is asked again. An interrupt ends the waiting, not the job, and a line on standard error
+        says how to wait again. How the run goes is shown
         meanwhile: in a terminal or a notebook as a picture, elsewhere as a line on standard error for each event. A job that is to be
         launched again (`requeue`) is, once a rule has stopped it, and waited for.
 
@@ -178,13 +182,11 @@ class Job:
             TimeoutError: it is not over by then; it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        pause = _FIRST_LOOK
-        with self._showing(show) as showing:
-            while not (status := self._asked()).is_over:
-                self._rest(pause, deadline, partial(showing.turn, self._told(status)))
-                pause = min(_LONGEST_LOOK, 1.5 * pause)
-            self._await_judgement(partial(showing.turn, self._told(status)))
-            showing.turn(self._told(status), last=True)
+        try:
+            status = self._awaited(deadline, show)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"{printable(self._words_to_wait_again())}\n")
+            raise
         if self._follows_another():
             return self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()), show=show)
         return status
@@ -214,12 +216,34 @@ class Job:
             self.record = following
         return following is not None
 
+    def _awaited(self, deadline: float | None, show: bool | None) -> JobStatus:
+        pause = _FIRST_LOOK
+        with self._showing(show) as showing:
+            while not (status := self._asked()).is_over:
+                self._rest(pause, deadline, partial(showing.turn, self._told(status)))
+                pause = min(_LONGEST_LOOK, 1.5 * pause)
+            self._await_judgement(partial(showing.turn, self._told(status)))
+            showing.turn(self._told(status), last=True)
+        return status
+
+    def _words_to_wait_again(self) -> str:
+        project, run = self.record.project, self.record.run
+        named = f'"{run}"' if project == "default" else f'"{run}", "{project}"'
+        return (
+            f"watchstep: no longer waiting for run {project}/{run}; nothing was stopped. "
+            f"Job {self.handle.backend}:{self.handle.id} is found again by Estimator.reattach({named})"
+        )
+
     def _asked(self) -> JobStatus:
+        """How the job is. A trouble is told once, however often it is met."""
         try:
-            return self.status()
+            status, trouble = self.status(), ""
         except BackendDownError as error:
-            _log.warning("job %s:%s: %s", self.handle.backend, self.handle.id, error.what)
-            return JobStatus("unknown", detail=error.what)
+            status, trouble = JobStatus("unknown", detail=error.what), error.what
+        if trouble and trouble != self._trouble:
+            _log.warning("job %s:%s: %s", self.handle.backend, self.handle.id, trouble)
+        self._trouble = trouble
+        return status
 
     def _rest(self, pause: float, deadline: float | None, turn: Callable[[], None]) -> None:
         """Wait until the backend may be asked again, and show meanwhile how the run goes."""
@@ -256,7 +280,8 @@ class Job:
 
     def _told(self, status: JobStatus) -> str:
         code = "" if status.exit_code is None else f" with exit code {status.exit_code}"
-        return f"job {self.handle.backend}:{self.handle.id} {status.state}{code}"
+        unseen = f": {status.detail}" if status.state == "unknown" and status.detail else ""
+        return f"job {self.handle.backend}:{self.handle.id} {status.state}{code}{unseen}"
 
     def _is_judged(self, client: Client) -> bool:
         """Whether the run has ended. One that was launched again is told as it was before until the new attempt is looked at."""

@@ -15,6 +15,7 @@ from watchstep_services.estimator.view.sight import Loss, Sight
 _NOT_FINITE = "\N{MULTIPLICATION SIGN}"
 _BARS = "▁▂▃▄▅▆▇█"
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "red", "stopping": "yellow", "lost": "red"}  # fmt: skip
+_GOING_ON = frozenset(("created", "running", "stopping"))
 _PHASES = {"firing": "bold red", "pending": "yellow", "error": "magenta", "resolved": "green"}
 _MOST_RULES = 8
 
@@ -30,11 +31,11 @@ def picture(sight: Sight, job: str = "") -> RenderableType:
 
 
 def _head(sight: Sight, job: str) -> Text:
-    head = Text(printable(sight.name), style="bold", no_wrap=True, overflow="ellipsis")
+    head = Text(printable(sight.name), style="bold", overflow="fold")
     head.append(f"  {sight.state}", style=_STATES.get(sight.state, ""))
     if sight.state != "waiting":
-        goes_on = sight.state in ("created", "running", "stopping")
-        head.append(f" {'for' if goes_on else 'after'} {span(sight.seconds)}", style="not bold")
+        word = "for" if sight.state in _GOING_ON else "after"
+        head.append(f" {word} {span(sight.seconds)}", style="not bold")
     if job:
         head.append(f"  {printable(job)}", style="dim not bold")
     return head
@@ -45,7 +46,8 @@ def _figures(sight: Sight) -> Table:
     shown.add_column(style="dim", no_wrap=True)
     shown.add_column(justify="right", no_wrap=True)
     shown.add_column(overflow="ellipsis", no_wrap=True)
-    pace = "" if sight.steps_per_second is None else f"{_short(sight.steps_per_second)} steps/s"
+    known = sight.steps_per_second is not None and sight.state in _GOING_ON
+    pace = f"{_short(sight.steps_per_second or 0.0)} steps/s" if known else ""
     shown.add_row("step", f"{sight.step:,}" if sight.step >= 0 else "-", pace)
     for loss in sight.losses:
         shown.add_row(Text(printable(loss.name)), _last(loss), sparkline(loss))
@@ -79,8 +81,14 @@ def _rules(sight: Sight) -> Iterator[RenderableType]:
 
 
 def _events(sight: Sight) -> Iterator[RenderableType]:
+    if not sight.events:
+        return
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(style="dim", no_wrap=True)
+    shown.add_column(overflow="fold")
     for event in sight.events:
-        yield Text.assemble((f"{time_of(event)}  ", "dim"), printable(words_of(event)), overflow="fold")
+        shown.add_row(Text(printable(time_of(event))), Text(printable(words_of(event))))
+    yield shown
 
 
 def _trouble(sight: Sight) -> Iterator[RenderableType]:

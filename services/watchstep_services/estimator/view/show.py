@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ QUIET = "WATCHSTEP_QUIET"
 """The variable that has a line for each event shown, in a terminal too."""
 
 _BETWEEN = {"lines": 2.0, "terminal": 1.0, "notebook": 2.0}
-_NOTEBOOK_WIDTH = 100
+_DUMB = frozenset(("dumb", "unknown"))
 
 
 def kind_of(show: bool | None) -> Kind:
@@ -34,14 +33,21 @@ def kind_of(show: bool | None) -> Kind:
 
     Args:
         show: True for a picture, False for lines; None for a picture where somebody watches: standard error is a terminal
-            or this is a notebook, and neither CI nor WATCHSTEP_QUIET is set.
+            that can be drawn on or this is a notebook, and neither CI nor WATCHSTEP_QUIET is set.
     """
     quiet = any(os.environ.get(name, "").lower() not in ("", "0", "false", "no") for name in ("CI", QUIET))
     if show is False or (show is None and quiet) or importlib.util.find_spec("rich") is None:
         return "lines"
     if _notebook() is not None:
         return "notebook"
-    return "terminal" if show or sys.stderr.isatty() else "lines"
+    return "terminal" if show or _is_drawn_on() else "lines"
+
+
+def _is_drawn_on() -> bool:
+    """Whether standard error is a terminal that takes a cursor back and shows bars."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "").lower() in _DUMB:
+        return False
+    return (sys.stderr.encoding or "").lower().startswith("utf")
 
 
 class Showing:
@@ -111,6 +117,8 @@ class Showing:
         self._live.update(drawn, refresh=True)
 
     def _in_notebook(self, drawn: RenderableType) -> None:
+        from watchstep_services.estimator.view.cell import notebook_data
+
         display: Any = importlib.import_module("IPython.display")
         data = notebook_data(drawn)
         if self._cell:
@@ -118,21 +126,6 @@ class Showing:
         else:
             self._cell = uuid.uuid4().hex
             display.display(data, raw=True, display_id=self._cell)
-
-
-def notebook_data(drawn: RenderableType) -> dict[str, str]:
-    """A picture as Jupyter takes it: in colours, and as plain text for where there are none."""
-    from rich.console import Console
-
-    console = Console(
-        file=io.StringIO(), record=True, width=_NOTEBOOK_WIDTH, highlight=False, force_jupyter=False,
-        force_terminal=True, color_system="truecolor",
-    )  # fmt: skip
-    console.print(drawn)
-    html = console.export_html(
-        inline_styles=True, clear=False, code_format="<pre style='line-height:1.3'>{code}</pre>"
-    )
-    return {"text/html": html, "text/plain": console.export_text()}
 
 
 def _notebook() -> Any:

@@ -20,7 +20,7 @@ _PACE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over the whole run, in at most `POINTS` points; None where nothing is finite."""
+    """A loss over the whole run, in at most `POINTS` points; None where something is not finite."""
 
     name: str
     points: tuple[float | None, ...]
@@ -134,7 +134,7 @@ class Watcher:
     def _points(self, client: Client, name: str) -> tuple[float | None, ...]:
         rows = client.series(self._run, name, "mean", mode="train", points=POINTS).to_pylist()
         first = min((row["worker"] for row in rows), default=0)
-        return tuple(row["mean"] for row in rows if row["worker"] == first)
+        return tuple(None if row["nonfinite"] else row["mean"] for row in rows if row["worker"] == first)
 
 
 def _recorders(health: Mapping[str, Any]) -> list[Mapping[str, Any]]:

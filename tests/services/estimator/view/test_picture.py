@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from watchstep.client import Event
+from watchstep_services.estimator.view.cell import notebook_data
 from watchstep_services.estimator.view.lines import line_of
 from watchstep_services.estimator.view.picture import picture, span, sparkline
-from watchstep_services.estimator.view.show import notebook_data
 from watchstep_services.estimator.view.sight import POINTS, Loss, Sight
 
 RUN = {"project": "default", "run": "night"}
@@ -61,6 +61,29 @@ def test_before_anything_is_known() -> None:
     ]
 
 
+def test_what_does_not_fit_goes_on_below_and_nothing_is_cut_off() -> None:
+    reason = "rule nan_or_inf at step 600: 32 NaN among 32 elements of 1:output"
+    event = Event("1", "watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
+    narrow = text_of(
+        Sight("default/20261122-121517-a8c3ce", "running", events=(event,)), "job slurm:7 queued", 40
+    )
+    assert narrow == [
+        "default/20261122-121517-a8c3ce  running",
+        "for 0 s  job slurm:7 queued",
+        "step  -",
+        "never  stop requested: rule nan_or_inf",
+        "       at step 600: 32 NaN among 32",
+        "       elements of 1:output",
+    ]
+
+
+def test_the_pace_is_of_what_goes_on() -> None:
+    running, ended = (
+        text_of(Sight("a/b", state, 7, steps_per_second=20.0)) for state in ("running", "completed")
+    )
+    assert (running[1].split(), ended[1].split()) == (["step", "7", "20", "steps/s"], ["step", "7"])
+
+
 def test_many_rules_are_counted() -> None:
     many = Sight("a/b", "running", rules={f"rule-{number}": "pending" for number in range(20)})
     assert text_of(many)[-1] == "  and 12 more"
@@ -91,7 +114,7 @@ def test_a_span_has_two_units(seconds: float, said: str) -> None:
 
 def test_a_notebook_gets_colours_and_plain_text() -> None:
     data = notebook_data(picture(Sight("a<b/night", "running")))
-    assert data["text/html"].startswith("<pre")
+    assert data["text/html"].startswith("<pre style='font-family")
     assert "a&lt;b/night" in data["text/html"]
     assert data["text/plain"].startswith("a<b/night  running for 0 s")
 

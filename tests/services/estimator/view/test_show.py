@@ -1,22 +1,20 @@
-"""What is shown where: looks at a run of a real service, in a terminal, a notebook, or nowhere."""
+"""What is shown where: looks at a run of a real service, in a terminal or where nobody watches."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.services.api.serving import serving
 from tests.services.driving import Driven
-from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.estimator.view.conftest import judge
+from tests.services.recording import PROJECT, Recording
 from watchstep.client import Client
 from watchstep.errors import ServiceError
 from watchstep_services.cli.launching import app
@@ -24,9 +22,6 @@ from watchstep_services.database.models import Run
 from watchstep_services.estimator.view.lines import words_of
 from watchstep_services.estimator.view.show import QUIET, Showing, kind_of
 from watchstep_services.estimator.view.sight import Watcher
-from watchstep_services.evaluator.discover import discover
-from watchstep_services.evaluator.lifecycle import advance_run
-from watchstep_services.tokens import create_token
 
 
 @pytest.fixture(autouse=True)
@@ -46,45 +41,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(other)
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str], str]]:
-    """What a notebook's cells were given; stands in for Jupyter, of which only these two calls are used."""
-    cells: list[tuple[str, dict[str, str], str]] = []
-    display = types.ModuleType("IPython.display")
-    for name in ("display", "update_display"):
-
-        def given(data: dict[str, str], *, raw: bool, display_id: str, name: str = name) -> None:
-            assert raw
-            cells.append((name, data, display_id))
-
-        setattr(display, name, given)
-    ipython: Any = types.ModuleType("IPython")
-    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    return cells
-
-
-def judge(driven: Driven, run_id: int) -> None:
-    """Find what is new on the store, and judge it."""
-    discover(driven.service, run_id)
-    advance_run(driven.service, run_id)
-    driven.settle(run_id)
-    advance_run(driven.service, run_id)
-
-
-@pytest.fixture
-def ended(driven_sqlite: Driven, folder_store: Any) -> Iterator[tuple[Driven, Recording, Client]]:
-    """A run that is judged, behind a socket."""
-    recording = Recording(folder_store).begin()
-    run_id = driven_sqlite.register()
-    recording.write_all([9, 19], nan_from(15))
-    with serving(driven_sqlite.service) as url:
-        client = Client(url, create_token(driven_sqlite.service.database, "operator"), PROJECT)
-        judge(driven_sqlite, run_id)
-        yield driven_sqlite, recording, client
-
-
 def test_lines_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert kind_of(None) == "lines"
@@ -97,6 +53,7 @@ def test_a_picture_where_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> No
         for name, value, kind in (
             ("CI", "true", "lines"),
             (QUIET, "1", "lines"),
+            ("TERM", "dumb", "lines"),
             ("CI", "false", "terminal"),
         ):
             with monkeypatch.context() as said:
@@ -169,19 +126,6 @@ def test_a_terminal_is_drawn_anew(
     assert "job local:7 running" in shown
     assert "\x1b[1A" in shown  # one picture over the other
     assert shown.rstrip().rpartition("job local:7")[2].startswith(" ended")
-
-
-def test_a_notebooks_cell_is_changed_in_place(
-    ended: tuple[Driven, Recording, Client], kernel: list[tuple[str, dict[str, str], str]]
-) -> None:
-    _, _, client = ended
-    assert kind_of(None) == "notebook"
-    with Showing(Watcher(lambda: client, PROJECT, "run-1"), "notebook") as showing:
-        showing.turn()
-        showing.turn(last=True)
-    assert [name for name, _, _ in kernel] == ["display", "update_display"]
-    assert len({cell for _, _, cell in kernel}) == 1
-    assert "nan_or_inf  firing" in kernel[-1][1]["text/plain"]
 
 
 def test_the_command_shows_it_to_its_end(
