@@ -39,7 +39,7 @@ class BatchSize(Rule[BatchSizeParams, BatchSizeState]):
 
     name = "batch_size"
     summary = "CPUs, GPU and its memory are all used little: batches are small for the machine"
-    needs = Needs(collections=("system",), roles=("system",))
+    needs = Needs(collections=("system",), roles=("system",), histograms=True)
     merge = "sealed"
     usual_causes = ("batches are small for this machine", "the model is small for this machine")
     what_to_try = (

@@ -50,6 +50,8 @@ class Needs:
         evidence: collections whose tensors are evidence as well, whatever their role.
         evidence_rows: earlier rows of evidence that the context holds, of each series; None for as many as the lookback. A
             rule that looks back far on losses, and remembers what it needs of all weights, keeps most rows from being kept.
+        histograms: it looks into the rows' histograms. Where no rule of a run does they are not read: to look into them is
+            an error then.
     """
 
     collections: tuple[str, ...]
@@ -58,6 +60,7 @@ class Needs:
     about: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
     evidence_rows: int | None = None
+    histograms: bool = False
 
     @property
     def has_evidence(self) -> bool:

@@ -41,7 +41,7 @@ class CpuBottleneck(Rule[CpuBottleneckParams, CpuBottleneckState]):
 
     name = "cpu_bottleneck"
     summary = "a GPU is idle while the CPUs are busy"
-    needs = Needs(collections=("system",), roles=("system",))
+    needs = Needs(collections=("system",), roles=("system",), histograms=True)
     merge = "sealed"
     usual_causes = (
         "data are decoded and augmented by too few, or by slow, processors",

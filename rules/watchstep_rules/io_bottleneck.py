@@ -44,7 +44,7 @@ class IoBottleneck(Rule[IoBottleneckParams, IoBottleneckState]):
 
     name = "io_bottleneck"
     summary = "a GPU is idle while tasks wait for disks"
-    needs = Needs(collections=("system",), roles=("system",))
+    needs = Needs(collections=("system",), roles=("system",), histograms=True)
     merge = "sealed"
     usual_causes = (
         "data lie on a slow disk, or in very many small files",

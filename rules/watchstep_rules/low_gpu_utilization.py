@@ -50,7 +50,7 @@ class LowGpuUtilization(Rule[LowGpuUtilizationParams, LowGpuUtilizationState]):
 
     name = "low_gpu_utilization"
     summary = "a GPU computes little, or in bursts with pauses"
-    needs = Needs(collections=("system",), roles=("system",))
+    needs = Needs(collections=("system",), roles=("system",), histograms=True)
     merge = "per_worker"
     usual_causes = (
         "batches are too small for the GPU",

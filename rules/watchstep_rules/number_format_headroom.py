@@ -62,6 +62,7 @@ class NumberFormatHeadroom(Rule[NumberFormatHeadroomParams, NumberFormatHeadroom
         collections=("weights", "gradients", "activations", "metrics"),
         roles=("weight", "gradient", "output", "metric"),
         about=("weight", "gradient", "output"),
+        histograms=True,
     )
     merge = "sealed"
     usual_causes = (

@@ -49,6 +49,7 @@ class About(BaseModel):
     collections: _Words = Field(max_length=100)
     roles: _Words = Field(max_length=100)
     probes: _Words = Field(max_length=64)
+    histograms: bool = False
 
 
 _DESCRIBED: dict[str, tuple[About, Isolation]] = {}
@@ -138,7 +139,7 @@ class Python(Rule[PythonParams, PythonState]):
     def needed(self, params: PythonParams) -> Needs:
         """The class's."""
         about = params.about
-        return Needs(about.collections, about.roles, about.probes)
+        return Needs(about.collections, about.roles, about.probes, histograms=about.histograms)
 
     def merged(self, params: PythonParams) -> Merge:
         """The class's."""

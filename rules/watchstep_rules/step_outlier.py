@@ -73,7 +73,7 @@ class StepOutlier(Rule[StepOutlierParams, StepOutlierState]):
 
     name = "step_outlier"
     summary = "some steps take far longer than the others, and cost much time"
-    needs = Needs(collections=("system",), roles=("system",))
+    needs = Needs(collections=("system",), roles=("system",), histograms=True)
     merge = "per_worker"
     usual_causes = (
         "the data loader stalls at times: the end of an epoch, a slow file, a cold cache",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.histogram import UnreadHistograms
 from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats, StatisticsBatch
 from watchstep.tensors import MODES, Mode, Placement, Stage, TensorInfo
@@ -109,6 +110,11 @@ class Block:
     def where(self, chosen: NDArray[np.bool_]) -> Block:
         """The rows where a mask of shape (n,) is true."""
         return self.take(np.flatnonzero(chosen))
+
+    def without_histograms(self) -> Block:
+        """The same rows; to look into their histograms is an error."""
+        unread = UnreadHistograms(len(self))
+        return replace(self, statistics=replace(self.statistics, histogram=unread))
 
     def mode_name(self, row: int) -> Mode:
         """The mode of one row."""

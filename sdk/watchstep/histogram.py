@@ -8,9 +8,12 @@ sparse: only bins that hold something are kept, in ascending order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from watchstep.errors import ConfigError
 
 EXPONENT_RANGE = (-1074, 1023)
 """Smallest and largest exponent of a finite float64, subnormals included."""
@@ -53,7 +56,10 @@ class Histograms:
 
     @classmethod
     def concatenate(cls, parts: list[Histograms]) -> Histograms:
-        """The histograms of several batches, one after the other."""
+        """The histograms of several batches, one after the other; unread where those of any row are."""
+        if any(isinstance(part, UnreadHistograms) and len(part) for part in parts):
+            return UnreadHistograms(sum(len(part) for part in parts))
+        parts = [part for part in parts if not isinstance(part, UnreadHistograms)]
         lengths = [np.diff(part.offsets) for part in parts]
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([*lengths, np.empty(0, np.int64)]))])
         bins = np.concatenate([np.empty(0, np.int16), *(part.bins for part in parts)])
@@ -64,6 +70,29 @@ class Histograms:
     def empty(cls, rows: int) -> Histograms:
         """Histograms with nothing in them."""
         return cls(np.zeros(rows + 1, np.int64), np.empty(0, np.int16), np.empty(0, np.int64))
+
+
+class UnreadHistograms(Histograms):
+    """Stands where a reader left histograms out; to look into it is a mistake, and says so."""
+
+    def __init__(self, rows: int) -> None:
+        object.__setattr__(self, "_rows", rows)
+
+    def __len__(self) -> int:
+        rows: int = vars(self)["_rows"]
+        return rows
+
+    def take(self, rows: NDArray[np.intp]) -> Histograms:
+        """Of some rows; as unread as these."""
+        return UnreadHistograms(len(rows))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in type(self).__dataclass_fields__:
+            raise AttributeError(name)
+        raise ConfigError(
+            f"histogram.{name}: the histograms of these rows were not read",
+            "a rule that looks into them says so: Needs(…, histograms=True)",
+        )
 
 
 def exponent_of_bin(bins: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -77,13 +106,15 @@ def is_negative_bin(bins: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def sum_rows(histograms: Histograms, group: NDArray[np.intp], groups: int) -> Histograms:
-    """Add up histograms by group.
+    """Add up histograms by group; of unread ones the sums are as unread.
 
     Args:
         histograms: n rows.
         group: int, shape (n,), the group of each row, 0 … groups - 1.
         groups: how many rows the result has.
     """
+    if isinstance(histograms, UnreadHistograms):
+        return UnreadHistograms(groups)
     if len(histograms.bins) == 0:
         return Histograms.empty(groups)
     low = int(histograms.bins.min())

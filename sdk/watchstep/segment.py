@@ -20,11 +20,19 @@ import numpy as np
 from watchstep.arrow_arrays import from_codes, from_numbers, from_words, to_numbers
 from watchstep.block import STAGES, Block, Places
 from watchstep.errors import FormatError
-from watchstep.histogram import Histograms
+from watchstep.histogram import Histograms, UnreadHistograms
 from watchstep.known_catalogues import KnownCatalogues
 from watchstep.layout import SCHEMA_VERSION
-from watchstep.parquet_claims import read_claims
-from watchstep.segment_checks import MAX_BYTES, MAX_ROWS, PROBE, check_claims, check_values, checked_columns
+from watchstep.parquet_claims import claims_of, read_claims, read_footer
+from watchstep.segment_checks import (
+    HISTOGRAM_COLUMNS,
+    MAX_BYTES,
+    MAX_ROWS,
+    PROBE,
+    check_claims,
+    check_values,
+    checked_columns,
+)
 from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
 from watchstep.tensors import MODES, TensorInfo
 
@@ -96,10 +104,15 @@ def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, by
         block: the rows.
         catalogue: what `catalogue_bytes` gives for the block's catalogue, where the caller has kept it.
         more: further metadata.
+
+    Raises:
+        ValueError: the block was read without its histograms, and a segment has them.
     """
     import pyarrow.parquet as pq
 
     table = to_table(block)
+    if not {*table.column_names} >= HISTOGRAM_COLUMNS:
+        raise ValueError("a segment holds histograms, and the block was read without")
     meta = {**metadata(catalogue or catalogue_bytes(block.catalogue)), **(more or {})}
     sink = io.BytesIO()
     pq.write_table(
@@ -120,7 +133,7 @@ def _leaves(columns: list[str]) -> list[str]:
 
 
 def to_table(block: Block) -> pa.Table:
-    """The rows as an Arrow table, one column a figure, as they stand in a segment."""
+    """The rows as an Arrow table, one column a figure, as they stand in a segment; histograms where they were read."""
     import pyarrow as pa
 
     held = block.statistics
@@ -137,13 +150,24 @@ def to_table(block: Block) -> pa.Table:
     }
     columns.update({name: from_numbers(getattr(held, name)) for name in COUNT_COLUMNS})
     columns.update({name: from_numbers(getattr(held, name), nan_is_null=True) for name in VALUE_COLUMNS})
-    offsets = from_numbers(held.histogram.offsets.astype(np.int32))
-    columns["histogram_bins"] = pa.ListArray.from_arrays(offsets, from_numbers(held.histogram.bins))
-    columns["histogram_counts"] = pa.ListArray.from_arrays(offsets, from_numbers(held.histogram.counts))
+    columns.update(_histogram_columns(held.histogram))
     columns.update(
         {PROBE + name: from_numbers(column, nan_is_null=True) for name, column in block.probes.items()}
     )
     return pa.table(columns)
+
+
+def _histogram_columns(held: Histograms) -> dict[str, Any]:
+    """Their columns; none where they were not read."""
+    import pyarrow as pa
+
+    if isinstance(held, UnreadHistograms):
+        return {}
+    offsets = from_numbers(held.offsets.astype(np.int32))
+    return {
+        "histogram_bins": pa.ListArray.from_arrays(offsets, from_numbers(held.bins)),
+        "histogram_counts": pa.ListArray.from_arrays(offsets, from_numbers(held.counts)),
+    }
 
 
 @dataclass(frozen=True)
@@ -152,18 +176,19 @@ class _Opened:
     catalogue: tuple[TensorInfo, ...]
 
 
-def decode(data: bytes, name: str) -> Block:
+def decode(data: bytes, name: str, *, histograms: bool = True) -> Block:
     """Read a segment; sizes are checked before memory is taken.
 
     Args:
         data: the object's bytes.
         name: what to call it in an error.
+        histograms: False leaves them out, and damage in them unnoticed; to look into them is a `ConfigError` then.
 
     Raises:
         FormatError: the bytes are no whole segment, are of a later version, or claim sizes over the limits.
     """
     with whole(name):
-        return check_values(_to_block(_open(data, name)))
+        return check_values(_to_block(_open(data, name, histograms=histograms)))
 
 
 def metadata_of(data: bytes, name: str) -> dict[bytes, bytes]:
@@ -220,18 +245,22 @@ def whole(name: str) -> Iterator[None]:
         raise FormatError(f"segment {name}: not a whole segment ({reason})", _MEND) from error
 
 
-def _open(data: bytes, name: str) -> _Opened:
+def _open(data: bytes, name: str, *, histograms: bool) -> _Opened:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if len(data) > MAX_BYTES:
         raise FormatError(f"segment {name}: {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
-    claims = read_claims(data)
+    footer = read_footer(data)
     file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     stored = file.metadata.metadata or {}
     check_version(stored, name)
-    columns = checked_columns(file.schema_arrow)
-    check_claims(claims, columns)
+    columns = [
+        column
+        for column in checked_columns(file.schema_arrow)
+        if histograms or column not in HISTOGRAM_COLUMNS
+    ]
+    check_claims(claims_of(data, footer, frozenset(columns)), columns)
     return _Opened(file.read(columns, use_threads=False), catalogue_of(stored[CATALOGUE]))
 
 
@@ -309,6 +338,8 @@ def _words(table: Any, name: str, known: dict[Any, int], dtype: Any) -> Any:
 def _histograms(table: Any) -> Histograms:
     import pyarrow as pa
 
+    if not HISTOGRAM_COLUMNS & {*table.column_names}:
+        return UnreadHistograms(len(table))
     empty = pa.ListArray.from_arrays(from_numbers(np.zeros(1, np.int32)), from_numbers(np.empty(0, np.int64)))
     parts = [
         pa.concat_arrays(column.chunks) if column.num_chunks else empty

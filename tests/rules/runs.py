@@ -55,6 +55,8 @@ def follow(
     history, before = Block.empty(), -1
     for events in evaluations:
         arrived = concatenate([event.block for event in events if isinstance(event, Rows)])
+        if not config.implementation.needed(config.parameters).histograms:
+            arrived = arrived.without_histograms()
         now = max([before, *(event.step for event in events if isinstance(event, Seal))])
         verdict = judge(config, memory, history, arrived, Progress(before, now, 7))
         # Memory lies in a database between evaluations, as JSON.

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from tests.sdk.blocks import INFOS, Row, block_of, blocks, rows_of
 from watchstep import segment, segment_checks
-from watchstep.block import Block
-from watchstep.errors import FormatError
+from watchstep.block import Block, concatenate
+from watchstep.block_view import together, view
+from watchstep.errors import ConfigError, FormatError
 from watchstep.histogram import Histograms
 from watchstep.tensors import Placement
 
@@ -70,6 +71,33 @@ def test_what_was_encoded_is_decoded(block: Block) -> None:
     decoded = segment.decode(segment.encode(block), "s")
     assert rows_of(decoded) == rows_of(block)
     assert decoded.catalogue == block.catalogue
+
+
+@given(blocks)
+def test_what_is_read_without_histograms_is_the_same_but_for_them(block: Block) -> None:
+    data = segment.encode(block)
+    light, whole = segment.decode(data, "s", histograms=False), segment.decode(data, "s")
+    assert len(light.statistics.histogram) == len(light) == len(whole)
+    again = replace(light, statistics=replace(light.statistics, histogram=whole.statistics.histogram))
+    assert rows_of(again) == rows_of(whole)
+
+
+def test_to_look_into_histograms_that_were_not_read_says_what_to_do() -> None:
+    light = segment.decode(WHOLE, "s", histograms=False)
+    rows = np.arange(len(light))
+    for block in (
+        light,
+        light.take(rows[:1]),
+        concatenate([light, BLOCK]),
+        view(light, rows),
+        together(BLOCK, light),
+    ):
+        assert len(block.statistics.histogram) == len(block)
+        with pytest.raises(ConfigError, match=r"histogram\.bins: .* not read\n  mend: .*histograms=True"):
+            _ = block.statistics.histogram.bins
+    assert len(concatenate([light.take(rows[:0]), BLOCK]).statistics.histogram.bins)
+    with pytest.raises(ValueError, match="a segment holds histograms"):
+        segment.encode(light)
 
 
 def test_empty_blocks_and_blocks_of_an_empty_catalogue_are_segments() -> None:

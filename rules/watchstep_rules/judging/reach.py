@@ -26,9 +26,15 @@ def depths(
 
 @dataclass(frozen=True)
 class Reach:
-    """Of each scope, how many earlier rows of a series its rules need. Hashable; equal ones keep the same rows."""
+    """Of each scope, how many earlier rows of a series its rules need. Hashable; equal ones keep the same rows.
+
+    Attributes:
+        scopes: tensors, what their rules need, and how many rows.
+        histograms: whether a rule looks into histograms, be it only those of new rows.
+    """
 
     scopes: frozenset[tuple[TensorScope, Needs, int]] = frozenset()
+    histograms: bool = False
 
     @classmethod
     def of(cls, configs: Iterable[RuleConfig]) -> Reach:
@@ -36,12 +42,14 @@ class Reach:
 
         One whose rule cannot say it needs nothing: it cannot be judged either, and judging tells why.
         """
-        found = (_of_one(config) for config in configs)
-        return cls(frozenset(one for one in found if one is not None))
+        found = [one for one in map(_of_one, configs) if one is not None]
+        return cls(
+            frozenset(one for one in found if one[2] > 0), any(needs.histograms for _, needs, _ in found)
+        )
 
     def __or__(self, other: Reach) -> Reach:
         """As far as both."""
-        return Reach(self.scopes | other.scopes)
+        return Reach(self.scopes | other.scopes, self.histograms or other.histograms)
 
     def rows_of(self, catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
         """How many earlier rows of a series are needed, for each tensor of a catalogue."""
@@ -57,7 +65,6 @@ class Reach:
 def _of_one(config: RuleConfig) -> tuple[TensorScope, Needs, int] | None:
     try:
         rule, params = config.implementation, config.parameters
-        rows = rule.lookback(params)
-        return (config.tensors, rule.needed(params), rows) if rows > 0 else None
+        return config.tensors, rule.needed(params), rule.lookback(params)
     except Exception:  # noqa: BLE001 - told by judging, and must not stop the others
         return None

@@ -61,7 +61,11 @@ class SagemakerPoorWeightInitialization(
 
     name = "sagemaker_poor_weight_initialization"
     summary = "signs of poor initial weights in the first steps, as SageMaker tests them"
-    needs = Needs(collections=("activations", "gradients", "losses"), roles=("output", "gradient", "loss"))
+    needs = Needs(
+        collections=("activations", "gradients", "losses"),
+        roles=("output", "gradient", "loss"),
+        histograms=True,
+    )
     merge = "sealed"
     usual_causes = PoorInitialization.usual_causes
     what_to_try = PoorInitialization.what_to_try

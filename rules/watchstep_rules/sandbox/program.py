@@ -90,6 +90,7 @@ def _described(rule: AnyRule, params: Any) -> dict[str, Any]:
         "collections": list(needs.collections),
         "roles": list(needs.roles),
         "probes": list(needs.probes),
+        "histograms": needs.histograms,
     }
 
 

@@ -17,6 +17,7 @@ from watchstep_services.evaluator.claim import Claim, renew
 from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.evaluator.fence import FencedError
 from watchstep_services.evaluator.inbox import Inbox, open_inbox
+from watchstep_services.evaluator.judging import lookback
 from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_plan
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
@@ -143,6 +144,8 @@ def _read_all(
     """Read in order; returns the gaps that segments leave which were announced and are not there."""
     size, renewed = 0, time.monotonic()
     began = renewed
+    known = service.remembered.get((held.run_id, found.attempt), held.epoch)
+    histograms = known is None or lookback(known).histograms
     absent: dict[WriterId, Gap] = {}
     for entry in entries:
         writer = entry.key.writer
@@ -158,7 +161,7 @@ def _read_all(
         try:
             data = fetch(run_store, entry.key)
             size += len(data)
-            found.blocks.append((entry, decode(data, entry.key)))
+            found.blocks.append((entry, decode(data, entry.key, histograms=histograms)))
         except NotFoundError:
             absent[writer] = Gap(writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
             continue
@@ -203,13 +206,13 @@ def fetch(run_store: Store, key: SegmentKey) -> bytes:
         raise FormatError(f"segment {key.path}: {size} bytes, over the limit", error.mend) from error
 
 
-def decode(data: bytes, key: SegmentKey) -> Block:
-    """A segment's rows in canonical order, over a catalogue sorted by name.
+def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
+    """A segment's rows in canonical order, over a catalogue sorted by name; with their histograms, or without.
 
     Raises:
         FormatError: the bytes are no whole segment, or hold steps that its name does not say.
     """
-    block = segment.decode(data, key.path)
+    block = segment.decode(data, key.path, histograms=histograms)
     if len(block) and not (key.first <= int(block.step.min()) and int(block.step.max()) <= key.last):
         raise FormatError(
             f"segment {key.path}: holds steps {block.step.min()} to {block.step.max()}",

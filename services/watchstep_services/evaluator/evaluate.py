@@ -171,7 +171,8 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
     seal = seals.decide(progress, held.now_ns, patience)
     sealed = seal.step if seal else progress.sealed
 
-    parts = [(held.journal + place, block) for place, (_, block) in enumerate(collected.blocks)]
+    blocks = [block if depth.histograms else block.without_histograms() for _, block in collected.blocks]
+    parts = list(enumerate(blocks, held.journal))
     arrived = joined(parts, History.empty()).block
     ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
     judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
@@ -233,7 +234,9 @@ def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, 
         ).scalars()
         places = [(row.position, key_of(row)) for row in rows]
     parts = [
-        (position, decode(fetch(run_store, key), key)) for position, key in places if position is not None
+        (position, decode(fetch(run_store, key), key, histograms=depth.histograms))
+        for position, key in places
+        if position is not None
     ]
     return trimmed(joined(parts, History.empty()), depth, attempt.sealed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -80,8 +81,8 @@ def memory_of(text: str | None) -> RuleMemory:
         return RuleMemory()
 
 
-def lookback(configs: list[Loaded]) -> Reach:
-    """How many earlier rows of each series the rules need that look back on it."""
+def lookback(configs: Iterable[Loaded]) -> Reach:
+    """How many earlier rows of each series the rules need that look back on it, and whether with their histograms."""
     return Reach.of(held.config for held in configs if held.config is not None)
 
 

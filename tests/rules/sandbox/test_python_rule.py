@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.rules.runs import Event, all_at_once, follow, in_steps, norms, runs, splits, steps_of
+from tests.rules.runs import Event, Rows, Seal, all_at_once, follow, in_steps, norms, runs, splits, steps_of
 from tests.rules.sandbox.programs import HEAD, LOUD, python
 from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, RuleError
@@ -53,6 +53,18 @@ def test_what_the_class_needs_holds() -> None:
     assert rule.lookback(params) == 6
     assert rule.merged(params) == "sealed"
     assert rule.needed(params) == Needs(("gradients",), probes=("update_ratio",))
+
+
+def test_a_class_that_looks_into_histograms_says_so() -> None:
+    source = LOUD.replace(
+        "        findings = []\n", "        findings = []\n        block.statistics.histogram.bins\n", 1
+    )
+    said = follow(python(source, "Loud"), [[Rows(ROWS), Seal(3)]])
+    assert said.memory.health is Health.ERROR
+    assert "histogram.bins: the histograms of these rows were not read" in said.memory.problem
+    needs = 'Needs(collections=("gradients",)'
+    said = follow(python(source.replace(needs, f"{needs}, histograms=True"), "Loud"), [[Rows(ROWS), Seal(3)]])
+    assert (said.memory.health, len(said.findings)) == (Health.OK, 3)
 
 
 @settings(max_examples=10)
