@@ -40,7 +40,14 @@ _TIMES_AS_LONG = 4
 _log = logging.getLogger(__name__)
 
 
-def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, ...], origin: Origin) -> int:
+def register(
+    service: Service,
+    project: str,
+    run: str,
+    asked: tuple[RuleConfig, ...],
+    origin: Origin,
+    registered_by: str = "",
+) -> int:
     """Make a run known, with the owner's rules and those that are asked for. Safe to repeat.
 
     Args:
@@ -50,6 +57,7 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
         asked: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
             where an operator has allowed them to (`dispatcher.grants`).
         origin: who asks.
+        registered_by: the id of the token of an operator who asks; a run that is new is its own (`run_tokens`).
 
     Returns:
         The run's id in the database.
@@ -69,6 +77,7 @@ def register(service: Service, project: str, run: str, asked: tuple[RuleConfig, 
             "project": project, "run": run, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
             "cursor": "{}", "journal": 0, "ticks": 0, "last_step": -1, "control": ControlDocument().as_data(),
             "health": {}, "created_ns": now, "heard_ns": now, "listed_ns": 0, "hints": 0,
+            "registered_by": registered_by,
         }  # fmt: skip
         insert_missing(session, Run, values)
         row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one()

@@ -27,6 +27,7 @@ class Identity:
         token: the public id of its token.
         name: of its token.
         expires_ns: when its token ends; None where it does not.
+        run: the only run of the project that it may do it to; all where that is None.
     """
 
     role: str
@@ -34,15 +35,13 @@ class Identity:
     token: str = ""
     name: str = ""
     expires_ns: int | None = None
+    run: str | None = None
 
     @property
     def who(self) -> str:
         """What a record of its deeds says of it: nothing of the secret."""
-        return (
-            f"{self.name} ({self.role}, token {self.token})"
-            if self.name
-            else f"{self.role}, token {self.token}"
-        )
+        role = self.role if self.run is None else f"{self.role} of run {self.project}/{self.run}"
+        return f"{self.name} ({role}, token {self.token})" if self.name else f"{role}, token {self.token}"
 
     def may(self, permission: Permission) -> bool:
         """Whether the role has a permission."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, delete, select
+from sqlalchemy import ColumnElement, delete, or_, select, update
+from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep_services.database.clock import read_clock
+from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Token
 from watchstep_services.roles import PERMISSIONS, Identity, Role
-from watchstep_services.settings import NANOSECONDS
-from watchstep_services.tokens import create_token
+from watchstep_services.settings import NANOSECONDS, nanoseconds
+from watchstep_services.tokens import OVER_SECONDS, create_token, ends_ns
 
 MAX_LIFETIME = 10 * 366 * 86_400
 """Seconds."""
@@ -78,53 +79,110 @@ def create_for(database: Database, request: TokenRequest, maker: Identity) -> st
     )
 
 
-def of_project(project: str | None) -> list[ColumnElement[bool]]:
-    """The condition that a token is for one project only; none, so that all are meant, where that is None."""
-    return [] if project is None else [Token.project == project]
+def of_project(project: str | None, run: str | None = None) -> list[ColumnElement[bool]]:
+    """The conditions that a token is for one project only, and for one run of it; none, so that all are meant, where that is None."""
+    conditions: list[ColumnElement[bool]] = [] if project is None else [Token.project == project]
+    return conditions if run is None else [*conditions, Token.run == run]
+
+
+def that_work() -> list[ColumnElement[bool]]:
+    """The conditions that tokens can be used now."""
+    return [
+        Token.revoked_ns.is_(None),
+        or_(Token.expires_ns.is_(None), Token.expires_ns > now_ns()),
+        or_(Token.run_over_ns.is_(None), Token.run_over_ns > now_ns() - nanoseconds(OVER_SECONDS)),
+    ]
 
 
 def state_of(row: Token, now: int) -> str:
     """``active``, ``expired`` or ``revoked`` at a time in nanoseconds."""
     if row.revoked_ns is not None:
         return "revoked"
-    return "expired" if row.expires_ns is not None and row.expires_ns <= now else "active"
+    ends = ends_ns(row)
+    return "expired" if ends is not None and ends <= now else "active"
 
 
-def find_token(database: Database, public: str, project: str | None) -> Token:
+def find_token(database: Database, public: str, project: str | None, run: str | None = None) -> Token:
     """A token by its id.
 
     Args:
         database: where it is kept.
         public: its id.
         project: the only one to look in; all where None.
+        run: the only one of the project to look in; all, and the project's own tokens, where None.
 
     Raises:
         NotFoundError: there is none there.
     """
     with database.read() as session:
         row = session.execute(
-            select(Token).where(Token.id == public, *of_project(project))
+            select(Token).where(Token.id == public, *of_project(project, run))
         ).scalar_one_or_none()
     if row is None:
         raise _unknown(public)
     return row
 
 
-def revoke(database: Database, public: str, project: str | None, revoked_by: str) -> Token:
-    """Make a token worthless from its next request on. Safe to repeat; the first time counts.
+@dataclass(frozen=True)
+class Revoked:
+    """A token that is worthless, and those that ended with it.
+
+    Attributes:
+        token: as it stands.
+        made: ids of tokens of single runs that it made, and that worked until now.
+    """
+
+    token: Token
+    made: tuple[str, ...]
+
+
+def revoke(
+    database: Database,
+    public: str,
+    project: str | None,
+    revoked_by: str,
+    *,
+    run: str | None = None,
+    keep_made: bool = False,
+) -> Revoked:
+    """Make a token worthless from its next request on, and the tokens of single runs that it made. Safe to repeat; the first time counts.
+
+    Args:
+        database: where it is kept.
+        public: its id.
+        project: the only one to look in; all where None.
+        revoked_by: who does, as records show it.
+        run: as of `find_token`.
+        keep_made: leave what it made, as where it is replaced by another while jobs go on.
 
     Raises:
-        NotFoundError: there is none in this project, or in all where that is None.
+        NotFoundError: there is none there.
     """
     with database.write() as session:
         row = session.execute(
-            select(Token).where(Token.id == public, *of_project(project)).with_for_update()
+            select(Token).where(Token.id == public, *of_project(project, run)).with_for_update()
         ).scalar_one_or_none()
         if row is None:
             raise _unknown(public)
+        now = read_clock(session)
         if row.revoked_ns is None:
-            row.revoked_ns, row.revoked_by = read_clock(session), revoked_by[:256]
-        return row
+            row.revoked_ns, row.revoked_by = now, revoked_by[:256]
+        made = () if keep_made else _revoke_made(session, row, now)
+        session.flush()
+        session.refresh(row)  # what it says of its run is left behind by a change
+        return Revoked(row, made)
+
+
+def _revoke_made(session: Session, maker: Token, now: int) -> tuple[str, ...]:
+    # `run_tokens` locks the maker as well: none is made that this does not see.
+    ended = session.execute(
+        update(Token)
+        .where(Token.maker == maker.id, Token.run_id.is_not(None), Token.revoked_ns.is_(None))
+        .values(revoked_ns=now, revoked_by=f"with token {maker.id}, which made it")
+        .returning(Token.id)
+        .execution_options(synchronize_session=False)
+    )
+    return tuple(sorted(ended.scalars()))
 
 
 def forget_named(database: Database, name: str, created_by: str) -> None:

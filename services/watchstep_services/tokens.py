@@ -14,6 +14,7 @@ import secrets
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
 from watchstep.layout import check_name
@@ -26,6 +27,9 @@ from watchstep_services.settings import nanoseconds
 __all__ = ["PERMISSIONS", "Identity", "Permission", "Role", "create_token", "digest_of", "id_of", "identify"]
 
 MAX_NAME = 128
+OVER_SECONDS = 14 * 86_400
+"""So long after a run has ended its tokens are good: what starts again under it meanwhile finds them so."""
+
 _ID_LENGTH = 16
 _WITH_ID = re.compile(r"wst_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
 _MAX_LENGTH = 128
@@ -60,22 +64,26 @@ def create_token(
     if project is not None:
         check_name("project", project)
     check_token_name(name)
-    public = secrets.token_hex(_ID_LENGTH // 2)
-    token = f"wst_{public}_{secrets.token_urlsafe(32)}"
+    row = Token(role=role, project=project, name=name, created_by=created_by)
     with database.write() as session:
-        now = read_clock(session)
-        session.add(
-            Token(
-                id=public,
-                sha256=digest_of(token),
-                name=name,
-                role=role,
-                project=project,
-                created_ns=now,
-                created_by=created_by[:256],
-                expires_ns=None if lifetime_seconds is None else now + nanoseconds(lifetime_seconds),
-            )
-        )
+        return add_token(session, row, lifetime_seconds)
+
+
+def add_token(session: Session, row: Token, lifetime_seconds: float | None) -> str:
+    """Give a row what makes it a token, and keep it with the transaction; the token is returned here and never again.
+
+    Args:
+        session: a transaction.
+        row: new, and says what the token is for and who makes it.
+        lifetime_seconds: as of `create_token`.
+    """
+    row.id = secrets.token_hex(_ID_LENGTH // 2)
+    token = f"wst_{row.id}_{secrets.token_urlsafe(32)}"
+    row.sha256 = digest_of(token)
+    row.created_ns = read_clock(session)
+    row.created_by = row.created_by[:256]
+    row.expires_ns = None if lifetime_seconds is None else row.created_ns + nanoseconds(lifetime_seconds)
+    session.add(row)
     return token
 
 
@@ -99,7 +107,7 @@ def id_of(token: str) -> str:
 
 
 def identify(database: Database, token: str) -> Identity | None:
-    """Whose token this is; None for nobody's, and for one that has expired or was revoked.
+    """Whose token this is; None for nobody's, and for one that has expired, was revoked, or is a run's that is over.
 
     How long it takes says nothing of a secret: the id finds the row, and the hashes are compared in constant time.
     """
@@ -110,11 +118,20 @@ def identify(database: Database, token: str) -> Identity | None:
     row, now = (None, 0) if found is None else found
     if not hmac.compare_digest(_NOBODYS if row is None else row.sha256, digest_of(token)) or row is None:
         return None
-    if row.revoked_ns is not None or (row.expires_ns is not None and row.expires_ns <= now):
+    ends = ends_ns(row)
+    if row.revoked_ns is not None or (ends is not None and ends <= now):
+        return None
+    if row.run_id is not None and None in (row.run, row.project):  # it is nobody's rather than the project's
         return None
     if row.last_used_ns is None or row.last_used_ns <= now - _USED_EVERY:
         _note_use(database, row.id)
-    return Identity(row.role, row.project, row.id, row.name, row.expires_ns)
+    return Identity(row.role, row.project, row.id, row.name, ends, row.run)
+
+
+def ends_ns(row: Token) -> int | None:
+    """When a token ends that nobody revokes: at its own time, or `OVER_SECONDS` after its run has; None for never."""
+    over = None if row.run_over_ns is None else row.run_over_ns + nanoseconds(OVER_SECONDS)
+    return min((at for at in (row.expires_ns, over) if at is not None), default=None)
 
 
 def _note_use(database: Database, public: str) -> None:

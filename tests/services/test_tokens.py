@@ -81,9 +81,9 @@ def test_it_ends_when_it_expires(database: Database) -> None:
 
 def test_it_ends_when_it_is_revoked_and_the_first_time_counts(database: Database) -> None:
     token = create_token(database, "viewer", "vision")
-    first = revoke(database, id_of(token), "vision", "ann")
+    first = revoke(database, id_of(token), "vision", "ann").token
     assert identify(database, token) is None
-    again = revoke(database, id_of(token), None, "bob")
+    again = revoke(database, id_of(token), None, "bob").token
     assert (again.revoked_ns, again.revoked_by) == (first.revoked_ns, "ann")
 
 

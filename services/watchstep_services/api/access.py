@@ -16,8 +16,10 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from watchstep.layout import run_prefix
 from watchstep_services.api.direct import Direct
 from watchstep_services.api.known_tokens import KnownTokens
+from watchstep_services.api.lookup import unknown_run
 from watchstep_services.api.policies import Policy, Routes, open_to_all, permits, policy_of
 from watchstep_services.api.problems import RefusedError, answer_to
 from watchstep_services.api.query_names import check_query
@@ -172,6 +174,22 @@ def _check(identity: Identity, policy: Policy, permission: Permission, values: d
             403,
             f"the token belongs to project {identity.project!r}, not {values['project']!r}",
             "use a token of that project",
+        )
+    if identity.run is not None:
+        _check_run(identity.project, identity.run, policy, values)
+
+
+def _check_run(project: str, own: str, policy: Policy, values: dict[str, Any]) -> None:
+    """For a token of one run no other exists, whatever there is."""
+    if "run" in values and "project" in values:
+        run_prefix(project, values["run"])
+        if values["run"] != own:
+            raise unknown_run(project, values["run"])
+    elif not policy.run_in_body:
+        raise RefusedError(
+            403,
+            f"the token belongs to run {own!r}, and this is of the whole project",
+            "use a token of the project",
         )
 
 

@@ -26,6 +26,7 @@ from watchstep_services.api import (
     routing,
     rules,
     run_rules,
+    run_tokens,
     runs,
     silences,
     snapshots,
@@ -69,6 +70,7 @@ PARTS = (
     statistics,
     snapshots,
     tokens,
+    run_tokens,
     health,
     figures,
 )

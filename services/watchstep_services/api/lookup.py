@@ -27,7 +27,7 @@ def find_run(session: Session, project: str, run: str) -> Run:
     run_prefix(project, run)
     row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one_or_none()
     if row is None:
-        raise _unknown(project, run)
+        raise unknown_run(project, run)
     return row
 
 
@@ -78,14 +78,15 @@ def hold_open_run(session: Session, project: str, run: str) -> HeldRun:
     run_prefix(project, run)
     found = session.execute(_HELD, {"project": project, "run": run}).one_or_none()
     if found is None:
-        raise _unknown(project, run)
+        raise unknown_run(project, run)
     *held, archived_ns = found
     if archived_ns is not None:
         raise archived(project)
     return HeldRun(*held)
 
 
-def _unknown(project: str, run: str) -> NotFoundError:
+def unknown_run(project: str, run: str) -> NotFoundError:
+    """What to say of a run that is not there for who asks."""
     return NotFoundError(f"run {project}/{run}: not known", "register it first, or check the name")
 
 

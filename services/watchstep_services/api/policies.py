@@ -34,30 +34,37 @@ class Policy:
         permission: what the token's role must have; None where no token is asked for.
         all_projects: whether it asks for a token of all projects, where its path names none.
         most_bytes: how large a body may be.
+        run_in_body: whether the endpoint itself holds tokens of one run to it, for its path names none.
     """
 
     permission: Permission | None
     all_projects: bool = False
     most_bytes: int = MOST_BODY
+    run_in_body: bool = False
 
 
 def permits(
-    permission: Permission, *, all_projects: bool | None = None, most_bytes: int = MOST_BODY
+    permission: Permission,
+    *,
+    all_projects: bool | None = None,
+    most_bytes: int = MOST_BODY,
+    run_in_body: bool = False,
 ) -> Callable[[Endpoint], Endpoint]:
     """Mark what an endpoint asks; below the route's own decorator.
 
     Where the path has a ``{project}``, the token must be of that project or of all. An endpoint without one that reads must
-    itself show no more than `Caller` may see.
+    itself show no more than `Caller` may see. Where it has a ``{run}`` as well, a token of one run must be of that; one of one run
+    is refused where it has none.
 
     Args:
         permission: what the token's role must have.
         all_projects: whether a path without a ``{project}`` asks for a token of all projects; all but reading does where
             it is not said.
         most_bytes: how large a body may be; a larger one is answered with 413.
+        run_in_body: let tokens of one run in though the path has no ``{run}``: the endpoint looks at `Caller` itself.
     """
-    return _mark(
-        Policy(permission, permission != "read" if all_projects is None else all_projects, most_bytes)
-    )
+    everywhere = permission != "read" if all_projects is None else all_projects
+    return _mark(Policy(permission, everywhere, most_bytes, run_in_body))
 
 
 def open_to_all(endpoint: Endpoint) -> Endpoint:

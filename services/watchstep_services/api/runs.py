@@ -18,7 +18,7 @@ from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.attempts import job_output
 from watchstep_services.api.filters import Phase, Since, States, Until, between, one_of
 from watchstep_services.api.idempotency import Once
-from watchstep_services.api.lookup import find_run
+from watchstep_services.api.lookup import find_run, unknown_run
 from watchstep_services.api.models import (
     AlertCounts,
     ControlData,
@@ -41,6 +41,7 @@ from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.events import run_url
 from watchstep_services.registration import bind_job, register
 from watchstep_services.roles import Identity
+from watchstep_services.rule_configs import Origin
 from watchstep_services.service import Service
 from watchstep_services.tenancy.jobs import bound_job
 
@@ -48,13 +49,15 @@ router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 
 
 @router.post("", summary="Register a run")
-@permits("record")
+@permits("record", run_in_body=True)
 def register_run(project: str, body: RunInput, service: Served, caller: Caller) -> RunOutput:
     """Make a run known, before or after it is on the store. Safe to repeat.
 
     The owner's rules judge it as well. The rules that are asked for stop nothing that an operator has not allowed them to:
     what they would have stopped is recorded.
     """
+    if caller.run is not None:
+        _hold_to_its_run(service, project, body.run, caller.run)
     operator = caller.may("operate")
     if body.job is not None and not operator:
         raise RefusedError(
@@ -71,7 +74,8 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller) 
     with no_programs("" if operator else NOT_FROM_RECORDERS):
         rules = rule_file.check({"rules": body.rules}, "of the request")
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
-    run_id = register(service, project, body.run, rules, "operator" if operator else "recorder")
+    origin: Origin = "operator" if operator else "recorder"
+    run_id = register(service, project, body.run, rules, origin, caller.token if operator else "")
     if body.allow_stop:
         _allow(service, project, rules, caller.who, body.allow_stop)
     if job is not None:
@@ -148,6 +152,20 @@ def put_job(project: str, run: str, body: JobBinding, service: Served, caller: C
         raise ConfigError(f"run {project}/{run}: has no attempt yet", "name the attempt that the job is")
     bind_job(service, row.id, attempt, _handle(body.job), caller.role)
     return _read(service, project, run, caller)
+
+
+def _hold_to_its_run(service: Service, project: str, run: str, own: str) -> None:
+    """For a token of one run there is no other; nor does it make that one anew after it was deleted.
+
+    Raises:
+        BadNameError: the name cannot be one.
+        NotFoundError: it is another, or is gone.
+    """
+    check_name("run", run)
+    if run != own:
+        raise unknown_run(project, run)
+    with service.database.read() as session:
+        find_run(session, project, run)
 
 
 def _allow(service: Service, project: str, rules: tuple[RuleConfig, ...], who: str, reason: str) -> None:

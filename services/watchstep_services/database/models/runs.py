@@ -15,7 +15,8 @@ class Run(Base):
 
     ``holder``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
     hints at it; an announcement puts that off by ``quiet_ns``, 0 before the first look. ``urgent_ns``: when a recorder that was believed
-    last said that something sudden had happened.
+    last said that something sudden had happened. ``registered_by``: the id of the operator's or admin's token that made it known;
+    empty where nobody's did.
     """
 
     __tablename__ = "runs"
@@ -45,6 +46,7 @@ class Run(Base):
     quiet_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     holder: Mapped[str] = mapped_column(String(255), default="", server_default="")
     urgent_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    registered_by: Mapped[str] = mapped_column(String(16), default="", server_default="")
 
 
 class Attempt(Base):
