@@ -26,6 +26,9 @@ from watchstep_services.service import Service
 MIRROR = "control"
 """The kind of the actions that bring a document to the store."""
 
+_MIRROR_SECONDS = 10.0
+"""As long as a request to a store may take: nobody waits for the action, but others wait for its thread."""
+
 
 def change(
     session: Session, run_id: int, changed: Callable[[ControlDocument], ControlDocument]
@@ -119,8 +122,12 @@ def try_mirror(service: Service, due: DueAction) -> Tried:
         run, project = session.execute(
             select(Run, Project).join(Project, Project.name == Run.project).where(Run.id == due.run_id)
         ).one()
-    run_store = service.stores.of_run(project.place, run.run)
-    return Tried("done", f"version {mirror(service, due.run_id, run_store).version} is on the store")
+    place = project.place
+    run_store = service.stores.of_run(place, run.run)
+    written = service.patience.ask_now(
+        place.registration, lambda: mirror(service, due.run_id, run_store), _MIRROR_SECONDS
+    )
+    return Tried("done", f"version {written.version} is on the store")
 
 
 def _document(service: Service, run_id: int) -> ControlDocument:

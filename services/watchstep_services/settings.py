@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     store_wait_seconds: float = Field(
         2.0,
         gt=0,
-        description="How long a sweep waits for a bucket that does not answer before it goes on to other stores.",
+        description="How long a sweep or a stop waits for a bucket that does not answer before it goes on without it.",
     )
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(

@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import Literal
 
 from watchstep.control import ControlDocument, StopRequest
-from watchstep.errors import StoreError
 from watchstep.stop_answers import StopAnswer, find_answers
 from watchstep_services.control import ask, mirror
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.pace import read_pace
 from watchstep_services.dispatcher.stages import ASKED
-from watchstep_services.dispatcher.target import Target
+from watchstep_services.dispatcher.target import REFUSED, Target, at_store
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS
@@ -56,22 +55,23 @@ def agree(service: Service, due: DueAction, target: Target) -> Tried | Literal["
     """Take an agreement a step further; None where there is nothing to do about it now.
 
     Raises:
-        StoreError: the store does not answer.
+        StoreError, ConfigError: the store does not answer.
     """
     attempt = target.attempt
     stop = _asked(service, target)
-    if stop is None or stop.agreed or stop.attempt != attempt.attempt:
+    if stop is None or stop.agreed or stop.attempt != attempt.attempt or target.unread:
         return None
-    answers = find_answers(target.run_store, stop.attempt, stop.step)
+    answers = at_store(service, target, lambda run_store: find_answers(run_store, stop.attempt, stop.step))
     pace, now = read_pace(service, target)
     gone = max((answer.at for answer in answers), default=-1)
     beyond = max(pace.largest, gone, stop.step) + pace.margin(now)
-    found = following(stop, answers, attempt.world_size, beyond)
+    workers = max(1, attempt.world_size)
+    found = following(stop, answers, workers, beyond)
     if found is None or found == "refused":
         return found
     _put(service, target, stop, found)
     told = (
-        f"all {attempt.world_size} workers have agreed to stop at step {found.step}"
+        f"all {workers} workers have agreed to stop at step {found.step}"
         if found.agreed
         else f"a worker was past step {stop.step}: asked all to stop at step {found.step}"
     )
@@ -94,9 +94,8 @@ def _put(service: Service, target: Target, before: StopRequest, after: StopReque
         ask(session, target.run.id, lambda held: held.with_stop(after) if held.stop == before else held)
     reach("control.in_database", target.run.id)
     try:
-        mirror(
-            service, target.run.id, target.run_store
-        )  # now; should that fail, the action that was asked for sees to it
-    except StoreError:
+        # Now; should that fail, the action that was asked for sees to it.
+        at_store(service, target, lambda run_store: mirror(service, target.run.id, run_store))
+    except REFUSED:
         return
     reach("control.on_store", target.run.id)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from watchstep.control import ControlDocument
 from watchstep.errors import WatchstepError
 from watchstep_services.control import MIRROR, try_mirror
 from watchstep_services.database.clock import now_ns, read_clock
@@ -32,6 +33,8 @@ POSTS = ("webhook", NOTIFY)
 """Kinds of actions that tell people."""
 
 _LONGEST_BACKOFF = 300.0
+_LONGEST_MIRROR_BACKOFF = 30.0
+"""A tombstone is to be on a store soon after that answers again: a cluster may start the job again meanwhile."""
 _MOST_DOUBLINGS = 30
 _FINAL = {"done", "skipped", "failed"}
 
@@ -181,7 +184,8 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
             row.tries < service.settings.max_tries or _must_go_on(session, row)
         ):
             doubled = 2.0 ** min(row.tries - 1, _MOST_DOUBLINGS)
-            pause = min(_LONGEST_BACKOFF, service.settings.retry_seconds * doubled)
+            longest = _LONGEST_MIRROR_BACKOFF if row.kind == MIRROR else _LONGEST_BACKOFF
+            pause = min(longest, service.settings.retry_seconds * doubled)
             row.next_ns = max(now + nanoseconds(pause), tried.after_ns)  # a receiver may ask for longer
         else:
             row.state = tried.result if tried.result in _FINAL else "failed"
@@ -194,10 +198,15 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
 
 
 def _must_go_on(session: Session, row: Action) -> bool:
-    """A stop is not given up while its attempt goes on, however long its backend or its store does not answer."""
-    if row.kind != "stop":
+    """A stop is not given up while its attempt goes on, however long its backend or its store does not answer.
+
+    Nor is a tombstone on its way to the store: what was stopped stays stopped.
+    """
+    if row.kind not in ("stop", MIRROR):
         return False
     run = session.get_one(Run, row.run_id)
+    if row.kind == MIRROR:
+        return bool(ControlDocument.from_data(run.control).tombstone)
     return run.attempt == row.payload["attempt"] and run.state not in ENDED
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from sqlalchemy import select
 
 from watchstep.checkpoints import last_good
-from watchstep.errors import StoreError
 from watchstep_services.database.models import Event
 from watchstep_services.dispatcher.outbox import DueAction
-from watchstep_services.dispatcher.target import Target
+from watchstep_services.dispatcher.target import REFUSED, Target, at_store
 from watchstep_services.service import Service
 
 _log = logging.getLogger(__name__)
@@ -26,8 +25,8 @@ def told(service: Service, due: DueAction, target: Target) -> dict[str, Any]:
     if target.job is not None:
         facts["job"] = f"{target.job.backend}:{target.job.id}"
     try:
-        found = last_good(target.run_store, facts.get("step"))
-    except StoreError as error:
+        found = at_store(service, target, lambda run_store: last_good(run_store, facts.get("step")))
+    except REFUSED as error:
         _log.warning(
             "run %s/%s: its checkpoints are not known: %s", target.run.project, target.run.run, error.what
         )

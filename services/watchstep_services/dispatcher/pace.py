@@ -123,7 +123,7 @@ def common_step(service: Service, target: Target) -> int:
     One worker stops at its next step. Of several, each has to hear of it first.
     """
     pace, now = read_pace(service, target)
-    return pace.largest + (1 if target.attempt.world_size <= 1 else pace.margin(now))
+    return pace.largest + (1 if target.is_alone else pace.margin(now))
 
 
 def _paces(held: Sequence[Announced]) -> Iterable[float]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from watchstep.control import StopRequest
-from watchstep.errors import StoreError
+from watchstep.errors import WatchstepError
 from watchstep_services.dispatcher.agreement import agree, seconds_left
 from watchstep_services.dispatcher.last_good import told
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.pace import common_step
 from watchstep_services.dispatcher.stages import ASK, ASKED, KILLED, TERMINATED, UNCONFIRMED
-from watchstep_services.dispatcher.target import Target, load_target, write_control
+from watchstep_services.dispatcher.target import REFUSED, Target, at_store, load_target, write_control
 from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.points import reach
@@ -29,10 +30,13 @@ _log = logging.getLogger(__name__)
 
 
 def try_stop(service: Service, due: DueAction) -> Tried:
-    """Take a stop one stage further, or see that it is over. Workers are asked whether their job's backend answers or not.
+    """Take a stop one stage further, or see that it is over.
+
+    Workers are asked whether their job's backend answers or not, and the backend is asked in its turn whether their store
+    answers or not.
 
     Raises:
-        StoreError, ConfigError: the store does not answer, or the job's identity cannot be used.
+        StoreError, ConfigError: the store does not answer and no job is in sight, or the job's identity cannot be used.
         BackendError: the backend does not answer, and nothing else can be done now.
     """
     target = load_target(service, due.run_id, str(due.payload["attempt"]))
@@ -44,7 +48,11 @@ def try_stop(service: Service, due: DueAction) -> Tried:
         return _await_ends(service, due, target)
     if target.is_over:
         return _over(service, due, target, _HOW[due.stage])
-    agreed = agree(service, due, target) if due.stage == ASKED else None
+    silent: WatchstepError | None = None
+    try:
+        agreed = agree(service, due, target) if due.stage == ASKED else None
+    except REFUSED as error:
+        agreed, silent = None, error
     if agreed == "refused":
         return _press(service, due, target, TERMINATED)
     if agreed is not None:
@@ -61,7 +69,7 @@ def try_stop(service: Service, due: DueAction) -> Tried:
     grace = service.settings.grace_seconds + (seconds_left(service, target) if due.stage == ASKED else 0.0)
     if waited < nanoseconds(grace):
         return _again(due)
-    return _press(service, due, target, due.stage + 1)
+    return _told_of(silent, _press(service, due, target, due.stage + 1))
 
 
 def _again(due: DueAction, after_ns: int | None = None) -> Tried:
@@ -80,10 +88,15 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     if target.is_over:
         return _over(service, due, target, _HOW[ASK])
     step = common_step(service, target)
-    alone = target.attempt.world_size <= 1
-    stop = StopRequest(attempt, step, str(due.payload["reason"]), str(due.payload["cause"]), agreed=alone)
-    control = write_control(service, target, stop)
-    if target.attempt.on_stop != "ignore":
+    reason, cause = str(due.payload["reason"]), str(due.payload["cause"])
+    stop = StopRequest(attempt, step, reason, cause, agreed=target.is_alone)
+    try:
+        control = write_control(service, target, stop)
+    except REFUSED as error:
+        if not target.in_sight:
+            raise  # there is no other way to the job now
+        return _go_on_without_store(service, due, target, error)
+    if target.attempt.on_stop != "ignore" or target.unread:
         assert control.stop is not None
         return Tried(
             "advanced", f"asked all workers to stop at step {control.stop.step}", ASKED, due.now_ns + _POLL_NS
@@ -101,6 +114,26 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     )
 
 
+def _go_on_without_store(service: Service, due: DueAction, target: Target, refused: WatchstepError) -> Tried:
+    """Workers that announce to a service are asked by its answers; for their job, its grace time has begun."""
+    listens = target.attempt.on_stop != "ignore" or target.unread
+    long_asked = due.tries > 0 and due.now_ns - due.stage_since_ns >= nanoseconds(
+        service.settings.grace_seconds
+    )
+    if not listens or long_asked:
+        return _told_of(refused, _press(service, due, target, TERMINATED))
+    detail = (
+        f"{refused.what}; the workers are asked by the answers to their announcements alone, and job {_named(target)}"
+        f" itself after {service.settings.grace_seconds:g} s ({refused.mend})"
+    )
+    return Tried("error", detail, ASKED, due.now_ns + _POLL_NS)
+
+
+def _told_of(refused: WatchstepError | None, tried: Tried) -> Tried:
+    """With what the store refused, which made it come to this."""
+    return tried if refused is None else replace(tried, detail=f"{refused.what}; {tried.detail}")
+
+
 def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
     """Without a job that can be seen, only the workers' own end documents can tell."""
     if target.ends_complete:
@@ -115,10 +148,11 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
         return Tried(
             "done", "no job bound: asked cooperatively; the workers did not confirm", UNCONFIRMED, facts=facts
         )
-    if listing_due(service, target.place, target.run.listed_ns, due.now_ns) and discover(service, due.run_id):
+    look = listing_due(service, target.place, target.run.listed_ns, due.now_ns)
+    if look and at_store(service, target, lambda _: discover(service, due.run_id)):
         return _again(due, 0)
-    alone = target.attempt.world_size <= 1  # of several, answers are waited for
-    return _again(due, max(_ENDS_NS, _later(due)) if alone else None)
+    # Of several, answers are waited for.
+    return _again(due, max(_ENDS_NS, _later(due)) if target.is_alone else None)
 
 
 def _out_of_reach(target: Target) -> Tried:
@@ -149,9 +183,10 @@ def _press(service: Service, due: DueAction, target: Target, stage: int) -> Trie
 
 def _over(service: Service, due: DueAction, target: Target, how: str) -> Tried:
     try:
-        discover(service, due.run_id)  # its workers' last words say at which step they stopped
+        # Its workers' last words say at which step they stopped.
+        at_store(service, target, lambda _: discover(service, due.run_id))
         target = load_target(service, due.run_id, target.attempt.attempt)
-    except StoreError as error:
+    except REFUSED as error:
         _log.warning("run %s/%s: %s", target.run.project, target.run.run, error.what)
     steps = [int(end["last_step"]) for end in target.attempt.ends.values()]
     facts = {

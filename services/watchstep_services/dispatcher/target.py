@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from watchstep.control import ControlDocument, StopRequest
+from watchstep.errors import ConfigError, StoreError
 from watchstep.store import Store
-from watchstep_services.control import change, mirror
+from watchstep_services.control import ask, change, mirror
 from watchstep_services.database.models import Attempt, Project, Run
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
 from watchstep_services.estimator.errors import BackendError
@@ -15,6 +18,11 @@ from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.stores.place import StorePlace
 from watchstep_services.tenancy.jobs import bound_job
+
+REFUSED = (StoreError, ConfigError)
+"""What is raised where a store does not answer, refuses, or cannot be opened."""
+
+_Came = TypeVar("_Came")
 
 
 @dataclass(frozen=True)
@@ -25,21 +33,39 @@ class Target:
         run: its run.
         attempt: its row.
         place: of its project.
-        run_store: where the run lies.
+        opened: where the run lies, or why that cannot be opened.
         job: the bound job, if any.
         status: how the job is; None without one.
         backend: what the job runs on; None where this process knows no such backend.
         trouble: why the backend could not be asked now; the status is unknown.
+        unread: the store does not say now how many workers the attempt has, and what they do when they are asked.
     """
 
     run: Run
     attempt: Attempt
     place: StorePlace
-    run_store: Store
+    opened: Store | StoreError | ConfigError
     job: JobHandle | None
     status: JobStatus | None
     backend: Backend | None
     trouble: BackendError | None = None
+    unread: bool = False
+
+    @property
+    def run_store(self) -> Store:
+        """Where the run lies.
+
+        Raises:
+            StoreError, ConfigError: it cannot be opened.
+        """
+        if isinstance(self.opened, Store):
+            return self.opened
+        raise self.opened
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the attempt has one worker, as far as anybody can know."""
+        return not self.unread and self.attempt.world_size <= 1
 
     @property
     def ends_complete(self) -> bool:
@@ -60,19 +86,15 @@ class Target:
 
 
 def load_target(service: Service, run_id: int, attempt: str) -> Target:
-    """Find what a stop is aimed at, and how its job is now, if its backend can say so.
-
-    Raises:
-        StoreError, ConfigError: the store cannot be opened or does not answer.
-    """
+    """Find what a stop is aimed at, and how its job is now, if its backend can say so. No store is waited for long."""
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
         place = session.get_one(Project, run.project).place
         found = bound_job(session, run_id, attempt)
-    run_store = service.stores.of_run(place, run.run)
-    row = attempts.load(service.database, run_store, run_id, attempt)
+    opened = _open(service, place, run.run)
+    row, unread = _load_attempt(service, place, opened, (run_id, attempt))
     if found is None:
-        return Target(run, row, place, run_store, None, None, None)
+        return Target(run, row, place, opened, None, None, None, unread=unread)
     backend = service.backend_of(found.kind, found.settings)
     trouble = None
     if backend is None:
@@ -82,7 +104,47 @@ def load_target(service: Service, run_id: int, attempt: str) -> Target:
             status = backend.status(found.job)
         except BackendError as error:
             status, trouble = JobStatus("unknown", detail=error.what), error
-    return Target(run, row, place, run_store, found.job, status, backend, trouble)
+    return Target(run, row, place, opened, found.job, status, backend, trouble, unread)
+
+
+def _open(service: Service, place: StorePlace, run: str) -> Store | StoreError | ConfigError:
+    try:
+        return service.stores.of_run(place, run)
+    except REFUSED as error:
+        return error
+
+
+def _load_attempt(
+    service: Service, place: StorePlace, opened: Store | StoreError | ConfigError, of: tuple[int, str]
+) -> tuple[Attempt, bool]:
+    """The row of an attempt, and whether its document could not be read."""
+    row = attempts.described(service.database, *of)
+    if row is not None:
+        return row, False
+    if isinstance(opened, Store):
+        try:
+            row = service.patience.ask_now(
+                place.registration,
+                lambda: attempts.load(service.database, opened, *of),
+                service.settings.store_wait_seconds,
+            )
+        except StoreError:
+            pass  # whoever needs the store next is told
+        else:
+            return row, False
+    return attempts.undescribed(service.database, *of), True
+
+
+def at_store(service: Service, target: Target, work: Callable[[Store], _Came]) -> _Came:
+    """What work at a target's store comes to. A stop waits only so long for that: there are other ways to the job.
+
+    Raises:
+        StoreError, ConfigError: the store cannot be opened, refused, or has not answered by then.
+    """
+    run_store = target.run_store
+    return service.patience.ask_now(
+        target.place.registration, lambda: work(run_store), service.settings.store_wait_seconds
+    )
 
 
 def write_control(service: Service, target: Target, stop: StopRequest) -> ControlDocument:
@@ -91,12 +153,18 @@ def write_control(service: Service, target: Target, stop: StopRequest) -> Contro
     An attempt that has been asked is not asked for another step: its workers must agree on one.
 
     Raises:
-        StoreError: the store refused; the database has the stop already.
+        StoreError, ConfigError: the store refused. The database has the stop already, and an action that brings it to the
+            store once that answers.
     """
     with service.database.write() as session:
         change(session, target.run.id, lambda document: _with(document, stop))
     reach("control.in_database", target.run.id)
-    control = mirror(service, target.run.id, target.run_store)
+    try:
+        control = at_store(service, target, lambda run_store: mirror(service, target.run.id, run_store))
+    except REFUSED:
+        with service.database.write() as session:
+            ask(session, target.run.id, lambda document: document)
+        raise
     reach("control.on_store", target.run.id)
     return control
 

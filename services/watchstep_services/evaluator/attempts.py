@@ -78,11 +78,28 @@ def load(
         FencedError: another worker has taken the run.
         StoreError: the store did not answer.
     """
+    row = described(database, run_id, attempt)
+    if row is not None:
+        return row
+    return _take_over(database, (run_id, held), attempt, read_document(run_store, attempt))
+
+
+def described(database: Database, run_id: int, attempt: str) -> Attempt | None:
+    """The row of an attempt whose document was read before; None of any other."""
     with database.read() as session:
         row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
-        if row is not None and row.world_size:
-            return row
-    document = read_document(run_store, attempt)
+    return row if row is not None and row.world_size else None
+
+
+def undescribed(database: Database, run_id: int, attempt: str) -> Attempt:
+    """The row of an attempt whose document cannot be read now, made where there is none; it has no workers yet."""
+    return _take_over(database, (run_id, None), attempt, None)
+
+
+def _take_over(
+    database: Database, of: tuple[int, Claim | None], attempt: str, document: AttemptDocument | None
+) -> Attempt:
+    run_id, held = of
     with database.write() as session:
         run = lock_run(session, run_id, held)
         if document is not None:

@@ -14,11 +14,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from watchstep.errors import StoreError
 from watchstep_services import metrics
 from watchstep_services.stores.place import Registration
 
 _Came = TypeVar("_Came")
 _Else = TypeVar("_Else")
+
+_MOST_LEFT = 8
+"""Pieces of urgent work that may hang at one store before nothing more is begun there."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ class Patience:
         self._lock = threading.Lock()
         self._busy: dict[Registration, threading.Thread] = {}
         self._slow: set[Registration] = set()
+        self._urgent: dict[threading.Thread, Registration] = {}
+        self._left: set[threading.Thread] = set()
 
     def ask(
         self, store: Registration, work: Callable[[], _Came], seconds: float, otherwise: _Else
@@ -74,10 +80,43 @@ class Patience:
                 return otherwise
         return came.result()
 
+    def ask_now(self, store: Registration, work: Callable[[], _Came], seconds: float) -> _Came:
+        """What urgent work at a store comes to, whatever else the store is asked meanwhile; raises what it raises.
+
+        Work that takes longer than so many seconds goes on in its thread. While a lot of it hangs, no more is begun.
+
+        Args:
+            store: which one.
+            work: asks it; may go on when nobody waits any more.
+            seconds: how long to wait.
+
+        Raises:
+            StoreError: the store has not answered by then.
+        """
+        if store.is_local:
+            return work()
+        came: Future[_Came] = Future()
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=context.run, args=(self._do_now, store, work, came), name="watchstep-store", daemon=True
+        )
+        mend = "see whether it can be reached from here; it is tried again"
+        with self._lock:
+            if sum(self._urgent[left] == store for left in self._left) >= _MOST_LEFT:
+                raise StoreError(f"store {store.url}: has not answered for a while", mend)
+            self._urgent[thread] = store
+            thread.start()
+        wait([came], seconds)
+        with self._lock:
+            if came.cancel():
+                self._left.add(thread)
+                raise StoreError(f"store {store.url}: no answer for {seconds:g} s", mend)
+        return came.result()
+
     def close(self) -> None:
         """Wait for what is being asked; the client's timeouts end it."""
         with self._lock:
-            threads = list(self._busy.values())
+            threads = [*self._busy.values(), *self._urgent]
         for thread in threads:
             thread.join()
 
@@ -105,3 +144,22 @@ class Patience:
             _log.warning("store %s: what was asked of it failed late: %s", store.url, failed)
         with self._lock:
             del self._busy[store]
+
+    def _do_now(self, store: Registration, work: Callable[[], _Came], came: Future[_Came]) -> None:
+        result: _Came | None = None
+        failed: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+            failed = error
+        with self._lock:
+            thread = threading.current_thread()
+            del self._urgent[thread]
+            self._left.discard(thread)
+            if not came.cancelled():
+                if failed is not None:
+                    came.set_exception(failed)
+                else:
+                    came.set_result(result)  # type: ignore[arg-type]
+            elif failed is not None:
+                _log.warning("store %s: what was asked of it failed late: %s", store.url, failed)

@@ -160,6 +160,22 @@ def test_a_store_is_asked_one_thing_at_a_time_and_waited_for_again_once_it_answe
     assert patience.ask(BUCKET, lambda: "again", 60, "busy") == "again"
 
 
+def test_urgent_work_waits_for_no_other_and_is_not_begun_where_much_of_it_hangs() -> None:
+    patience, release = Patience(), threading.Event()
+    assert patience.ask(BUCKET, lambda: release.wait(120), 0.05, "later") == "later"
+    assert patience.ask_now(BUCKET, lambda: 7, 60) == 7
+    for _ in range(8):
+        with pytest.raises(StoreError, match="no answer for"):
+            patience.ask_now(BUCKET, lambda: release.wait(120), 0.01)
+    with pytest.raises(StoreError, match="not answered for a while"):
+        patience.ask_now(BUCKET, lambda: 7, 60)
+    assert patience.ask_now(OTHER, lambda: 7, 60) == 7
+    release.set()
+    patience.close()
+    assert patience.ask_now(BUCKET, lambda: 7, 60) == 7
+
+
 def test_a_folder_is_asked_at_once() -> None:
     asked_in = Patience().ask(Registration("/tmp/runs"), threading.current_thread, 0.0, None)
     assert asked_in is threading.current_thread()
+    assert Patience().ask_now(Registration("/tmp/runs"), threading.current_thread, 0.0) is asked_in
