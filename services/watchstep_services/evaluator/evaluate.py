@@ -12,7 +12,9 @@ import numpy as np
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from watchstep.errors import WatchstepError
+from watchstep.block import Block
+from watchstep.errors import FormatError, WatchstepError
+from watchstep.layout import SegmentKey
 from watchstep.store import Store
 from watchstep_rules.judging.history import History, joined, trimmed
 from watchstep_rules.judging.judge import Progress
@@ -234,7 +236,7 @@ def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, 
         ).scalars()
         places = [(row.position, key_of(row)) for row in rows]
     parts = [
-        (position, decode(fetch(run_store, key), key, histograms=depth.histograms))
+        (position, _read_again(run_store, key, histograms=depth.histograms))
         for position, key in places
         if position is not None
     ]
@@ -312,3 +314,16 @@ def _later_seals(service: Service, held: Claim, collected: Collected) -> list[in
         if row.sealed < row.largest and row.attempt != collected.attempt
     ]
     return [moment for moment in due if moment is not None]
+
+
+def _read_again(run_store: Store, key: SegmentKey, *, histograms: bool) -> Block:
+    """The rows of a segment that was judged before.
+
+    Damage in its histograms was not noticed where no rule looked into them then. Rules that do now say that they were not
+    read, and the others go on.
+    """
+    data = fetch(run_store, key)
+    try:
+        return decode(data, key, histograms=histograms)
+    except FormatError:
+        return decode(data, key, histograms=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.services.driving import Driven
-from tests.services.recording import Recording, Value
+from tests.services.recording import Recording, Value, nan_from
 from watchstep import segment
 from watchstep.block import Block
+from watchstep.errors import FormatError
+from watchstep.parquet_claims import read_footer
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig
 from watchstep_services.database.models import Run
@@ -44,3 +46,32 @@ def test_they_are_read_from_when_a_rule_needs_them(
         driven.settle(run_id)
     assert all(asked[3:])
     assert driven.alerts(run_id)["number_format_headroom"][0] == "firing"
+
+
+def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(
+    driven: Driven, folder_store: Store
+) -> None:
+    recording, run_id = Recording(folder_store).begin(), driven.register()
+    for seq in range(3):
+        key = recording.write(seq, 4 * seq, 4 * seq + 3)
+        if seq == 2:
+            recording.store.put(key.path, damaged(recording.store.get(key.path)))
+        driven.announce(run_id, key)
+        driven.settle(run_id)
+    assert set(driven.segments(run_id).values()) == {"read"}
+    with driven.service.database.write() as session:
+        put_one(session, session.get_one(Run, run_id), HEADROOM)
+    driven.announce(run_id, recording.write(3, 12, 15, nan_from(13)))
+    driven.settle(run_id)
+    assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
+    assert set(driven.segments(run_id).values()) == {"read"}
+
+
+def damaged(data: bytes) -> bytes:
+    """A segment whose histograms' last byte is another."""
+    (chunk,) = [one for one in read_footer(data).chunks if one.path.startswith("histogram_counts")]
+    bent = bytearray(data)
+    bent[chunk.start + chunk.length - 1] ^= 0xFF
+    with pytest.raises(FormatError):
+        segment.decode(bytes(bent), "s")
+    return bytes(bent)
