@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from watchstep import guards, rule_files
-from watchstep.capture import process_end
+from watchstep.capture import cells, process_end
 from watchstep.capture.access import Target
 from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.config import CaptureConfig
@@ -130,6 +130,7 @@ class Hook:
         bounds = self.config.bounds
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
+        cells.end_left()
         session = self._session = Session.begin(
             self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
         )
@@ -153,6 +154,7 @@ class Hook:
         writer.start()
         self._ending = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health)
         process_end.watch(self._ending)
+        cells.remember(self._ending)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
         self._ending.detach_with(lambda: self._checkpoints.close(bounds.close_seconds))
         self._ending.detach_with(self._stop_talk.close)

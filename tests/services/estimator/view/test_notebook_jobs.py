@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebook import Message, Notebook, stream
+from watchstep_services.estimator import Local
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,8 @@ def launch(run, *words):
 @pytest.fixture(scope="module")
 def notebook(beside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     (beside / "quick.py").write_text(PROGRAM)
-    said = {"WATCHSTEP_JOBS": str(tmp_path_factory.mktemp("jobs")), "WATCHSTEP_IDLE_SECONDS": "300"}
+    jobs = Local(folder=tmp_path_factory.mktemp("jobs"))
+    said = {"WATCHSTEP_JOBS": str(jobs.folder), "WATCHSTEP_IDLE_SECONDS": "300"}
     with pytest.MonkeyPatch.context() as patch:
         for name in (
             "CI",
@@ -48,6 +50,8 @@ def notebook(beside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         with Notebook(beside, said).running() as held:
             held.text(BEGIN)
             yield held
+        for left in jobs.jobs():
+            jobs.kill(left)
 
 
 def shown(notebook: Notebook) -> list[Message]:

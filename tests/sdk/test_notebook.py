@@ -1,0 +1,80 @@
+"""Recording a training that runs in the cells of a real notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import watchstep
+from tests.notebook import Notebook, stream
+
+PLAIN = """
+import watchstep
+hook = watchstep.Hook("runs", run="{run}")
+for step in range({steps}):
+    hook.log(loss=1 / (1 + step))
+    hook.step()
+"""
+TRAINING = """
+import gc, threading, weakref
+import torch, watchstep
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+hook = watchstep.Hook("runs")
+hook.watch(model, optimizer)
+models.append(weakref.ref(model))
+for step in range(5):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+gc.collect()
+print(len([held for held in models if held() is not None]), threading.active_count(), hook.run_url)
+"""
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Notebook]:
+    with Notebook(tmp_path, {}).running() as held:
+        yield held
+
+
+def ended(run: str | Path) -> tuple[str, int, str]:
+    """How its one worker said that it ended."""
+    (end,) = watchstep.open_run(run).ends()
+    return end.state, end.last_step, end.reason
+
+
+def test_a_cell_that_is_run_again_ends_what_it_left_open_and_a_kernel_ends_the_rest(tmp_path: Path) -> None:
+    runs = tmp_path / "runs" / "default"
+    with Notebook(tmp_path, {}).running() as notebook:
+        notebook.text(PLAIN.format(run="first", steps=3))
+        notebook.text("hook.log(loss=2.0)\nhook.step()")  # a cell that makes no hook goes on with it
+        outputs = notebook.run(PLAIN.format(run="second", steps=7))
+        assert stream(outputs, "stderr") == ""
+        assert ended(runs / "first") == ("completed", 3, "another cell began to record")
+        two = 'both = [watchstep.Hook("runs", run=name) for name in ("third", "fourth")]\nfor each in both: each.step()'
+        notebook.text(two)
+    for name, told in (
+        ("second", ("completed", 6, "another cell began to record")),
+        ("third", ("completed", 0, "")),
+    ):
+        assert ended(runs / name) == told
+
+
+@pytest.mark.slow
+def test_a_training_that_is_run_again_holds_no_earlier_model(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.text("models = []")
+    told = [notebook.text(TRAINING).split() for _ in range(3)]
+    (tmp_path / "train.py").write_text(TRAINING)
+    told += [notebook.text("%run -i train.py").split() for _ in range(2)]
+    assert {kept for kept, _, _ in told} == {"1"}
+    assert len({threads for _, threads, _ in told[1:]}) == 1
+    for *_, url in told[:-1]:
+        assert ended(url) == ("completed", 4, "another cell began to record")
+        run = watchstep.open_run(url)
+        assert run.tensor("0.weight").steps()[0] == 0
+        assert run.losses().num_rows <= 5  # none of the next training
