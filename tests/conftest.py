@@ -18,6 +18,9 @@ from watchstep.store import Store
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Of several threads most would wait here, and OpenMP's wait busily: on cores that are shared, that took ten times the work.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
 # How many examples a law is held to, where it does not say so itself; `make test-laws` asks for more.
 settings.register_profile(
     "repeatable",

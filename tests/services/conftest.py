@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,30 @@ from watchstep_services.database.schema import upgrade
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
     with running_postgres() as server:
+        server.forget_durability()
         yield server
+
+
+@pytest.fixture(scope="session")
+def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite database with tables, to be copied: bringing an empty one to the newest schema takes long."""
+    path = tmp_path_factory.mktemp("tables") / "service.sqlite"
+    _make_tables(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_tables(postgres: Postgres) -> Iterator[str]:
+    """URL of a PostgreSQL database with tables, to be copied."""
+    with postgres.new_database() as url:
+        _make_tables(url)
+        yield url
+
+
+def _make_tables(url: str) -> None:
+    database = open_database(url)
+    upgrade(database)
+    database.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -36,20 +60,23 @@ def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[D
         database.close()
 
 
-@pytest.fixture
-def database(empty_database: Database) -> Database:
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest) -> Iterator[Database]:
     """Each kind of database in turn, with tables."""
-    upgrade(empty_database)
-    return empty_database
+    if request.param == "sqlite":
+        yield request.getfixturevalue("sqlite")
+        return
+    server: Postgres = request.getfixturevalue("postgres")
+    with server.new_database(request.getfixturevalue("postgres_tables")) as url:
+        database = open_database(url)
+        yield database
+        database.close()
 
 
 @pytest.fixture
-def sqlite(tmp_path: Path) -> Iterator[Database]:
+def sqlite(sqlite_factory: Callable[[int], Database]) -> Database:
     """SQLite with tables, for what does not depend on the database."""
-    database = open_database(f"sqlite:///{tmp_path / 'service.sqlite'}")
-    upgrade(database)
-    yield database
-    database.close()
+    return sqlite_factory(0)
 
 
 @pytest.fixture
@@ -74,15 +101,15 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sqlite_factory(tmp_path: Path) -> Iterator[Any]:
+def sqlite_factory(tmp_path: Path, sqlite_tables: Path) -> Iterator[Callable[[int], Database]]:
     """Makes SQLite databases with tables, by number."""
     made: list[Database] = []
 
     def make(number: int) -> Database:
-        database = open_database(f"sqlite:///{tmp_path / f'service-{number}.sqlite'}")
-        upgrade(database)
-        made.append(database)
-        return database
+        path = tmp_path / ("service.sqlite" if number == 0 else f"service-{number}.sqlite")
+        shutil.copyfile(sqlite_tables, path)
+        made.append(open_database(f"sqlite:///{path}"))
+        return made[-1]
 
     yield make
     for database in made:

@@ -21,18 +21,32 @@ class Postgres:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @contextmanager
-    def new_database(self) -> Iterator[str]:
-        """URL of an empty database, which is dropped afterwards with all its connections."""
+    def new_database(self, like: str | None = None) -> Iterator[str]:
+        """URL of a database, which is dropped afterwards with all its connections.
+
+        Args:
+            like: the URL of another that nothing is connected to, for a copy of it; without, it is empty.
+        """
         name = f"watchstep_{os.getpid()}_{next(self._numbers)}"
         root = sa.create_engine(self.url, isolation_level="AUTOCOMMIT", poolclass=sa.pool.NullPool)
         with root.connect() as connection:
-            connection.exec_driver_sql(f"CREATE DATABASE {name}")
+            template = sa.make_url(like).database if like else "template1"
+            connection.exec_driver_sql(f"CREATE DATABASE {name} TEMPLATE {template}")
         try:
             yield sa.make_url(self.url).set(database=name).render_as_string(hide_password=False)
         finally:
             with root.connect() as connection:
                 connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
             root.dispose()
+
+    def forget_durability(self) -> None:
+        """From now on, wait for no disk: what a crash of the machine would lose is nothing to tests."""
+        root = sa.create_engine(self.url, isolation_level="AUTOCOMMIT", poolclass=sa.pool.NullPool)
+        with root.connect() as connection:
+            for setting in ("fsync", "synchronous_commit", "full_page_writes"):
+                connection.exec_driver_sql(f"ALTER SYSTEM SET {setting} = off")
+            connection.exec_driver_sql("SELECT pg_reload_conf()")
+        root.dispose()
 
 
 @contextmanager
