@@ -113,10 +113,14 @@ def test_a_span_has_two_units(seconds: float, said: str) -> None:
 
 
 def test_a_notebook_gets_colours_and_plain_text() -> None:
-    data = notebook_data(picture(Sight("a<b/night", "running")))
+    reason = "of many words " * 20
+    event = Event("1", "watchstep.stop.requested", "", "never", {**RUN, "reason": reason}, {})
+    data = notebook_data(picture(Sight("a<b/night", "running", events=(event,))))
     assert data["text/html"].startswith("<pre style='font-family")
     assert "a&lt;b/night" in data["text/html"]
+    assert data["text/html"].count("<div ") == data["text/html"].count("</div>") == 3  # the browser folds
     assert data["text/plain"].startswith("a<b/night  running for 0 s")
+    assert max(len(line) for line in data["text/plain"].splitlines()) <= 100
 
 
 @pytest.mark.parametrize(
