@@ -15,6 +15,7 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.sandbox.isolation import set_demand
 from watchstep_services.database.engine import Database
+from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.dispatcher.receivers import receiver_file
 from watchstep_services.dispatcher.receivers.reach import parse_allowed
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
@@ -38,8 +39,8 @@ class Notifier(Protocol):
     def run_changed(self, run_id: int, holder: str = "") -> None:
         """A run may have segments to judge; the worker that judged it last still holds its earlier rows."""
 
-    def action_due(self, action_id: int) -> None:
-        """An action may be done now."""
+    def action_due(self, action_id: int, post: Post | None = None) -> None:
+        """An action may be done now; one that is known to tell somebody comes with whom."""
 
     def backtest_due(self, number: int) -> None:
         """The next run of a backtest may be judged."""
@@ -51,7 +52,7 @@ class Silent:
     def run_changed(self, run_id: int, holder: str = "") -> None:
         """Nothing."""
 
-    def action_due(self, action_id: int) -> None:
+    def action_due(self, action_id: int, post: Post | None = None) -> None:
         """Nothing."""
 
     def backtest_due(self, number: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +18,7 @@ from watchstep_services.database.models import Action, ActionTry, Run
 from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.audit import Subject, note
 from watchstep_services.dispatcher.observation import lost, trying
-from watchstep_services.dispatcher.outbox import DueAction, Tried
+from watchstep_services.dispatcher.outbox import DueAction, Post, Tried
 from watchstep_services.dispatcher.receivers.deliver import NOTIFY, try_notify
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.dispatcher.webhook import try_webhook
@@ -61,26 +61,21 @@ def due_actions(service: Service, limit: int = 100) -> list[int]:
         return [*session.execute(asked).scalars(), *session.execute(told).scalars()]
 
 
-@dataclass(frozen=True)
-class Post:
-    """Whom an action tells: a receiver of a project, or an address that a rule config names."""
-
-    project: str
-    receiver: str
-
-
-def post_of(service: Service, action_id: int) -> Post | None:
-    """Whom an action tells, which may take its time to answer; None for one that tells nobody."""
+def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, Post]:
+    """Whom actions tell, who may take their time to answer; those that tell nobody are left out. One query for all."""
+    if not action_ids:
+        return {}
     with service.database.read() as session:
-        row = session.execute(
-            select(Action.kind, Action.payload, Run.project)
+        rows = session.execute(
+            select(Action.id, Action.payload, Run.project)
             .join(Run, Run.id == Action.run_id)
-            .where(Action.id == action_id)
-        ).one_or_none()
-    if row is None or row.kind not in POSTS:
-        return None
-    named = row.payload.get("receiver") or urlsplit(str(row.payload.get("url", ""))).netloc
-    return Post(row.project, str(named))
+            .where(Action.id.in_(action_ids), Action.kind.in_(POSTS))
+        ).all()
+    return {row.id: Post(row.project, _receiver_in(row.payload)) for row in rows}
+
+
+def _receiver_in(payload: Mapping[str, Any]) -> str:
+    return str(payload.get("receiver") or urlsplit(str(payload.get("url", ""))).netloc)
 
 
 def next_due_ns(service: Service) -> int | None:

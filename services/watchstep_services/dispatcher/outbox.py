@@ -9,6 +9,14 @@ Result = Literal["done", "skipped", "failed", "advanced", "waiting", "error"]
 
 
 @dataclass(frozen=True)
+class Post:
+    """Whom an action tells: a receiver of a project, or an address that a rule config names."""
+
+    project: str
+    receiver: str
+
+
+@dataclass(frozen=True)
 class DueAction:
     """An action that a worker has claimed.
 

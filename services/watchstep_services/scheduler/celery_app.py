@@ -14,7 +14,7 @@ from dataclasses import replace
 from celery.signals import worker_process_shutdown
 
 from watchstep.errors import WatchstepError
-from watchstep_services.dispatcher.dispatch import post_of
+from watchstep_services.dispatcher.dispatch import posts_of
 from watchstep_services.points import reach
 from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
@@ -45,7 +45,7 @@ def service() -> Service:
 
 
 @functools.lru_cache(maxsize=1)
-def _posts_of(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads do not outlive a fork
+def _posts_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads do not outlive a fork
     posts = WorkQueue(_POSTS_AT_ONCE)
     posts.start(service())
     worker_process_shutdown.connect(lambda **_signal: posts.close(), weak=False)
@@ -67,10 +67,11 @@ def dispatch_action(action_id: int) -> None:
 
     Its message is acknowledged before: what such a thread does not come to, a sweep finds.
     """
-    if post_of(service(), action_id) is not None:
-        _posts_of(os.getpid()).action_due(action_id)
-    else:
+    post = posts_of(service(), [action_id]).get(action_id)
+    if post is None:
         work.do_action(service(), action_id)
+    else:
+        _posts_in(os.getpid()).action_due(action_id, post)
 
 
 @app.task(name=BACKTEST)  # type: ignore[untyped-decorator]

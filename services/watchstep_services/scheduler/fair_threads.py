@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from watchstep_services.dispatcher.dispatch import Post
+from watchstep_services.dispatcher.outbox import Post
 
 Work = Callable[[], None]
 

@@ -10,6 +10,7 @@ from typing import Any
 from watchstep_services import metrics
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.limits import Limits
+from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
 from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import Settings, require_production
@@ -36,7 +37,7 @@ class CeleryNotifier:
         """Have a run evaluated, by the worker that holds its earlier rows, where there is one."""
         self._put(EVALUATE, run_id, {"queue": queue_of(holder), "expires": _HOLDER_SECONDS} if holder else {})
 
-    def action_due(self, action_id: int) -> None:
+    def action_due(self, action_id: int, post: Post | None = None) -> None:  # noqa: ARG002 - whoever takes the message asks
         """Have an action tried."""
         self._put(DISPATCH, action_id, {"queue": URGENT})
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from watchstep.errors import WatchstepError
-from watchstep_services.dispatcher.dispatch import post_of
+from watchstep_services.dispatcher.dispatch import posts_of
+from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.evaluator.evaluate import Evaluation
 from watchstep_services.scheduler.fair_threads import FairThreads
 from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_run
@@ -53,9 +54,9 @@ class WorkQueue:
         """Evaluate a run."""
         self._put(("run", run_id))
 
-    def action_due(self, action_id: int) -> None:
-        """Try an action."""
-        self._put(("action", action_id))
+    def action_due(self, action_id: int, post: Post | None = None) -> None:
+        """Try an action. Where it is not said whom it tells, the database is asked."""
+        self._put(("action", action_id), post)
 
     def backtest_due(self, number: int) -> None:
         """Judge the next run of a backtest."""
@@ -81,7 +82,7 @@ class WorkQueue:
         with self._condition:
             self._condition.notify_all()
 
-    def _put(self, key: _Key) -> None:
+    def _put(self, key: _Key, post: Post | None = None) -> None:
         with self._condition:
             if self._closed:
                 return
@@ -89,6 +90,9 @@ class WorkQueue:
                 self._again.add(key)
                 return
             self._busy.add(key)
+            if post is not None:
+                self._posts.submit(post, functools.partial(self._do, key))
+                return
             pool = self._backtests if key[0] == "backtest" else self._pool
             pool.submit(self._sort if key[0] == "action" else self._do, key)
 
@@ -96,7 +100,7 @@ class WorkQueue:
         """Pass an action on to the threads of its kind."""
         assert self._service is not None
         try:
-            post = post_of(self._service, key[1])
+            post = posts_of(self._service, [key[1]]).get(key[1])
         except Exception:  # noqa: BLE001 - trying it meets the same, and says so
             post = None
         if post is None:

@@ -6,7 +6,7 @@ from sqlalchemy import select
 
 from watchstep_services.backtests import judge_next
 from watchstep_services.database.models import Action
-from watchstep_services.dispatcher.dispatch import dispatch, post_of
+from watchstep_services.dispatcher.dispatch import dispatch, posts_of
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.evaluator import evaluate as evaluating
 from watchstep_services.evaluator.evaluate import Evaluation, evaluate
@@ -33,9 +33,9 @@ def evaluate_longest_due(service: Service, run_id: int) -> Evaluation:
 
 
 def _followed_up(service: Service, run_id: int, result: Evaluation) -> Evaluation:
-    posts = {action_id for action_id in result.actions if post_of(service, action_id) is not None}
-    for action_id in posts:
-        service.notifier.action_due(action_id)
+    posts = posts_of(service, result.actions)
+    for action_id, post in posts.items():
+        service.notifier.action_due(action_id, post)
     if result.more:
         service.notifier.run_changed(run_id, service.worker)
     for action_id in result.actions:

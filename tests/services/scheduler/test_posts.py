@@ -7,21 +7,28 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 from tests.services.dispatcher.receiver import receiving
-from tests.services.driving import Driven
-from tests.services.recording import Recording
+from tests.services.driving import Driven, make_service
+from tests.services.recording import Recording, nan_from
 from watchstep.store import Store
+from watchstep_rules.config import RuleConfig, StopAction, WebhookAction
+from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Action
 from watchstep_services.database.records import add_action
-from watchstep_services.dispatcher.dispatch import Post, due_actions
+from watchstep_services.dispatcher.dispatch import due_actions
+from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.registration import register
 from watchstep_services.scheduler.fair_threads import FairThreads
 from watchstep_services.scheduler.queue import WorkQueue
+from watchstep_services.scheduler.work import evaluate_run
 
 
 @pytest.fixture
@@ -78,6 +85,37 @@ def test_a_stop_does_not_wait_for_receivers(
     finally:
         deaf.close()  # refuses what waits
         queue.close()
+
+
+def test_an_evaluation_asks_once_whom_its_actions_tell(sqlite: Database, folder_store: Store) -> None:
+    queue, asked = WorkQueue(1), list[str]()
+    with receiving() as first, receiving() as second:
+        tells = tuple(WebhookAction(url=receiver.url) for receiver in (first, second))
+        rules = (RuleConfig(rule="nan_or_inf", actions=(StopAction(), *tells)),)
+        made = make_service(sqlite, folder_store, rules, allowed_addresses="loopback", silent_seconds=1e-9)
+        driven = Driven(replace(made, notifier=queue))
+        queue.start(driven.service)
+        recording = Recording(folder_store).begin()
+        run_id = driven.register()
+        driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+
+        def note(*executed: Any) -> None:
+            statement = str(executed[2])
+            if "actions.payload" in statement and "runs.project" in statement:
+                asked.append(statement)
+
+        event.listen(sqlite.engine, "before_cursor_execute", note)
+        try:
+            evaluate_run(driven.service, run_id)
+            assert queue.wait_until(lambda: bool(first.events and second.events), 60)
+        finally:
+            event.remove(sqlite.engine, "before_cursor_execute", note)
+            queue.close()
+    made_actions = {action.id: action.kind for action in driven.actions(run_id)}
+    assert sorted(made_actions.values()) == ["stop", "webhook", "webhook"]
+    (stop,) = [number for number, kind in made_actions.items() if kind == "stop"]
+    assert len(driven.tries(stop)) == 1, "it is tried by who asked for it"
+    assert len(asked) == 1
 
 
 def test_the_first_of_each_project_comes_before_the_second_of_any(
