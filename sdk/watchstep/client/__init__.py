@@ -1,6 +1,17 @@
 """A client of the service: runs, alerts, events as they come, rules, queries. ``watchstep.Client(url, token)``."""
 
 from watchstep.client.client import Client
-from watchstep.client.documents import Action, Alert, Event, Rule, RunInfo, RunState, Snapshot, Stop
+from watchstep.client.documents import Action, Alert, Event, Rule, RunInfo, RunState, RunToken, Snapshot, Stop
 
-__all__ = ["Action", "Alert", "Client", "Event", "Rule", "RunInfo", "RunState", "Snapshot", "Stop"]
+__all__ = [
+    "Action",
+    "Alert",
+    "Client",
+    "Event",
+    "Rule",
+    "RunInfo",
+    "RunState",
+    "RunToken",
+    "Snapshot",
+    "Stop",
+]

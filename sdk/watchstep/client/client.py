@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from watchstep.capture.service_client import ServiceAddress
 from watchstep.client import event_stream, queries
-from watchstep.client.documents import Action, Alert, Event, Rule, RunInfo, RunState, Snapshot, Stop, read
+from watchstep.client.documents import (
+    Action,
+    Alert,
+    Event,
+    Rule,
+    RunInfo,
+    RunState,
+    RunToken,
+    Snapshot,
+    Stop,
+    read,
+)
 from watchstep.client.transport import Transport, segment
 from watchstep.errors import ConfigError
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
@@ -149,6 +160,30 @@ class Client:
     def delete(self, run: str) -> None:
         """Have a run that has ended deleted, from the store and the service, soon. Needs an administrator's token."""
         self._transport.call("DELETE", self._of(run))
+
+    def make_token(self, run: str, name: str = "", lifetime_seconds: int | None = None) -> str:
+        """A token that records this run and nothing else, for its job. It is given once; keep it out of logs.
+
+        Needs an operator's token that has registered the run, or an admin's. It ends with its time, 14 days after the run, and when
+        the token that made it is revoked.
+
+        Args:
+            run: which.
+            name: what people call it.
+            lifetime_seconds: 90 days where it is left out, and 366 at the most.
+        """
+        body: dict[str, Any] = {"name": name}
+        if lifetime_seconds is not None:
+            body["lifetime_seconds"] = lifetime_seconds
+        return str(self._transport.call("POST", f"{self._of(run)}/tokens", body=body)["token"])
+
+    def tokens(self, run: str) -> Iterator[RunToken]:
+        """The tokens of a run, the newest first."""
+        return self._pages(RunToken, f"{self._part(run)}/tokens", "tokens", {})
+
+    def revoke_token(self, run: str, token: str) -> None:
+        """Make a token of a run worthless, by its id."""
+        self._transport.call("DELETE", f"{self._of(run)}/tokens/{segment(token)}")
 
     def rules(self, run: str) -> list[Rule]:
         """The rule configs that judge a run, and how they stand."""

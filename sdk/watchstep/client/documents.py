@@ -114,6 +114,27 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class RunToken:
+    """A token that records one run; nothing of its secret. Times are nanoseconds since 1970.
+
+    Attributes:
+        state: active, expired or revoked.
+        created_by: who made it.
+        expires_ns: at the latest 14 days after the run has ended.
+    """
+
+    id: str
+    name: str
+    state: str
+    created_ns: int
+    created_by: str
+    expires_ns: int
+    revoked_ns: int | None
+    last_used_ns: int | None
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Stop:
     """The answer to a stop; it is not accepted where the attempt has been asked already."""
 

@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from urllib.parse import quote
 
 import typer
@@ -27,12 +28,14 @@ from watchstep_services.database.limits import Limits
 from watchstep_services.database.models import Token
 from watchstep_services.database.schema import upgrade
 from watchstep_services.events import rfc3339
-from watchstep_services.roles import ROLES
+from watchstep_services.roles import ROLES, Role
+from watchstep_services.run_tokens import LIFETIME_SECONDS, RunTokenRequest, create_for_run
 from watchstep_services.token_register import MAX_LIFETIME, of_project, revoke, state_of
-from watchstep_services.tokens import create_token, id_of
+from watchstep_services.tokens import create_token, ends_ns, id_of
 
 app = typer.Typer(help="Tokens for the API.", no_args_is_help=True)
 
+DEFAULT_PROJECT = "default"
 _MAKER = "command line"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SHOWN = (
@@ -40,6 +43,7 @@ _SHOWN = (
     "name",
     "role",
     "project",
+    "run",
     "state",
     "created_ns",
     "created_by",
@@ -55,6 +59,10 @@ ServiceOption = Annotated[
     ),
 ]
 
+RunOption = Annotated[
+    str, typer.Option("--run", help="The only run that it is for, of --project or of project default.")
+]
+
 
 def _lifetime(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
@@ -66,52 +74,55 @@ def _lifetime(text: str) -> int:
 
 @app.command("create")
 def create(
-    role: Annotated[str, typer.Option(help=f"What it may do: {', '.join(ROLES)}.")],
+    role: Annotated[
+        str, typer.Option(help=f"What it may do: {', '.join(ROLES)}; recorder where --run is given.")
+    ] = "",
     project: Annotated[str | None, typer.Option(help="The only project that it is for; else all.")] = None,
+    *,
+    run: RunOption = "",
     name: Annotated[str, typer.Option(help="Who or what uses it.")] = "",
     expires_in: Annotated[
-        str, typer.Option(help="After so long it is worthless, e.g. 90d, 12h; never where left out.")
+        str,
+        typer.Option(
+            help="After so long it is worthless, e.g. 90d, 12h; never where left out, and for a run after 90d."
+        ),
     ] = "",
     store: Store = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Make a token for the service of a store on this machine, or of WATCHSTEP_DATABASE_URL; it is printed once."""
-    if role not in ROLES:
+    """Make a token for the service of a store on this machine, or of WATCHSTEP_DATABASE_URL; it is printed once.
+
+    An operator makes one for a run of its own by --run and --service: it records that run and nothing else.
+    """
+    if run and role not in {"", "recorder"}:
+        raise typer.BadParameter("a token of one run is a recorder's", param_hint="--role")
+    if not run and role not in ROLES:
         raise typer.BadParameter(f"use one of {', '.join(ROLES)}", param_hint="--role")
-    lifetime = _lifetime(expires_in) if expires_in else None
-    if service:
-        body: dict[str, Any] = {
-            "role": role,
-            "name": name or f"made by {_MAKER}",
-            "lifetime_seconds": lifetime,
-        }
-        token, where = str(_ask("POST", service, project, "", body)["token"]), service
-    else:
-        with _database(store) as database:
-            token = create_token(
-                database, role, project, name=name, created_by=_MAKER, lifetime_seconds=lifetime
-            )
-            where = database.engine.url.render_as_string(hide_password=True)
-    reach = "every project" if project is None else f"project {project}"
-    typer.echo(f"{role} of {reach} in {where}, id {id_of(token)}; the token is shown once:", err=True)
+    lifetime = _lifetime(expires_in) if expires_in else LIFETIME_SECONDS if run else None
+    asked = _Asked(role or "recorder", _Place.of(project, run), name, lifetime)
+    token, where = _made_by_service(asked, service) if service else _made_in_database(asked, store)
+    reach = f"{asked.role} of {asked.place.shown}"
+    typer.echo(f"{reach} in {where}, id {id_of(token)}; the token is shown once:", err=True)
     typer.echo(token)
 
 
 @app.command("list")
 def list_tokens(
     project: Annotated[str | None, typer.Option(help="Only those of this project.")] = None,
+    run: RunOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     store: Store = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
     """Show the tokens that there are, without their secrets."""
-    rows = list(_rows_of_service(service, project) if service else _rows_of_database(project, store))
+    place = _Place.of(project, run)
+    rows = list(_rows_of_service(service, place) if service else _rows_of_database(place, store))
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
     shown = table("=id", "=name", "role", "project", "state", "expires", "last used", "made by")
     for row in rows:
-        project_shown = row["project"] or "(all)"
+        project_shown = f"{row['project']}/{row['run']}" if row["run"] else row["project"] or "(all)"
         used, ends = _moment(row["last_used_ns"]), _moment(row["expires_ns"])
         shown.add_row(
             row["id"], row["name"], row["role"], project_shown, row["state"], ends, used, row["created_by"]
@@ -125,43 +136,117 @@ def revoke_token(
     project: Annotated[
         str | None, typer.Option(help="The project that it is for, to be asked as its admin.")
     ] = None,
+    run: RunOption = "",
+    keep_made: Annotated[
+        bool,
+        typer.Option(
+            "--keep-made", help="Leave the tokens of runs that it made: their jobs go on with them."
+        ),
+    ] = False,
     store: Store = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Make a token worthless, from its next request on."""
+    """Make a token worthless, from its next request on, and the tokens of single runs that it made."""
     public = id_of(token) if token.startswith(("wst_", "ws_")) else token
+    place = _Place.of(project, run)
     if service:
-        _ask("DELETE", service, project, f"/{quote(public, safe='')}", None)
+        kept = "?keep_made=true" if keep_made and not run else ""
+        answer = _ask("DELETE", service, place, f"/{quote(public, safe='')}{kept}", None)
+        made = answer.get("made", ())  # which an older service does not say
     else:
         with _database(store) as database:
-            revoke(database, public, project, _MAKER)
-    typer.echo(f"token {public} is revoked")
+            done = revoke(database, public, place.project, _MAKER, run=place.run, keep_made=keep_made)
+            made = done.made
+    typer.echo(f"token {public} is revoked" + (f", and {len(made)} of runs that it made" if made else ""))
 
 
-def _ask(
-    method: str, service: str, project: str | None, rest: str, body: dict[str, Any] | None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Place:
+    """Which tokens: all, of one project, or of one run."""
+
+    project: str | None
+    run: str | None = None
+
+    @classmethod
+    def of(cls, project: str | None, run: str) -> _Place:
+        return cls(project or DEFAULT_PROJECT, run) if run else cls(project)
+
+    @property
+    def shown(self) -> str:
+        if self.project is None:
+            return "every project"
+        return f"project {self.project}" if self.run is None else f"run {self.project}/{self.run}"
+
+    @property
+    def path(self) -> str:
+        if self.project is None:
+            return "/v1/tokens"
+        run = "" if self.run is None else f"/runs/{quote(self.run, safe='')}"
+        return f"/v1/projects/{quote(self.project, safe='')}{run}/tokens"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A token to make."""
+
+    role: str
+    place: _Place
+    name: str
+    lifetime: int | None
+
+
+def _made_by_service(asked: _Asked, service: str) -> tuple[str, str]:
+    """The token, and where it was made."""
+    body = {"name": asked.name or f"made by {_MAKER}", "lifetime_seconds": asked.lifetime}
+    if asked.place.run is None:  # else it is a recorder's anyway
+        body["role"] = asked.role
+    return str(_ask("POST", service, asked.place, "", body)["token"]), service
+
+
+def _made_in_database(asked: _Asked, store: str) -> tuple[str, str]:
+    """As of a service; the one who may write to its database may all."""
+    place = asked.place
+    with _database(store) as database:
+        if place.project is not None and place.run is not None and asked.lifetime is not None:
+            request = RunTokenRequest(place.project, place.run, asked.name, asked.lifetime)
+            token = create_for_run(database, request, _MAKER)
+        else:
+            token = create_token(
+                database,
+                cast("Role", asked.role),
+                place.project,
+                name=asked.name,
+                created_by=_MAKER,
+                lifetime_seconds=asked.lifetime,
+            )
+        return token, database.engine.url.render_as_string(hide_password=True)
+
+
+def _ask(method: str, service: str, place: _Place, rest: str, body: dict[str, Any] | None) -> dict[str, Any]:
     url, token = service_of("", service)
-    place = f"{url}/v1/tokens" if project is None else f"{url}/v1/projects/{quote(project, safe='')}/tokens"
-    return call(method, f"{place}{rest}", token, body)
+    return call(method, f"{url}{place.path}{rest}", token, body)
 
 
-def _rows_of_service(service: str, project: str | None) -> Iterator[dict[str, Any]]:
+def _rows_of_service(service: str, place: _Place) -> Iterator[dict[str, Any]]:
     rest = "?limit=1000"
     while rest:
-        answer = _ask("GET", service, project, rest, None)
-        yield from ({name: row[name] for name in _SHOWN} for row in answer["tokens"])
+        answer = _ask("GET", service, place, rest, None)
+        yield from ({name: row.get(name) for name in _SHOWN} for row in answer["tokens"])
         following = answer["next_page_token"]
         rest = f"?limit=1000&page_token={following}" if following else ""
 
 
-def _rows_of_database(project: str | None, store: str) -> Iterator[dict[str, Any]]:
+def _rows_of_database(place: _Place, store: str) -> Iterator[dict[str, Any]]:
     with _database(store) as database, database.read() as session:
         now = read_clock(session)
-        statement = select(Token).where(*of_project(project)).order_by(Token.created_ns.desc(), Token.id)
+        statement = (
+            select(Token)
+            .where(*of_project(place.project, place.run))
+            .order_by(Token.created_ns.desc(), Token.id)
+        )
         for row in session.execute(statement).scalars():
-            held = {name: getattr(row, name) for name in _SHOWN if name != "state"}
-            yield {name: held.get(name, state_of(row, now)) for name in _SHOWN}
+            told = {"state": state_of(row, now), "expires_ns": ends_ns(row)}
+            yield {name: told[name] if name in told else getattr(row, name) for name in _SHOWN}
 
 
 def _moment(at_ns: int | None) -> str:

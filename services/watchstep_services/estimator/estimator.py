@@ -48,7 +48,7 @@ class Estimator:
         folder: the working directory.
         project: of its runs.
         service: URL of the service that judges it, with WATCHSTEP_TOKEN (an operator's) and WATCHSTEP_RECORDER_TOKEN (what
-            the job itself shows; the same where it is not set). Left out, it is WATCHSTEP_SERVICE, or the one that serves the store on this
+            the job itself shows; a new one that records its run alone where it is not set). Left out, it is WATCHSTEP_SERVICE, or the one that serves the store on this
             machine; where there is none, one is started beside the job, and ends when nothing has run for five minutes.
         on_stop: what a stop asks of the program: "stop" (or "raise"): `StopTraining` at the end of a step, in all ranks at the same;
             "checkpoint": the same, once the program's own ``on_stop`` function, or its trainer, has saved one;
@@ -101,7 +101,7 @@ class Estimator:
             {**self.environment, **given, SERVICE: address.recorder.url},
             Path(self.folder).expanduser().absolute(),
             name=job_name(name),
-            secrets={TOKEN: recorder_token(address, project, name)},
+            secrets={TOKEN: recorder_token(address, project, name, judge.recorder_token)},
         )
         handle = self.backend.submit(launch)
         try:

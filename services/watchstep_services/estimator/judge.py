@@ -40,6 +40,11 @@ class Judge:
     home: str
     store: str
 
+    @property
+    def recorder_token(self) -> str:
+        """What the user named for jobs of a service that was named; empty for nothing."""
+        return os.environ.get(RECORDER_TOKEN, "") if self.url else ""
+
     def address(self) -> FoundService:
         """Where it answers. One of this machine that has ended since is started again.
 
@@ -49,8 +54,7 @@ class Judge:
         """
         if self.url:
             named = ServiceAddress.checked(self.url, os.environ.get(TOKEN, ""))
-            recorder = os.environ.get(RECORDER_TOKEN, "") or named.token
-            return FoundService(named, ServiceAddress(named.url, recorder))
+            return FoundService(named, ServiceAddress(named.url, self.recorder_token or named.token))
         return service_at(Path(self.home), self.store) or _start(Path(self.home), self.store)
 
 

@@ -108,7 +108,7 @@ def _go_on(record: JobRecord, relaunch: Relaunch, backend: Backend, handle: JobH
             {**relaunch.environment, **given, SERVICE: address.recorder.url},
             Path(relaunch.folder),
             name=intent.name,
-            secrets={TOKEN: recorder_token(address, record.project, record.run)},
+            secrets={TOKEN: recorder_token(address, record.project, record.run, record.judge.recorder_token)},
         )
         try:
             handle = backend.submit(launch)

@@ -58,6 +58,22 @@ def client(driven: Driven, url: str) -> Client:
     return watchstep.Client(url, create_token(driven.service.database, "operator"), "vision")
 
 
+def test_tokens_of_a_run(driven: Driven, url: str) -> None:
+    admin = Client(url, create_token(driven.service.database, "admin"), "vision")
+    token = admin.make_token("run-1", "its job", 3600)
+    (held,) = admin.tokens("run-1")
+    assert (held.name, held.state, held.id in token) == ("its job", "active", True)
+    assert token not in repr(held)
+    assert held.expires_ns - held.created_ns == 3600 * 10**9
+    assert list(admin.tokens("run-2")) == []
+    with pytest.raises(RefusedError, match="may not operate"):
+        Client(url, token, "vision").make_token("run-1")
+    with pytest.raises(NotFoundError):
+        admin.revoke_token("run-2", held.id)
+    admin.revoke_token("run-1", held.id)
+    assert [one.state for one in admin.tokens("run-1")] == ["revoked"]
+
+
 def test_runs_and_what_is_known_of_them(client: Client) -> None:
     assert [run.run for run in client.runs()] == ["run-2", "run-1"]
     assert [run.run for run in client.runs(alerts=["firing"])] == ["run-1"]

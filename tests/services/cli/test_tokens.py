@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
+from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
+from tests.services.recording import PROJECT
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, ServiceError
+from watchstep.store import Store
 from watchstep_services.cli.app import app
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.scheduler.embedded import EmbeddedService
@@ -163,3 +167,51 @@ def test_through_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert seen(service.database, token) is None
         with pytest.raises(ServiceError, match="belongs to project"):
             tokens("list", "--service", service.url)
+
+
+def test_a_token_of_one_run(database: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_DATABASE_URL", database.engine.url.render_as_string(hide_password=False))
+    Driven(make_service(database, folder_store)).register("r1")
+    there = ("--project", PROJECT, "--run", "r1")
+    token = created(*there, "--expires-in", "30d")
+    found = identify(database, token)
+    assert found is not None
+    assert (found.role, found.project, found.run) == ("recorder", PROJECT, "r1")
+    created("--role", "recorder", "--project", PROJECT)
+    (row,) = json.loads(tokens("list", *there, "--json"))
+    assert (row["id"], row["run"], row["name"]) == (id_of(token), "r1", "run r1")
+    assert row["expires_ns"] - row["created_ns"] == 30 * 86_400 * 10**9
+    assert f"{PROJECT}/r1" in tokens("list")
+    tokens("revoke", token, *there)
+    assert identify(database, token) is None
+    with pytest.raises(NotFoundError, match="not known"):
+        created("--project", PROJECT, "--run", "r2")
+    with pytest.raises(ConfigError, match="lifetime"):
+        created(*there, "--expires-in", "400d")
+
+
+def test_a_token_of_one_run_is_a_recorders() -> None:
+    done = CliRunner().invoke(app, ["tokens", "create", "--role", "operator", "--run", "r1"])
+    assert (done.exit_code, "recorder" in done.stderr) == (2, True)
+
+
+def test_an_operator_makes_one_for_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedService(load_settings(home=tmp_path / "home", store=str(tmp_path / "runs"))) as service:
+        operator = create_token(service.database, "operator", "vision")
+        monkeypatch.setenv("WATCHSTEP_TOKEN", operator)
+        httpx.post(
+            f"{service.url}/v1/projects/vision/runs", json={"run": "r1"}, headers={"authorization": f"Bearer {operator}"}, timeout=60
+        ).raise_for_status()  # fmt: skip
+        there = ("--service", service.url, "--project", "vision", "--run", "r1")
+        first, second = created(*there), created(*there, "--name", "ann's")
+        assert [row["name"] for row in json.loads(tokens("list", "--json", *there))] == ["ann's", "made by command line"]  # fmt: skip
+        assert "is revoked" in tokens("revoke", first, *there)
+        with pytest.raises(ServiceError, match="lifetime_seconds"):
+            created(*there, "--expires-in", "400d")
+        monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(service.database, "admin"))
+        kept = tokens("revoke", operator, "--keep-made", "--service", service.url)
+        assert kept == f"token {id_of(operator)} is revoked\n"
+        assert seen(service.database, second) == ("recorder", "vision")
+        gone = tokens("revoke", operator, "--service", service.url)
+        assert gone == f"token {id_of(operator)} is revoked, and 1 of runs that it made\n"
+        assert seen(service.database, second) is None
