@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,17 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.services.cli.typed import typed
 from watchstep import Hook
-from watchstep.errors import WatchstepError
 from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_services.cli.app import app
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 
 
-def watchstep(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def started_anew(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, as a shell starts it."""
     return subprocess.run(
         [WATCHSTEP, *arguments],
         capture_output=True,
@@ -50,34 +47,42 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_list(store: Path) -> None:
-    done = watchstep("runs", "list", "--store", store)
+    done = started_anew("runs", "list", "--store", store)
     assert done.returncode == 0
     assert "vision" in done.stdout
     assert "completed" in done.stdout
 
 
+def test_bad_input_ends_a_process_with_2_and_two_lines(store: Path) -> None:
+    done = started_anew("runs", "show", "nope", "--store", store)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "run 'nope'" in done.stderr
+    assert "mend: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["night", "vision/night", "{store}/vision/night"])
 def test_show(store: Path, name: str) -> None:
-    done = watchstep("runs", "show", name.format(store=store), "--store", store)
+    done = typed("runs", "show", name.format(store=store), "--store", store)
     assert done.returncode == 0, done.stderr
     assert "0 to 29 (30 recorded)" in done.stdout
     assert "3 at first, 0.1 at last" in done.stdout
 
 
 def test_stats(store: Path) -> None:
-    done = watchstep("runs", "stats", "night", "loss", "--store", store, "--last", "2")
+    done = typed("runs", "stats", "night", "loss", "--store", store, "--last", "2")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["STEP", "28", "29"]
 
 
 def test_rules() -> None:
-    assert "nan_or_inf" in watchstep("rules", "list").stdout
-    shown = watchstep("rules", "show", "vanishing_gradient").stdout
+    assert "nan_or_inf" in typed("rules", "list").stdout
+    shown = typed("rules", "show", "vanishing_gradient").stdout
     assert "threshold" in shown
     assert "1e-07" in shown
 
 
 def test_version() -> None:
-    assert watchstep("--version").stdout.strip() == "0.1.0"
+    assert typed("--version").stdout.strip() == "0.1.0"
 
 
 @pytest.mark.parametrize(
@@ -97,25 +102,13 @@ def test_version() -> None:
 )
 def test_bad_input_is_told_in_two_lines(store: Path, arguments: list[str], says: str) -> None:
     extra = [] if "--store" in arguments or arguments[0] == "rules" else ["--store", str(store)]
-    done = watchstep(*arguments, *extra)
+    done = typed(*arguments, *extra)
     assert done.returncode == 2
     assert says in done.stderr
     assert "mend: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture
-def log_as_it_was() -> Iterator[None]:
-    """The commands of a service send the log of their process to its own output."""
-    root, server = logging.getLogger(), logging.getLogger("uvicorn.error")
-    before = list(root.handlers), root.level, server.level
-    yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    server.setLevel(before[2])
-
-
-@pytest.mark.usefixtures("log_as_it_was")
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
@@ -130,8 +123,9 @@ def test_serve_takes_its_settings_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(WatchstepError, match=re.escape(says)):
-        CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "runs")], catch_exceptions=False)
+    done = typed("serve", "--store", tmp_path / "runs")
+    assert done.returncode == 2
+    assert says in done.stderr
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -173,13 +167,18 @@ def started(
         process.stdout.close()
 
 
-def test_serve_is_found_by_run_and_ends_clean(tmp_path: Path) -> None:
+def test_serve_is_found_by_run_refuses_another_in_its_home_and_ends_clean(tmp_path: Path) -> None:
     with serving(tmp_path):
         note = json.loads((tmp_path / ".watchstep" / "service.json").read_text())
         assert (tmp_path / ".watchstep" / "service.json").stat().st_mode & 0o777 == 0o600
-        done = watchstep("run", "--store", tmp_path, "--run", "r", "--", sys.executable, "-c", PRINT_SERVICE)
+        done = started_anew(
+            "run", "--store", tmp_path, "--run", "r", "--", sys.executable, "-c", PRINT_SERVICE
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [note["url"], note["recorder_token"]]
+        another = typed("serve", "--store", tmp_path, "--port", "0")
+        assert another.returncode == 2
+        assert "another watchstep service runs there" in another.stderr
     assert not (tmp_path / ".watchstep" / "service.json").exists()
 
 
@@ -193,7 +192,7 @@ def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
         block = [line_of(process) for _ in range(6)]
         assert block[0] == "watchstep: vision/ill: nan_or_inf (critical) firing at step 2\n"
         assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
-        shown = watchstep("runs", "alerts", "vision/ill", "--store", tmp_path)
+        shown = typed("runs", "alerts", "vision/ill", "--store", tmp_path)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.startswith("nan_or_inf (critical) firing at step 2 (attempt ")
         assert "  seen    1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
@@ -201,7 +200,7 @@ def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
         # Which others have no data depends on how much of the run was read by then.
         [without] = [line for line in shown.stdout.splitlines() if line.startswith("no data: ")]
         assert "class_imbalance" in without.removeprefix("no data: ").split(", ")
-        missing = watchstep("runs", "alerts", "vision/well", "--store", tmp_path)
+        missing = typed("runs", "alerts", "vision/well", "--store", tmp_path)
         assert (missing.returncode, "mend: " in missing.stderr) == (2, True)
 
 
@@ -227,10 +226,11 @@ def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: 
                 hook.step()
         assert process.stdout is not None
         assert line_of(process).startswith("watchstep: vision/well: rule mine cannot be evaluated: ")
-        shown = watchstep("runs", "alerts", "vision/well", "--store", tmp_path / "runs")
+        shown = typed("runs", "alerts", "vision/well", "--store", tmp_path / "runs")
     assert shown.stdout.startswith("vision/well: no alert has fired\nerror: rule mine cannot be evaluated: ")
 
 
+@pytest.mark.slow
 def test_serve_says_that_nothing_judges(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules: []")
@@ -239,10 +239,3 @@ def test_serve_says_that_nothing_judges(tmp_path: Path) -> None:
 
 
 PRINT_SERVICE = "import os; print(os.environ['WATCHSTEP_SERVICE'], os.environ['WATCHSTEP_TOKEN'])"
-
-
-def test_two_services_in_one_home_are_refused(tmp_path: Path) -> None:
-    with serving(tmp_path):
-        done = watchstep("serve", "--store", tmp_path, "--port", "0")
-        assert done.returncode == 2
-        assert "another watchstep service runs there" in done.stderr
