@@ -9,11 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from watchstep_services.estimator.view.bars import Bars
 from watchstep_services.estimator.view.lines import printable, time_of, words_of
 from watchstep_services.estimator.view.sight import Loss, Sight
 
-_NOT_FINITE = "\N{MULTIPLICATION SIGN}"
-_BARS = "▁▂▃▄▅▆▇█"
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "red", "stopping": "yellow", "lost": "red"}  # fmt: skip
 _GOING_ON = frozenset(("created", "running", "stopping"))
 _PHASES = {"firing": "bold red", "pending": "yellow", "error": "magenta", "resolved": "green"}
@@ -45,12 +44,12 @@ def _figures(sight: Sight) -> Table:
     shown = Table.grid(padding=(0, 2))
     shown.add_column(style="dim", no_wrap=True)
     shown.add_column(justify="right", no_wrap=True)
-    shown.add_column(overflow="ellipsis", no_wrap=True)
+    shown.add_column(overflow="fold")  # where there is little room, this column alone is narrower
     known = sight.steps_per_second is not None and sight.state in _GOING_ON
     pace = f"{_short(sight.steps_per_second or 0.0)} steps/s" if known else ""
     shown.add_row("step", f"{sight.step:,}" if sight.step >= 0 else "-", pace)
     for loss in sight.losses:
-        shown.add_row(Text(printable(loss.name)), _last(loss), sparkline(loss))
+        shown.add_row(Text(printable(loss.name)), _last(loss), Bars(loss.points))
     if sight.overhead is not None:
         share, budget = sight.overhead
         bound = (
@@ -100,20 +99,6 @@ def _last(loss: Loss) -> str:
     if not loss.points:
         return "-"
     return "not finite" if loss.points[-1] is None else f"{loss.points[-1]:.4g}"
-
-
-def sparkline(loss: Loss) -> str:
-    """A loss as a line of bars, from its least to its largest; a cross where nothing is finite."""
-    finite = [value for value in loss.points if value is not None and math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    return "".join(_bar(value, low, high) for value in loss.points)
-
-
-def _bar(value: float | None, low: float, high: float) -> str:
-    if value is None or not math.isfinite(value):
-        return _NOT_FINITE
-    share = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.0
-    return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
 
 
 def span(seconds: float) -> str:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from watchstep.client import Event
+from watchstep_services.estimator.view.bars import fewer, line_of_bars
 from watchstep_services.estimator.view.cell import notebook_data
 from watchstep_services.estimator.view.lines import line_of
-from watchstep_services.estimator.view.picture import picture, span, sparkline
+from watchstep_services.estimator.view.picture import picture, span
 from watchstep_services.estimator.view.sight import POINTS, Loss, Sight
 
 RUN = {"project": "default", "run": "night"}
@@ -77,6 +78,17 @@ def test_what_does_not_fit_goes_on_below_and_nothing_is_cut_off() -> None:
     ]
 
 
+def test_figures_are_whole_where_there_is_little_room() -> None:
+    loss = Loss("train_loss", tuple(float(value) for value in range(POINTS)))
+    sight = Sight("a/b", "running", 123_456, 7.0, losses=(loss,), overhead=(0.01, 0.01))
+    assert text_of(sight, width=40)[1:] == [
+        "step        123,456  7 steps/s",
+        "train_loss       39  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▇▇███",
+        "recording     1.00%  of the program's",
+        "                     time; budget 1.0%",
+    ]
+
+
 def test_the_pace_is_of_what_goes_on() -> None:
     running, ended = (
         text_of(Sight("a/b", state, 7, steps_per_second=20.0)) for state in ("running", "completed")
@@ -99,9 +111,22 @@ def test_nothing_of_a_programs_own_is_markup_or_moves_the_cursor(name: str, reas
 
 @given(st.lists(st.none() | st.floats(allow_nan=True, allow_infinity=True), max_size=POINTS))
 def test_a_line_of_bars_has_one_for_each_point(points: list[float | None]) -> None:
-    drawn = sparkline(Loss("loss", tuple(points)))
+    drawn = line_of_bars(points)
     assert len(drawn) == len(points)
     assert set(drawn) <= set("▁▂▃▄▅▆▇█\N{MULTIPLICATION SIGN}")
+
+
+@given(
+    st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=POINTS),
+    st.integers(1, POINTS),
+)
+def test_fewer_bars_tell_of_all_points(points: list[float | None], most: int) -> None:
+    drawn = fewer(points, most)
+    assert len(drawn) == min(len(points), most)
+    assert (None in drawn) == (None in points)
+    finite = [value for value in points if value is not None]
+    slack = 1e-300 + 1e-9 * max((abs(value) for value in finite), default=0.0)
+    assert all(value is None or min(finite) - slack <= value <= max(finite) + slack for value in drawn)
 
 
 @pytest.mark.parametrize(
