@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +13,7 @@ from watchstep.layout import ATTEMPTS
 from watchstep.reading.run import Run, open_run
 from watchstep_rules.attached import AttachedRule
 from watchstep_rules.config import RuleConfig
-from watchstep_services.estimator import local
-from watchstep_services.estimator.backend import Backend, JobHandle
-from watchstep_services.estimator.errors import BackendError
+from watchstep_services.estimator.backend import Backend, ChecksOwner, JobHandle
 from watchstep_services.estimator.job_record import JobRecord
 from watchstep_services.estimator.judge import judge_of
 from watchstep_services.estimator.kinds import KINDS, open_backend
@@ -131,32 +127,7 @@ def _running(backend: Backend, job_id: str) -> JobHandle:
         raise ConfigError(
             f"job {backend.kind}:{job_id}: is over ({status.state}{code})", "attach to a job that runs"
         )
-    _check_owner(backend, handle)
+    # Rules that stop are of no use to a job that may not be stopped; and who may not stop it has no say in who does.
+    if isinstance(backend, ChecksOwner):
+        backend.check_may_stop(handle)
     return handle
-
-
-def _check_owner(backend: Backend, job: JobHandle) -> None:
-    """Rules that stop are of no use to a job that may not be stopped; and who may not stop it has no say in who does.
-
-    Raises:
-        BackendError: it is another user's.
-    """
-    if backend.kind == local.NAME:
-        _check_process(job.id)
-    check = getattr(backend, "check_may_stop", None)
-    if check is not None:
-        check(job)
-
-
-def _check_process(pid: str) -> None:
-    try:
-        owner = Path(f"/proc/{pid}").stat().st_uid
-    except FileNotFoundError:
-        return  # it ended just now, as whoever stops it will see
-    if os.geteuid() in (0, owner):
-        return
-    try:
-        name = pwd.getpwuid(owner).pw_name
-    except KeyError:
-        name = str(owner)
-    raise BackendError(f"job local:{pid}: is user {name}'s", "attach as the user that it runs as")

@@ -210,3 +210,15 @@ class FindsByName(Protocol):
         Raises:
             BackendError: nobody knows.
         """
+
+
+@runtime_checkable
+class ChecksOwner(Protocol):
+    """A backend that can say whether a job may be stopped from here, without a signal that tries it."""
+
+    def check_may_stop(self, job: JobHandle) -> None:
+        """See that whoever runs this process may stop the job.
+
+        Raises:
+            BackendError: it is another's.
+        """

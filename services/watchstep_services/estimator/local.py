@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import socket
 import threading
@@ -106,6 +107,22 @@ class Local(BackendModel):
         log = self.records.log_of(identity_of(job))
         return job if log is None else job_of(identity_of(job), Path(log))
 
+    def check_may_stop(self, job: JobHandle) -> None:
+        """See that this process's user may stop the process: its own, or any as root.
+
+        Raises:
+            BackendError: it is another user's.
+        """
+        try:
+            owner = Path(f"/proc/{identity_of(job).pid}").stat().st_uid
+        except FileNotFoundError:
+            return  # it ended just now, as whoever stops it will see
+        if os.geteuid() in (0, owner):
+            return
+        raise BackendError(
+            f"job local:{job.id}: is user {_name_of(owner)}'s", "attach as the user that it runs as"
+        )
+
     def settled(self, job: JobHandle) -> JobHandle:
         """The same process, its identity spelt as this class spells it.
 
@@ -149,6 +166,13 @@ class Local(BackendModel):
         finally:
             os.close(descriptor)
         return self.status(job)
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
 
 
 def job_of(identity: ProcessIdentity, log: Path | None = None) -> JobHandle:

@@ -11,7 +11,8 @@ import pytest
 
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep_services.estimator.backend import JobHandle, Launch
+from watchstep_services.estimator.backend import ChecksOwner, JobHandle, Launch
+from watchstep_services.estimator.errors import BackendError
 from watchstep_services.estimator.local import Local, identity_of, job_of_pid
 
 
@@ -116,3 +117,24 @@ def test_another_process_with_the_same_id_is_never_signalled(
 def test_an_identity_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="pid"):
         identity_of(JobHandle("local", "1", {"uid": "x"}))
+
+
+def test_whose_process_it_is_decides_whether_it_may_be_stopped(backend: Local, tmp_path: Path) -> None:
+    assert isinstance(backend, ChecksOwner)
+    job = launch(backend, tmp_path, WILLING)
+    backend.check_may_stop(job)
+    first = job_of_pid(1)
+    if os.geteuid() == Path("/proc/1").stat().st_uid != 0:
+        pytest.skip("every process here is this user's")
+    if os.geteuid() == 0:
+        backend.check_may_stop(first)  # root may
+        os.seteuid(65534)
+    try:
+        with pytest.raises(BackendError, match="job local:1: is user"):
+            backend.check_may_stop(first)
+    finally:
+        os.seteuid(os.getuid())
+    backend.kill(job)
+    gone(backend, job)
+    eventually(lambda: not Path(f"/proc/{job.id}").exists())
+    backend.check_may_stop(job)  # whoever stops it sees that it has ended
