@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.cli.test_cli import watchstep
+from tests.services.cli.typed import typed
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
 from watchstep.store import Store
 from watchstep_services.cli.serve import settings_for
@@ -39,7 +39,7 @@ def rules(tmp_path: Path) -> Path:
 
 
 def test_one_run(store: Path, rules: Path) -> None:
-    done = watchstep("rules", "backtest", "nan", "--store", store, "--rules", rules)
+    done = typed("rules", "backtest", "nan", "--store", store, "--rules", rules)
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0] == "vision/nan 90 rows, by steps: no service judged it"
@@ -55,7 +55,7 @@ def test_many_runs_and_a_sweep(store: Path, rules: Path, tmp_path: Path, jobs: s
     found = tmp_path / "found.json"
     options = ["--rules", str(rules), "--jobs", jobs, "--json", str(found)]
     sweep = ["--sweep", "growth=10:1e8:3", "--sweep", "exploding_gradient.for=1"]
-    done = watchstep("rules", "backtest", f"{store}/{PROJECT}/*", *options, *sweep)
+    done = typed("rules", "backtest", f"{store}/{PROJECT}/*", *options, *sweep)
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "exploding_gradient 2 3 22 vision/explosion" in lines
@@ -79,7 +79,7 @@ def test_a_dry_run_and_a_message_of_its_own_are_shown(store: Path, tmp_path: Pat
     rules.write_text(
         f"rules: [{{rule: nan_or_inf, dry_run: true, actions: [stop], labels: {{team: red}}, message: '{message}'}}]"
     )
-    done = watchstep("rules", "backtest", "nan", "--store", store, "--rules", rules, "--json", "-")
+    done = typed("rules", "backtest", "nan", "--store", store, "--rules", rules, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert "nan_or_inf warning, dry run 4 4 loss red: nan is lost at 4" in " ".join(done.stderr.split())
     (attempt,) = json.loads(done.stdout)["runs"][0]["attempts"]
@@ -92,7 +92,7 @@ def test_a_rule_that_cannot_be_evaluated_is_told_by_the_exit_code(store: Path, t
     rules.write_text(
         f"rules: [{{rule: nan_or_inf}}, {{rule: sql, name: mine, params: {{query: '{query}'}}}}]"
     )
-    done = watchstep("rules", "backtest", "nan", "late", "--store", store, "--rules", rules)
+    done = typed("rules", "backtest", "nan", "late", "--store", store, "--rules", rules)
     assert done.returncode == 1
     assert "vision/nan" in done.stdout
     assert "rule mine cannot be evaluated (2 runs): " in done.stderr
@@ -102,7 +102,7 @@ def test_a_rule_that_cannot_be_evaluated_is_told_by_the_exit_code(store: Path, t
 def test_a_run_that_fails_stops_no_other(store: Path, rules: Path) -> None:
     (store / PROJECT / "late" / "run.json").write_text("{")
     named = ["nan", f"{PROJECT}/", "nothere", "x*"]
-    done = watchstep("rules", "backtest", *named, "--store", store, "--rules", rules)
+    done = typed("rules", "backtest", *named, "--store", store, "--rules", rules)
     assert done.returncode == 1
     assert "vision/nan" in done.stdout
     assert "vision/explosion" in done.stdout
@@ -119,7 +119,7 @@ def test_a_run_that_fails_stops_no_other(store: Path, rules: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_told(store: Path, rules: Path, arguments: list[str], said: str) -> None:
-    done = watchstep("rules", "backtest", *arguments, "--store", store, "--rules", rules)
+    done = typed("rules", "backtest", *arguments, "--store", store, "--rules", rules)
     assert done.returncode == 2
     assert said in done.stderr
     assert "mend:" in done.stderr
@@ -131,9 +131,9 @@ def test_a_service_judges_its_own_runs(store: Path, rules: Path) -> None:
             register(service.service, PROJECT, run, (), "operator")
         options = ["--rules", str(rules), "--service", "", "--sweep", "growth=1e8"]
         named = [f"{PROJECT}/nan", f"{PROJECT}/lat?"]
-        done = watchstep("rules", "backtest", *named, "--store", store, *options)
-        other = watchstep("rules", "backtest", f"{PROJECT}/x", "--store", store, "--service", "")
-        plain = watchstep("rules", "backtest", "nan", "--store", store, "--service", "")
+        done = typed("rules", "backtest", *named, "--store", store, *options)
+        other = typed("rules", "backtest", f"{PROJECT}/x", "--store", store, "--service", "")
+        plain = typed("rules", "backtest", "nan", "--store", store, "--service", "")
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "vision/late 90 rows, by steps: no service judged it" in lines
@@ -146,12 +146,12 @@ def test_a_service_judges_its_own_runs(store: Path, rules: Path) -> None:
 
 def test_a_folder_with_an_evil_name_is_left_out_and_garbage_is_no_success(store: Path, rules: Path) -> None:
     (store / PROJECT / "\x1b[2Jevil").mkdir()
-    done = watchstep("rules", "backtest", f"{PROJECT}/", "--store", store, "--rules", rules)
+    done = typed("rules", "backtest", f"{PROJECT}/", "--store", store, "--rules", rules)
     assert done.returncode == 0, done.stderr
     assert "vision/nan" in done.stdout
     assert "'\\x1b[2Jevil'" in done.stderr
     for segment in (store / PROJECT / "late").rglob("*.parquet"):
         segment.write_bytes(b"garbage")
-    done = watchstep("rules", "backtest", "late", "--store", store, "--rules", rules)
+    done = typed("rules", "backtest", "late", "--store", store, "--rules", rules)
     assert done.returncode == 1
     assert "none of its 3 segments can be read" in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sdk.reading.stored import small_run
-from tests.services.cli.test_cli import watchstep
+from tests.services.cli.typed import typed
 
 pytestmark = pytest.mark.slow
 
@@ -20,25 +20,25 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_compact(store: Path) -> None:
-    done = watchstep("runs", "compact", "a", "--store", store, "--delete-after", "0")
+    done = typed("runs", "compact", "a", "--store", store, "--delete-after", "0")
     assert done.returncode == 0, done.stderr
     assert "generation 1: 3 written, 3 deleted" in done.stdout
-    assert "(12 recorded)" in watchstep("runs", "show", "a", "--store", store).stdout
+    assert "(12 recorded)" in typed("runs", "show", "a", "--store", store).stdout
 
 
 def test_diff(store: Path) -> None:
-    done = watchstep("runs", "diff", "a", "b", "--store", store, "--most", "3")
+    done = typed("runs", "diff", "a", "b", "--store", store, "--most", "3")
     assert done.returncode == 1, done.stderr
     assert "first difference: step 0, loss" in done.stdout
-    same = watchstep("runs", "diff", "a", "a", "--store", store)
+    same = typed("runs", "diff", "a", "a", "--store", store)
     assert same.returncode == 0
     assert "no difference in 36 rows" in same.stdout
 
 
 def test_export(store: Path) -> None:
-    done = watchstep("export", "--tensorboard", store / "events", "a", "--store", store)
+    done = typed("export", "--tensorboard", store / "events", "a", "--store", store)
     assert done.returncode == 0, done.stderr
     assert list((store / "events").rglob("events.out.tfevents.*"))
-    again = watchstep("export", "--tensorboard", store / "events", "a", "--store", store)
+    again = typed("export", "--tensorboard", store / "events", "a", "--store", store)
     assert again.returncode == 2
     assert "mend:" in again.stderr

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.rules.sandbox.programs import LOUD
-from tests.services.cli.test_cli import watchstep
+from tests.services.cli.typed import typed
 
 TESTS = """
 tests:
@@ -20,10 +20,10 @@ def test_exit_codes_output_and_junit(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text(TESTS % 20, encoding="utf-8")
     bad.write_text(TESTS % 21, encoding="utf-8")
-    done = watchstep("rules", "test", good)
+    done = typed("rules", "test", good)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "1 test, all passed"
-    done = watchstep("rules", "test", good, bad, "--junit", tmp_path / "junit.xml")
+    done = typed("rules", "test", good, bad, "--junit", tmp_path / "junit.xml")
     assert done.returncode == 1
     assert "- expected: fires at 21" in done.stdout
     assert "+ got:      fires at 20, tensor loss" in done.stdout
@@ -33,14 +33,14 @@ def test_exit_codes_output_and_junit(tmp_path: Path) -> None:
 
 def test_what_a_user_can_mend(tmp_path: Path) -> None:
     for arguments in (["/no/tests.yaml"], []):
-        done = watchstep("rules", "test", *arguments)
+        done = typed("rules", "test", *arguments)
         assert done.returncode == 2
         assert "mend: " in done.stderr
         assert "Traceback" not in done.stderr
 
 
 def test_the_schema_is_printed() -> None:
-    assert json.loads(watchstep("rules", "test", "--schema").stdout)["title"] == "Watchstep rule tests"
+    assert json.loads(typed("rules", "test", "--schema").stdout)["title"] == "Watchstep rule tests"
 
 
 def test_a_check_says_how_far_programs_are_shut_in(tmp_path: Path) -> None:
@@ -48,6 +48,6 @@ def test_a_check_says_how_far_programs_are_shut_in(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(
         "rules: [{rule: python, name: mine, params: {file: mine.py, class: Loud}}]", encoding="utf-8"
     )
-    done = watchstep("rules", "check", tmp_path / "rules.yaml")
+    done = typed("rules", "check", tmp_path / "rules.yaml")
     assert done.returncode == 0, done.stdout
     assert "mine: a program; its isolation here is full" in done.stdout

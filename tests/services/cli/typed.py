@@ -19,6 +19,8 @@ def typed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     root, server = logging.getLogger(), logging.getLogger("uvicorn.error")
     log = list(root.handlers), root.level, server.level
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    root.handlers[:] = []  # as in a new process, warnings that nobody asked for go to standard error
+    root.setLevel(logging.WARNING)
     before, hook, sys.argv = sys.argv, sys.excepthook, ["watchstep", *words]
     code = 0
     try:
