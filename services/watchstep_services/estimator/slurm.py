@@ -138,10 +138,7 @@ class Slurm(BackendModel):
 
     def find(self, name: str) -> JobHandle | None:
         """This user's job with this name: from the controller's memory, else from accounting."""
-        user = f"--user={getpass.getuser()}"
-        rows = slurm_rows.held_in_memory(user, f"--name={name}") or slurm_rows.accounted(
-            user, f"--name={name}"
-        )
+        rows = slurm_rows.known(f"--user={getpass.getuser()}", f"--name={name}")
         return _handle(rows[-1]) if rows else None
 
     def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
@@ -152,7 +149,7 @@ class Slurm(BackendModel):
         """
         if not slurm_rows.is_job_id(id):
             raise JobNotFoundError(f"job {id!r}: no job id of Slurm's", "give a number, as squeue shows it")
-        rows = slurm_rows.held_in_memory(f"--jobs={id}") or slurm_rows.accounted(f"--jobs={id}")[-1:]
+        rows = slurm_rows.known(f"--jobs={id}")
         if not rows:
             raise JobNotFoundError(f"job {id!r}: Slurm knows none", "see squeue and sacct for their numbers")
         if len(rows) > 1:
@@ -212,9 +209,7 @@ class Slurm(BackendModel):
         for look in range(_LOOKS):
             time.sleep(0.5 * look)
             try:
-                if rows := slurm_rows.held_in_memory(f"--jobs={job_id}") or slurm_rows.accounted(
-                    f"--jobs={job_id}"
-                ):
+                if rows := slurm_rows.known(f"--jobs={job_id}"):
                     return rows[-1]
             except (BackendDownError, CredentialsExpiredError) as error:
                 why = error

@@ -144,6 +144,18 @@ def accounted(*selecting: str) -> list[JobRow]:
     return read_accounted(said)
 
 
+def known(*selecting: str) -> list[JobRow]:
+    """Jobs as they were started last: from the controller's memory or, where it remembers none of them, from accounting.
+
+    Args:
+        selecting: options that ``squeue`` and ``sacct`` both have.
+
+    Raises:
+        BackendError: one of them could not be asked.
+    """
+    return held_in_memory(*selecting) or list({row.id: row for row in accounted(*selecting)}.values())
+
+
 def read_accounted(said: str) -> list[JobRow]:
     """The rows of ``sacct --parsable2`` in this module's format."""
     rows = []

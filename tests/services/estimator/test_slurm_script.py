@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from watchstep.errors import ConfigError
 from watchstep_services.estimator.backend import JobStatus, Launch
+from watchstep_services.estimator.errors import JobNotFoundError
+from watchstep_services.estimator.slurm import Slurm
 from watchstep_services.estimator.slurm_identity import SlurmIdentity
-from watchstep_services.estimator.slurm_rows import JobRow, is_job_id, read_accounted
+from watchstep_services.estimator.slurm_rows import JobRow, is_job_id, known, read_accounted
 from watchstep_services.estimator.slurm_script import batch_script
 
 TELLS = "import json, os, sys; print(json.dumps([sys.argv[1:], {n: v for n, v in os.environ.items() if n.startswith('GIVEN_')}]))"
@@ -124,3 +126,24 @@ def test_a_requeue_is_the_same_job_and_a_later_job_with_the_id_is_not() -> None:
 def test_ids() -> None:
     assert all(map(is_job_id, ("1", "123456", "12_3")))
     assert not any(map(is_job_id, ("", "0", "-1", "1;id", "1_", "1,2", "x", "1\n", "٣")))
+
+
+def test_a_job_that_the_controller_forgot_is_known_from_accounting_as_it_was_started_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands that say what Slurm's do where accounting is kept; the clusters of the other tests keep none."""
+    starts = ["41|REQUEUED|0:0|100|c|night", "41|COMPLETED|0:0|200|c|night"]
+    for name, lines in (("squeue", []), ("sacct", starts)):
+        said = "".join(f"echo '{line}'\n" for line in lines)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{said}")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert [(row.id, row.state, row.submitted) for row in known("--jobs=41")] == [("41", "COMPLETED", 200)]
+    found = Slurm().reattach("41")
+    assert (found.id, found.identity["submitted"], found.identity["restarts"]) == ("41", 200, 1)
+    assert Slurm().find("night") == found
+    (tmp_path / "sacct").write_text(
+        "#!/bin/sh\necho '41|RUNNING|0:0|100|c|n'\necho '42|RUNNING|0:0|100|c|n'\n"
+    )
+    with pytest.raises(JobNotFoundError, match="is an array"):
+        Slurm().reattach("41")
