@@ -52,7 +52,13 @@ def test_a_cell_that_is_run_again_ends_what_it_left_open_and_a_kernel_ends_the_r
     runs = tmp_path / "runs" / "default"
     with Notebook(tmp_path, {}).running() as notebook:
         notebook.text(PLAIN.format(run="first", steps=3))
-        notebook.text("hook.log(loss=2.0)\nhook.step()")  # a cell that makes no hook goes on with it
+        (failed,) = notebook.run("1 / 0")
+        _, interrupted = notebook.run(
+            "print('waits', flush=True)\nimport time\ntime.sleep(600)",
+            interrupt_at=lambda message: "waits" in str(message["content"].get("text")),
+        )
+        assert (failed.ename, interrupted.ename) == ("ZeroDivisionError", "KeyboardInterrupt")
+        notebook.text("hook.log(loss=2.0)\nhook.step()")  # cells that make no hook go on with it
         outputs = notebook.run(PLAIN.format(run="second", steps=7))
         assert stream(outputs, "stderr") == ""
         assert ended(runs / "first") == ("completed", 3, "another cell began to record")
