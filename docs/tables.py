@@ -55,7 +55,7 @@ _VARIABLES = {
     "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take; `none` for everything always.",
     "WATCHSTEP_SPILL": "Folder for what waits while the store cannot be reached; in the user's cache where not given.",
     "WATCHSTEP_JOBS": "Folder for the records and logs of jobs launched from this machine; `~/.watchstep/jobs` where not given.",
-    "WATCHSTEP_RECORDER_TOKEN": "What a launched job shows to the service; where not given, one that its launcher's admin token makes, or the launcher's own.",
+    "WATCHSTEP_RECORDER_TOKEN": "What a launched job shows to the service; where not given, a new one that records its run alone.",
     "WATCHSTEP_IDLE_SECONDS": "How long a service beside launched jobs waits for another after the last; 300 where not given.",
     "WATCHSTEP_QUIET": "Where it is set, waiting for a job shows a line for each event, in a terminal and a notebook too.",
     "WATCHSTEP_LAUNCHED": "The attempt that a launcher has settled; `watchstep run` takes it and registers nothing.",

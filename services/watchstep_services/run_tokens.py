@@ -74,7 +74,7 @@ def create_for_run(database: Database, request: RunTokenRequest, maker: Identity
     who = maker if isinstance(maker, str) else maker.who
     with database.write() as session:
         if isinstance(maker, Identity):  # before the run: who revokes or deletes goes the same way
-            _check_maker(session, maker)
+            _check_maker(session, maker, request.project)
         open_project(session, request.project)
         run = _locked(session, request.project, request.run)
         if isinstance(maker, Identity):
@@ -97,16 +97,16 @@ def _locked(session: Session, project: str, run: str) -> Run:
     return row
 
 
-def _check_maker(session: Session, maker: Identity) -> None:
+def _check_maker(session: Session, maker: Identity, project: str) -> None:
     """See that the maker's token is good now: a moment ago is not enough, for what it makes ends with it."""
     row = session.execute(
         select(Token).where(Token.id == maker.token).with_for_update(read=True)
     ).scalar_one_or_none()
     good = row is not None and state_of(row, read_clock(session)) == "active"
-    if not good or not maker.may("operate"):
+    if not good or not maker.may("operate") or not maker.sees(project):
         raise TooMuchError(
-            f"a {maker.role} token may make none" if good else "your own token has ended",
-            "use an operator's or an admin's token",
+            f"a {maker.role} token may make none here" if good else "your own token has ended",
+            "use an operator's or an admin's token of the project",
         )
 
 

@@ -90,10 +90,7 @@ def create(
     store: Store = DEFAULT_STORE,
     service: ServiceOption = "",
 ) -> None:
-    """Make a token for the service of a store on this machine, or of WATCHSTEP_DATABASE_URL; it is printed once.
-
-    An operator makes one for a run of its own by --run and --service: it records that run and nothing else.
-    """
+    """Make a token for the service of a store on this machine, or of WATCHSTEP_DATABASE_URL; it is printed once."""
     if run and role not in {"", "recorder"}:
         raise typer.BadParameter("a token of one run is a recorder's", param_hint="--role")
     if not run and role not in ROLES:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,20 @@ import pytest
 
 from tests.conftest import S3
 from tests.services.jobs import eventually
+from tests.services.stores.iam import Request, allowed
 from watchstep import Hook, open_run
 from watchstep.capture import lent_credentials
 from watchstep.capture.config import Bounds, CaptureConfig
 from watchstep.errors import ConfigError
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
+from watchstep_services.stores import role
 from watchstep_services.tokens import create_token
 
 ROLE = "arn:aws:iam::123456789012:role/watchstep"
+EVERYTHING = json.dumps(
+    {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}
+)
 QUICK = CaptureConfig(
     collections={"losses": CaptureConfig().chosen["losses"]}, system=None, bounds=Bounds(close_seconds=60)
 )
@@ -72,6 +80,49 @@ def test_an_attempt_is_recorded_by_lent_credentials_and_the_next_by_its_own(
     assert sorted(set(given(caplog))) == ["a1", "a1.2"]
     run = open_run("s3://lent/runs/lent/r")
     assert (run.attempts, [end.state for end in run.ends()]) == (["a1", "a1.2"], ["completed", "completed"])
+
+
+def test_a_token_of_one_run_is_lent_what_its_run_needs(
+    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database, runs = service.service.database, f"{service.url}/v1/projects/lent/runs"
+    operator = {"authorization": f"Bearer {create_token(database, 'operator', 'lent')}"}
+    for run in ("r", "hers"):
+        httpx.post(runs, json={"run": run}, headers=operator, timeout=60).raise_for_status()
+    made = httpx.post(f"{runs}/r/tokens", json={}, headers=operator, timeout=60).json()
+    monkeypatch.setenv("WATCHSTEP_TOKEN", made["token"])
+    with policies_sent() as policies:
+        assert record("lent").health["faults"] == {}
+        assert policies
+        for run in ("hers", "nobodys"):
+            refused = httpx.post(
+                f"{runs}/{run}/attempts/a1/credentials", headers={"authorization": f"Bearer {made['token']}"}, timeout=60
+            )  # fmt: skip
+            assert refused.status_code == 404
+    for sent in policies:
+        for place, may in (("lent/r", True), ("lent/hers", False), ("lent/r2", False), ("plain/r", False)):
+            key = f"runs/{place}/stats/a1/n0/w0/0000000000-0-1.parquet"
+            asked = [
+                Request("s3:GetObject", f"arn:aws:s3:::lent/{key}"),
+                Request("s3:PutObject", f"arn:aws:s3:::lent/{key}", {"s3:if-none-match": "*"}),
+                Request("s3:ListBucket", "arn:aws:s3:::lent", {"s3:prefix": f"runs/{place}/"}),
+            ]
+            assert [allowed(request, EVERYTHING, sent) for request in asked] == [may] * 3, (place, sent)
+
+
+@contextmanager
+def policies_sent() -> Iterator[list[str]]:
+    """Session policies, as the service sends them to STS."""
+    sent: list[str] = []
+    client = role._client("", os.environ["AWS_ENDPOINT_URL"])
+
+    def note(params: dict[str, Any], **_: Any) -> None:
+        sent.append(params["Policy"])
+
+    event = "before-parameter-build.sts.AssumeRole"
+    client.meta.events.register(event, note)
+    yield sent
+    client.meta.events.unregister(event, note)
 
 
 def test_where_none_are_lent_its_own_are_used_and_that_is_said_once(
