@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from watchstep.capture.kept_connections import KeptConnections
+from watchstep.capture.kept_connections import Answer, KeptConnections
 
 MOST = 1 << 20
 
@@ -70,7 +70,8 @@ def kept(server: Server) -> KeptConnections:
 
 
 def post(kept: KeptConnections, server: Server, body: bytes = b"yes") -> tuple[int, bytes]:
-    return kept.post(f"{server.url}/below/it?x=1", body, {"X": "y"}, 60.0, MOST)
+    answer = kept.post(f"{server.url}/below/it?x=1", body, {"X": "y"}, 60.0, MOST)
+    return answer.status, answer.content
 
 
 def test_one_connection_serves_for_all(kept: KeptConnections, server: Server) -> None:
@@ -94,7 +95,7 @@ def test_a_connection_that_was_closed_meanwhile_is_opened_again(
 def test_an_answer_that_is_not_read_to_its_end_ends_its_connection(
     kept: KeptConnections, server: Server
 ) -> None:
-    assert kept.post(server.url + "/", b"12345", {}, 60.0, 3) == (200, b"123")
+    assert kept.post(server.url + "/", b"12345", {}, 60.0, 3) == Answer(200, b"123")
     assert post(kept, server) == (200, b"yes")
     assert server.connections == 2
 
@@ -137,8 +138,8 @@ def test_a_proxy_is_asked_where_the_environment_names_one(
         monkeypatch.delenv(name)
     monkeypatch.setenv("http_proxy", server.url)
     far = KeptConnections("http://service.invalid")
-    assert far.post("http://service.invalid/a", b"yes", {}, 60.0, MOST) == (200, b"yes")
-    assert far.post("http://service.invalid/a", b"no", {}, 60.0, MOST) == (422, b"no")
+    assert far.post("http://service.invalid/a", b"yes", {}, 60.0, MOST) == Answer(200, b"yes")
+    assert far.post("http://service.invalid/a", b"no", {}, 60.0, MOST) == Answer(422, b"no")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert post(KeptConnections(server.url), server) == (200, b"yes")
     assert server.asked == ["http://service.invalid/a"] * 2 + ["/below/it?x=1"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from watchstep import Bounds, CaptureConfig, Hook
-from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.service_client import RefusalError, ServiceAddress, ServiceClient
+from watchstep.capture.service_pause import ServicePause
 from watchstep.control import ControlDocument
 from watchstep.layout import SegmentKey, WriterId
 
@@ -28,11 +30,13 @@ class Listening:
     Attributes:
         address: where it is.
         added: what it adds to its next answers.
+        refuses: status and Retry-After of its next answers; None where it takes what it is told.
         told: where and what it was told.
     """
 
     address: ServiceAddress
     added: dict[str, Any] = field(default_factory=dict)
+    refuses: tuple[int, str] | None = None
     told: list[tuple[str, Any]] = field(default_factory=list)
 
     @property
@@ -48,8 +52,11 @@ def service() -> Iterator[Listening]:
             said = json.loads(self.rfile.read(int(self.headers["content-length"])))
             listening.told.append((self.path, said))
             body = json.dumps({"control": ControlDocument().as_data(), **listening.added}).encode()
-            self.send_response(200)
+            status, after = listening.refuses or (200, "")
+            self.send_response(status)
             self.send_header("content-length", str(len(body)))
+            if after:
+                self.send_header("retry-after", after)
             self.end_headers()
             self.wfile.write(body)
 
@@ -96,3 +103,72 @@ def test_what_has_just_become_nan_is_announced_as_urgent(
                 time.sleep(0.01)
     assert service.announced[0] is False
     assert service.announced[1] is True
+
+
+@pytest.mark.parametrize(
+    ("refuses", "after"),
+    [((401, ""), None), ((429, "7"), 7.0), ((503, "3"), 3.0), ((429, "Fri, 20 Nov 2026 00:00:00 GMT"), None)],
+)
+def test_a_refusal_says_when_to_come_again(
+    service: Listening, refuses: tuple[int, str], after: float | None
+) -> None:
+    service.refuses = refuses
+    with pytest.raises(RefusalError) as refusal:
+        ServiceClient(service.address, "vision").announce("r", KEY, {})
+    assert (refusal.value.status, refusal.value.after_seconds) == (refuses[0], after)
+
+
+def test_the_pause_after_a_refusal() -> None:
+    now = [0.0]
+    pause = ServicePause(lambda: now[0])
+
+    def lasts() -> float:
+        """Seconds until the service may be asked again."""
+        began = now[0]
+        while pause.goes_on:
+            now[0] += 0.5
+        return now[0] - began
+
+    assert lasts() == 0
+    for expected in (1, 2, 4, 8, 16, 30, 30):
+        pause.refused(401, None)
+        assert lasts() == expected
+    pause.answered()
+    pause.refused(429, 7.0)
+    assert lasts() == 7
+    pause.refused(429, 1e9)
+    assert lasts() == 30
+    pause.answered()
+    pause.refused(500, None)
+    assert lasts() == 0, "which says nothing of who asks"
+    pause.refused(503, 3.0)
+    assert pause.goes_on
+    pause.hurry()
+    assert not pause.goes_on
+
+
+def test_a_service_that_refuses_is_left_alone_while_a_loss_is_nan(
+    service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
+    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+    service.refuses = (401, "")
+    began = time.monotonic()
+    with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
+        record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
+        # Pauses of 1, 2, 4 … s lay between: so many requests fit into the time, however it went.
+        fit = 1 + math.log2(1 + time.monotonic() - began)
+        assert 1 <= len(service.told) <= fit
+        service.refuses, before = None, len(service.told)
+        record_until(hook, lambda: len(service.told) > before + 1)
+        assert service.announced, "it is registered, and goes on"
+
+
+def record_until(hook: Hook, done: Callable[[], object]) -> None:
+    """Record steps whose loss is not a number."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        hook.log(loss=float("nan"))
+        hook.step()
+        time.sleep(0.01)  # the pace of a training

@@ -10,7 +10,8 @@ from watchstep import documents
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
 from watchstep.capture.identity import Identity
-from watchstep.capture.service_client import ServiceClient
+from watchstep.capture.service_client import RefusalError, ServiceClient
+from watchstep.capture.service_pause import ServicePause
 from watchstep.errors import ServiceError, StoreError
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
@@ -66,11 +67,17 @@ class Access:
         self._longest = _LONGEST_BACKOFF
         self._failing_since: float | None = None
         self._registered = target.service is None
+        self._pause = ServicePause()
 
     @property
     def ready(self) -> bool:
         """Whether the pause after the last refusal is over."""
         return time.monotonic() >= self._retry_at
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the service has refused, and is not to be asked yet."""
+        return self._pause.goes_on
 
     @property
     def failing_for(self) -> float | None:
@@ -80,6 +87,7 @@ class Access:
     def hurry(self) -> None:
         """The process is about to end: try at once, and often."""
         self._retry_at, self._longest = 0.0, _LONGEST_IN_HURRY
+        self._pause.hurry()
 
     def open(self) -> Store:
         """The store.
@@ -116,9 +124,12 @@ class Access:
         self._backoff = min(self._longest, 2 * self._backoff)
 
     def announce(self, key: SegmentKey) -> None:
-        """Tell the service of a segment, if there is one; its answer goes to the control reader."""
+        """Tell the service of a segment, if there is one; its answer goes to the control reader.
+
+        A service that has refused is told nothing for a while: it finds the segments without.
+        """
         service = self.target.service
-        if service is None:
+        if service is None or self._pause.goes_on:
             return
         try:
             if not self._registered:
@@ -127,5 +138,8 @@ class Access:
                 self._registered = True
             name, said = self.target.identity.run, self._health.as_data()
             self._control.accept(service.announce(name, key, said, urgent=self._is_urgent()))
+            self._pause.answered()
         except ServiceError as error:
             self._health.fault("service", error)
+            if isinstance(error, RefusalError):
+                self._pause.refused(error.status, error.after_seconds)

@@ -9,9 +9,20 @@ import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 _MOST_KEPT = 8
+_RETRY_AFTER = "Retry-After"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: HTTP's status, the content, and ``Retry-After``; empty where the answer has none."""
+
+    status: int
+    content: bytes
+    retry_after: str = ""
 
 
 class KeptConnections:
@@ -28,9 +39,7 @@ class KeptConnections:
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._kept)
 
-    def post(
-        self, url: str, body: bytes, headers: Mapping[str, str], seconds: float, most: int
-    ) -> tuple[int, bytes]:
+    def post(self, url: str, body: bytes, headers: Mapping[str, str], seconds: float, most: int) -> Answer:
         """Send a body, twice where a kept connection turns out to be closed: to be used for what may come twice.
 
         Args:
@@ -39,9 +48,6 @@ class KeptConnections:
             headers: besides those of every request.
             seconds: to wait for each step of it.
             most: bytes of the answer that are read.
-
-        Returns:
-            The status, and the answer.
 
         Raises:
             OSError: there was no answer.
@@ -64,7 +70,7 @@ class KeptConnections:
         headers: Mapping[str, str],
         seconds: float,
         most: int,
-    ) -> tuple[int, bytes]:
+    ) -> Answer:
         try:
             one.timeout = seconds
             if one.sock is not None:
@@ -79,7 +85,7 @@ class KeptConnections:
                 raise OSError(f"no HTTP: {error!r}") from error
             raise
         self._give_back(one, whole=whole)
-        return answer.status, data
+        return Answer(answer.status, data, answer.headers.get(_RETRY_AFTER, ""))
 
     def _opened(self, seconds: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
@@ -112,14 +118,12 @@ def _close_all(kept: list[tuple[int, http.client.HTTPConnection]]) -> None:
         one.close()  # in a forked child, its own descriptor of it
 
 
-def _by_urllib(
-    url: str, body: bytes, headers: Mapping[str, str], seconds: float, most: int
-) -> tuple[int, bytes]:
+def _by_urllib(url: str, body: bytes, headers: Mapping[str, str], seconds: float, most: int) -> Answer:
     request = urllib.request.Request(url, body, dict(headers), method="POST")  # noqa: S310 - the scheme was checked
     try:
         # Not urlopen, which keeps to the proxies that were named when a process first used it.
         with urllib.request.build_opener().open(request, timeout=seconds) as answer:
-            return answer.status, answer.read(most)
+            return Answer(answer.status, answer.read(most))
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, error.read(most)
+            return Answer(error.code, error.read(most), error.headers.get(_RETRY_AFTER, ""))

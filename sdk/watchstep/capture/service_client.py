@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from watchstep.capture import trace_context
-from watchstep.capture.kept_connections import KeptConnections
+from watchstep.capture.kept_connections import Answer, KeptConnections
 from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError, FormatError, ServiceError
 from watchstep.layout import SegmentKey
@@ -26,11 +26,17 @@ _MAX_ANSWER = 4 * 1024 * 1024
 
 
 class RefusalError(ServiceError):
-    """The service answered with a refusal; ``status`` is HTTP's."""
+    """The service answered with a refusal.
 
-    def __init__(self, status: int, what: str, mend: str) -> None:
+    Attributes:
+        status: HTTP's.
+        after_seconds: when it may be asked again, if it said so.
+    """
+
+    def __init__(self, status: int, what: str, mend: str, after_seconds: float | None = None) -> None:
         super().__init__(what, mend)
         self.status = status
+        self.after_seconds = after_seconds
 
 
 @dataclass(frozen=True)
@@ -149,10 +155,10 @@ class ServiceClient:
         }  # fmt: skip
         content = json.dumps(body, default=str).encode()
         try:
-            status, told = self._connections.post(url, content, headers, seconds, _MAX_ANSWER)
-            if status >= 300:
-                raise _refusal(self._address.url, status, told)
-            data = json.loads(told)
+            answer = self._connections.post(url, content, headers, seconds, _MAX_ANSWER)
+            if answer.status >= 300:
+                raise _refusal(self._address.url, answer)
+            data = json.loads(answer.content)
         except (OSError, ValueError) as error:
             raise ServiceError(f"service {self._address.url}: no answer ({error})", _MEND) from error
         if not isinstance(data, dict):
@@ -169,11 +175,14 @@ def _pause(asked: Any) -> float:
     return min(told, _LONGEST_PAUSE) if told > 0 else 0.0
 
 
-def _refusal(url: str, status: int, told: bytes) -> RefusalError:
+def _refusal(url: str, answer: Answer) -> RefusalError:
+    status = answer.status
     try:
-        problem = json.loads(told)
+        problem = json.loads(answer.content)
         detail, mend = str(problem.get("detail", "")), str(problem.get("mend", ""))
     except (ValueError, AttributeError):
         detail, mend = "", ""
     said = detail or http.client.responses.get(status, "")
-    return RefusalError(status, f"service {url}: refused ({status} {said})", mend or _MEND)
+    # A date in its place, as proxies may write it, is read as no word: the recorder's own pause follows.
+    after = float(answer.retry_after) if answer.retry_after.isdecimal() else None
+    return RefusalError(status, f"service {url}: refused ({status} {said})", mend or _MEND, after)

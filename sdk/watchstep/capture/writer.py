@@ -64,7 +64,8 @@ class Writer:
         self.left_in = ""
         self._backlog = Backlog(bounds.backlog_bytes, Spill(about, bounds.spill_bytes, health), health)
         self._encoder = SegmentEncoder(self._backlog, health)
-        means = Means(Access(target, control, health, queue.is_urgent), self._backlog, control, health)
+        self._access = Access(target, control, health, queue.is_urgent)
+        means = Means(self._access, self._backlog, control, health)
         self._uploader = Member(means, queue, bounds) if _shares_node(target) else Uploader(means)
         self._due_at = float("inf")
         self._filling = threading.Lock()
@@ -143,10 +144,10 @@ class Writer:
     def _interval(self, age: float) -> float:
         """Seconds from flush to flush: short in the first minute, then longer the more write beside each other.
 
-        After something urgent a stop may follow: the service is asked often for a while. Where the service lags and asks for
-        fewer announcements, segments grow instead; nothing is lost by it.
+        After something urgent a stop may follow: the service is asked often for a while, unless it refuses. Where the service
+        lags and asks for fewer announcements, segments grow instead; nothing is lost by it.
         """
-        if self._queue.is_urgent():
+        if self._queue.is_urgent() and not self._access.is_left_alone:
             return min(_HASTY_PAUSE, self.bounds.flush_seconds)
         usual = min(_LONGEST_FLUSH, _SHORTEST_FLUSH + _FLUSH_OF_EACH * self._uploader.writers)
         if age < _DENSE_SECONDS:
