@@ -48,8 +48,9 @@ class Estimator:
         folder: the working directory.
         project: of its runs.
         service: URL of the service that judges it, with WATCHSTEP_TOKEN (an operator's) and WATCHSTEP_RECORDER_TOKEN (what
-            the job itself shows; a new one that records its run alone where it is not set). Left out, it is WATCHSTEP_SERVICE, or the one that serves the store on this
-            machine; where there is none, one is started beside the job, and ends when nothing has run for five minutes.
+            the job itself shows; a new one that records its run alone where it is not set). Left out, it is WATCHSTEP_SERVICE, or
+            the one that serves the store on this machine; where there is none, one is started beside the job, and ends when nothing
+            has run for five minutes.
         on_stop: what a stop asks of the program: "stop" (or "raise"): `StopTraining` at the end of a step, in all ranks at the same;
             "checkpoint": the same, once the program's own ``on_stop`` function, or its trainer, has saved one;
             `requeue`: as "stop", and launch it again from the last good checkpoint; or "ignore", which leaves it to the

@@ -151,11 +151,11 @@ def test_it_can_neither_bind_nor_allow_nor_make_another(asked: Asked) -> None:
     assert asked("POST", f"{RUNS}/mine/stop", token, {}).status == 403
 
 
-@pytest.mark.parametrize(("role", "project"), [("viewer", None), ("recorder", None), ("operator", "other")])
-def test_who_may_not_operate_there_makes_none(asked: Asked, role: Role, project: str | None) -> None:
+def test_who_may_not_operate_there_makes_none(asked: Asked) -> None:
     asked.data("POST", RUNS, asked.operator, {"run": "mine"})
-    answer = asked("POST", MINE, asked.api.token(role, project), {})
-    assert answer.status == 403
+    others: list[tuple[Role, str | None]] = [("viewer", None), ("recorder", None), ("operator", "other")]
+    for role, project in others:
+        assert asked("POST", MINE, asked.api.token(role, project), {}).status == 403
 
 
 def test_another_operators_run_is_not_ones_own(asked: Asked) -> None:
