@@ -61,7 +61,7 @@ def eager(params: type[Params]) -> dict[str, Any]:
     hold=st.builds(Hold, steps=st.integers(1, 3), seconds=st.sampled_from([0, 0.003])),
     data=st.data(),
 )
-def test_however_a_run_is_split_the_rule_says_the_same(
+def test_however_a_run_is_split_the_rule_says_the_same_and_names_rows_that_were_there(
     name: str, events: list[Event], hold: Hold, data: st.DataObject
 ) -> None:
     config = RuleConfig(rule=name, params=eager(RULES[name].params_type), hold=hold)
@@ -70,6 +70,16 @@ def test_however_a_run_is_split_the_rule_says_the_same(
     event(f"findings: {bool(said.findings)}, transitions: {min(9, len(said.transitions))}")
     assert said == follow(config, other) == follow(config, [[single] for single in events])
     assert said.memory.health is not Health.ERROR, said.memory.problem
+    infos = {info.name: info for info in INFOS}
+    for finding in said.findings:
+        info = infos[finding.tensor]
+        assert finding.rule == name
+        assert (finding.module, finding.module_type) == (info.module, info.module_type)
+        assert finding.tensor in finding.message
+        assert not math.isnan(finding.value)
+        assert not math.isnan(finding.threshold)
+        assert 0 <= finding.step <= LAST
+        assert finding.worker in (0, 1)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.merge == "per_worker"))
@@ -87,24 +97,6 @@ def test_a_rule_that_takes_each_worker_by_itself_may_be_split_at_any_row(
     state, first = rule.evaluate(params, rule.state_type(), Block.empty(), head, 0)
     state, second = rule.evaluate(params, state, head.tail(rule.lookback(params)), tail, 0)
     assert (state, first + second) == (whole_state, whole)
-
-
-@every_rule
-@given(events=runs())
-def test_findings_name_rows_that_were_there(name: str, events: list[Event]) -> None:
-    said = follow(
-        RuleConfig(rule=name, params=eager(RULES[name].params_type)), [events[:1], *([e] for e in events[1:])]
-    )
-    infos = {info.name: info for info in INFOS}
-    for finding in said.findings:
-        info = infos[finding.tensor]
-        assert finding.rule == name
-        assert (finding.module, finding.module_type) == (info.module, info.module_type)
-        assert finding.tensor in finding.message
-        assert not math.isnan(finding.value)
-        assert not math.isnan(finding.threshold)
-        assert 0 <= finding.step <= LAST
-        assert finding.worker in (0, 1)
 
 
 @every_rule
