@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,6 @@ class Notebook(NotebookClient):
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         manager = self._manager = AsyncKernelManager(kernel_name="python3", transport="ipc")
-        manager.ip = str(folder / "kernel")  # what its sockets are named by
         empty = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
         super().__init__(empty, km=manager, timeout=SECONDS, allow_errors=True)
         self._environment = {**os.environ, "IPYTHONDIR": str(folder / "ipython"), **environment}
@@ -39,8 +39,10 @@ class Notebook(NotebookClient):
     @contextmanager
     def running(self) -> Iterator[Notebook]:
         """With its kernel, until then."""
-        with self.setup_kernel(cleanup_kc=True, cwd=str(self._folder), env=self._environment):
-            yield self
+        with tempfile.TemporaryDirectory(prefix="kernel") as short:  # a socket's name has a hundred letters
+            self._manager.ip = f"{short}/k"
+            with self.setup_kernel(cleanup_kc=True, cwd=str(self._folder), env=self._environment):
+                yield self
 
     def run(self, source: str, interrupt_at: Callable[[Message], bool] | None = None) -> list[NotebookNode]:
         """Run a cell; what stands below it then.

@@ -169,9 +169,9 @@ class Job:
         """Wait until the job is over, and its run has been judged to the end; how the job ended.
 
         A cluster that does not answer is asked again. An interrupt ends the waiting, not the job, and a line on standard error
-        says how to wait again. How the run goes is shown
-        meanwhile: in a terminal or a notebook as a picture, elsewhere as a line on standard error for each event. A job that is to be
-        launched again (`requeue`) is, once a rule has stopped it, and waited for.
+        says how to find the job again. How the run goes is shown meanwhile: in a terminal or a notebook as a picture, elsewhere as a
+        line on standard error for each event. A job that is to be launched again (`requeue`) is, once a rule has stopped it,
+        and waited for.
 
         Args:
             timeout: seconds; without an end where it is left out.
