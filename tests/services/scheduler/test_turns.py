@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -29,10 +30,35 @@ def test_what_piled_up_is_passed_over(broker: Broker) -> None:
     celery.close()
 
 
-def test_without_the_broker_it_is_done() -> None:
+def test_without_the_broker_it_is_done_and_nobody_sleeps_until_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("kombu.utils.functional.sleep", slept.append)  # between the tries to connect
     celery = make_celery(load_settings(broker_url=f"redis://127.0.0.1:{free_port()}/0"))
     assert take_turn(celery, "sweep", 3600.0)
     assert not enough_wait(celery, QUEUE)
+    assert not any(slept)
+    celery.close()
+
+
+def test_a_broker_that_takes_connections_and_says_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        celery = make_celery(load_settings(broker_url=f"redis://127.0.0.1:{silent.getsockname()[1]}/0"))
+        assert take_turn(celery, "sweep", 3600.0)
+        assert not enough_wait(celery, QUEUE)
+        celery.close()
+
+
+@pytest.mark.slow
+def test_a_broker_that_was_started_again_is_asked_again() -> None:
+    with running_redis() as first:
+        celery = make_celery(load_settings(broker_url=first.url))
+        assert [take_turn(celery, "sweep", 3600.0) for _ in range(2)] == [True, False]
+        port = int(first.url.rsplit(":", 1)[1].partition("/")[0])
+    assert [take_turn(celery, "sweep", 3600.0) for _ in range(2)] == [True, True]
+    with running_redis(port):
+        assert [take_turn(celery, "sweep", 3600.0) for _ in range(2)] == [True, False]
     celery.close()
 
 
