@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from watchstep_rules import message_template
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.alert_memory import Transition
 
 _INDENT = " " * 10
 

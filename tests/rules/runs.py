@@ -16,8 +16,9 @@ from watchstep.block import Block, concatenate
 from watchstep.tensors import Mode, Placement
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.judge import Progress, RuleMemory, judge
+from watchstep_rules.judging.revision import as_told
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Said:
     memory: RuleMemory
     findings: list[Finding]
     transitions: list[Transition]
+
+    @property
+    def told(self) -> list[Transition]:
+        """What people are told: when it fired, with what it came to name, and when that was over."""
+        said = (Phase.FIRING, Phase.RESOLVED)
+        return [change for change in as_told(self.transitions) if change.phase in said]
 
 
 def follow(

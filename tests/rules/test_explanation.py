@@ -9,7 +9,7 @@ from tests.sdk.blocks import Row, block_of, gradient, tensor
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.explanation import Explanation, RunName, explain, say, sentence
 from watchstep_rules.finding import Finding, finding_at, finding_of_run
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.message_template import FIELDS
 from watchstep_rules.registry import RULES
 

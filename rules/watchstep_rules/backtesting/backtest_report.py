@@ -12,7 +12,7 @@ from watchstep_rules.backtesting.sweep import Setting, Variation
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.explanation import RunName, say
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.judge import Health
 
 SCHEMA_VERSION = 1

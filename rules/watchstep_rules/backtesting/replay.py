@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from watchstep.block import Block
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.history import History, joined, over_one_catalogue, trimmed
 from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict
 from watchstep_rules.judging.prepared import Prepared

@@ -13,7 +13,7 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.finding import Finding
 from watchstep_rules.guard.step_judge import Said, StepJudge
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.judge import Health, Verdict
 from watchstep_rules.judging.revision import as_told
 from watchstep_rules.registry import KINDS

@@ -9,7 +9,7 @@ import numpy as np
 from watchstep.block import Block, concatenate
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Phase
+from watchstep_rules.judging.alert_memory import Phase
 from watchstep_rules.judging.history import History, over_one_catalogue, trimmed
 from watchstep_rules.judging.judge import Progress, RuleMemory, Verdict, judge_prepared
 from watchstep_rules.judging.prepared import Prepared

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from watchstep_rules.config import RuleConfig
-from watchstep_rules.judging.alert import AlertMemory, Fired, Phase, Quiet, Transition
+from watchstep_rules.judging.alert_memory import AlertMemory, Fired, Phase, Quiet, Transition
 
 MOST_INTERVALS = 64
 """Of firing that are kept of a source, the latest; more than one matters only while it is ahead of the seals."""
@@ -142,6 +142,8 @@ def _fired(one: Told) -> list[Fired]:
     for change in one.transitions:
         if change.phase is Phase.FIRING and not change.revised:
             intervals.append(Fired(change.step, None))
+        elif change.phase is Phase.FIRING and intervals:
+            intervals[-1] = intervals[-1]._replace(first=min(intervals[-1].first, change.step))
         elif change.phase is Phase.RESOLVED and intervals:
             intervals[-1] = Fired(intervals[-1].first, change.step)
     return intervals

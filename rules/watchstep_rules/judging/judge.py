@@ -15,7 +15,9 @@ from watchstep.block import Block
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.contract import Needs
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import AlertMemory, Transition, advance
+from watchstep_rules.judging.alert import advance
+from watchstep_rules.judging.alert_memory import AlertMemory, Transition
+from watchstep_rules.judging.life import Seals
 from watchstep_rules.judging.of_catalogue import OfCatalogue
 from watchstep_rules.judging.prepared import Prepared
 from watchstep_rules.judging.streaks import Tick
@@ -127,8 +129,9 @@ def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
 def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
     rule, params, clock_ns = config.implementation, config.parameters, rows.progress.clock_ns
     block = rows.block(config)
+    seals = Seals(rows.progress.before, rows.progress.now)
     if not len(block) and (not rule.clock or rows.progress.ended):
-        return Verdict(memory, [], [])
+        return _sealed_further(config, memory, block, seals)
     context = rows.context(config)
     state = _state(config, memory, context, clock_ns)
     state, findings = rule.evaluate(params, state, context, block, clock_ns)
@@ -136,7 +139,7 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
     needs = rule.needed(params)
     judged = memory.judged + _number_judged(block, needs)
     tick = Tick(rows.progress.now, clock_ns) if rule.clock else None
-    alert, transitions = advance(memory.alert, config.timing, block, findings, tick)
+    alert, transitions = advance(memory.alert, config.timing, block, findings, tick, seals)
     kept = RuleMemory(
         version=rule.version,
         state=state.model_dump(mode="json"),
@@ -146,6 +149,14 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
         judged=judged,
     )
     return Verdict(kept, findings, transitions)
+
+
+def _sealed_further(config: RuleConfig, memory: RuleMemory, block: Block, seals: Seals) -> Verdict:
+    """No row came; what came before may have been sealed."""
+    if not memory.alert.waiting:
+        return Verdict(memory, [], [])
+    alert, transitions = advance(memory.alert, config.timing, block, [], seals=seals)
+    return Verdict(memory.model_copy(update={"alert": alert}), [], transitions)
 
 
 def _number_judged(block: Block, needs: Needs) -> int:

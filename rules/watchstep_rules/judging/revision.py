@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 
 
 def as_told(transitions: Iterable[Transition]) -> list[Transition]:
     """Changes with each revision taken into the firing before it, where that is among them.
 
-    A firing that was revised says what the last revision says, at the step at which it came. Of revisions of one that is not
-    among them the last is left, as a revision.
+    A firing that was revised says what the last revision says. Of revisions of one that is not among them the last is left, as a
+    revision.
     """
     told: list[Transition] = []
     for change in transitions:
         if change.revised and told and told[-1].phase is Phase.FIRING:
             before = told[-1]
-            told[-1] = replace(
-                change, step=before.step, inhibited_by=before.inhibited_by, revised=before.revised
-            )
+            told[-1] = replace(change, inhibited_by=before.inhibited_by, revised=before.revised)
         else:
             told.append(change)
     return told

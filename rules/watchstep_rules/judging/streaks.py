@@ -35,6 +35,7 @@ class Streak(NamedTuple):
 
 
 NONE = Streak(0, 0, 0)
+_NO_STEP = -(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,21 @@ class Tick:
 
     step: int
     now_ns: int
+
+
+@dataclass(frozen=True)
+class Known:
+    """Series as they stood before a block.
+
+    Attributes:
+        hits: of those with a finding at their last judged step, the streak of findings.
+        clean: of others that matter, the streak without.
+        last: the last judged step of each; of one that is not here, it is not known.
+    """
+
+    hits: dict[str, Streak]
+    clean: dict[str, Streak]
+    last: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -91,19 +107,19 @@ class JudgedRows:
 
 @dataclass(frozen=True)
 class Change:
-    """A row at which a series' streak begins, or comes to be long enough; or that came late: after a later step's.
+    """A row at which a series' streak begins, or comes to be long enough.
 
     Attributes:
-        group: which group of rows it is in; an alert moves at the end of a group.
+        step: of the row.
         series: which series.
         finding: what was found there, if anything.
         enough: the streak is as long as `Timing` asks.
         since: the streak up to here.
-        row: its place among all rows of the series that matter, as they were judged,
+        row: its place among the rows that matter, as they came,
         line: and series by series.
     """
 
-    group: int
+    step: int
     series: str
     finding: Finding | None
     enough: bool
@@ -113,21 +129,30 @@ class Change:
 
 
 @dataclass(frozen=True)
+class End:
+    """A series after its last row of a block: whether that had a finding, the streak, and the step."""
+
+    bad: bool
+    streak: Streak
+    step: int
+
+
+@dataclass(frozen=True)
 class Streaks:
     """What a block does to the streaks of an alert.
 
     Attributes:
         changes: in the order of the rows.
-        ends: of each series with rows in the block, the streak at its last one, and whether it is of findings.
-        steps: of each group, its step, int64.
-        tick: the group that a tick is, -1 for none; it comes when it comes, and is about no step.
+        behind: findings of rows that came after rows of their own series about a later step; no streak counts these.
+        ends: of each series with rows in the block.
+        ticked: the last of the changes is that of a tick, which comes when it comes and is about no step.
         lines: all rows of the series that matter.
     """
 
     changes: list[Change]
-    ends: dict[str, tuple[bool, Streak]]
-    steps: NDArray[np.int64]
-    tick: int
+    behind: list[Change]
+    ends: dict[str, End]
+    ticked: bool
     lines: _Lines
 
     def beyond(self, change: Change, step: int) -> Change | None:
@@ -148,13 +173,12 @@ class _Begun:
 class _Rows:
     """Rows of the series that matter, in the order in which they were judged; each column of shape (m,)."""
 
-    group: NDArray[np.int64]
     series: NDArray[np.int64]
     step: NDArray[np.int64]
     time_ns: NDArray[np.int64]
 
     def take(self, rows: NDArray[np.intp]) -> _Rows:
-        return _Rows(self.group[rows], self.series[rows], self.step[rows], self.time_ns[rows])
+        return _Rows(self.series[rows], self.step[rows], self.time_ns[rows])
 
 
 @dataclass(frozen=True)
@@ -192,7 +216,7 @@ class _Lines:
     def change(self, line: int) -> Change:
         found = self.found[line]
         return Change(
-            group=int(self.rows.group[line]),
+            step=int(self.rows.step[line]),
             series=self.names[self.rows.series[line]],
             finding=self.findings[found] if found >= 0 else None,
             enough=bool(self.enough[line]),
@@ -200,6 +224,9 @@ class _Lines:
             row=int(self.order[line]),
             line=line,
         )
+
+    def end(self, line: int) -> End:
+        return End(bool(self.found[line] >= 0), self.streak(line), int(self.rows.step[line]))
 
     def beyond(self, one: Change, step: int) -> Change | None:
         start, run = one.line + 1, self.which[one.line] + 1
@@ -216,30 +243,33 @@ def series_of(tensor: str, worker: int, mode: str) -> str:
 def follow(
     block: JudgedRows,
     findings: Sequence[Finding],
-    known: tuple[dict[str, Streak], dict[str, Streak]],
+    known: Known,
     timing: Timing,
     tick: Tick | None,
 ) -> Streaks:
     """Follow the series that matter through a block.
 
-    Rows of one (step, worker, mode) that stand together are a group. The run as a whole is judged once for each step,
-    with the step's last group; where a tick is given, once, at the tick, in a group of its own, and steps do not
-    count for it.
+    The run as a whole is judged once for each step, with the step's last row; where a tick is given, once, at the tick, and
+    steps do not count for it. A row that comes after one of its own series about a later step is in no streak.
 
     Args:
         block: the judged rows.
         findings: what the rule said of them.
-        known: streaks of findings, and streaks without, as they stood before.
+        known: the series as they stood before.
         timing: how long is enough.
         tick: of a rule that watches the clock.
     """
-    hits, clean = known
-    names = list(dict.fromkeys([*map(_series_of, findings), *hits, *clean]))
-    first, steps = _groups(block, tick)
-    rows = _rows(block, names, first, tick)
+    names = list(dict.fromkeys([*map(_series_of, findings), *known.hits, *known.clean]))
+    rows = _rows(block, names, tick)
     found = _matched(rows, names, findings)
     order = np.argsort(rows.series, kind="stable")
     rows, found = rows.take(order), found[order]
+    late = _behind(rows, names, known)
+    behind = [
+        _alone(rows, names, findings, found, timing, line)
+        for line in np.flatnonzero(late & (found >= 0)).tolist()
+    ]
+    rows, found, order = rows.take(np.flatnonzero(~late)), found[~late], order[~late]
     hit = found >= 0
 
     begins = np.ones(len(order), np.bool_)
@@ -252,33 +282,45 @@ def follow(
     if tick is not None:
         enough |= _enough_by_clock(rows, names, hit, rows.time_ns - before.time_ns[which], timing)
     changed = begins.copy()
-    changed[1:] |= (enough[1:] != enough[:-1]) | (rows.step[1:] < rows.step[:-1])
+    changed[1:] |= enough[1:] != enough[:-1]
     lines = _Lines(rows, names, findings, found, order, heads, which, before, count, enough)
     places = np.flatnonzero(changed)
     changes = [lines.change(line) for line in places[np.argsort(order[places])].tolist()]
     last = np.flatnonzero(np.diff(rows.series, append=-1))
-    ends = {names[rows.series[line]]: (bool(hit[line]), lines.streak(line)) for line in last.tolist()}
-    return Streaks(changes, ends, steps, -1 if tick is None else len(first), lines)
+    ends = {names[rows.series[line]]: lines.end(line) for line in last.tolist()}
+    return Streaks(changes, behind, ends, tick is not None and RUN in names, lines)
 
 
 def _series_of(finding: Finding) -> str:
     return series_of(finding.tensor, finding.worker, finding.mode)
 
 
-def _groups(block: JudgedRows, tick: Tick | None) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """The first row of each group, and the step of each."""
-    begins = np.ones(len(block), np.bool_)
-    begins[1:] = (
-        (block.step[1:] != block.step[:-1])
-        | (block.worker[1:] != block.worker[:-1])
-        | (block.mode[1:] != block.mode[:-1])
-    )
-    first = np.flatnonzero(begins)
-    steps = block.step[first]
-    return first, steps if tick is None else np.append(steps, tick.step)
+def _behind(rows: _Rows, names: list[str], known: Known) -> NDArray[np.bool_]:
+    """Which rows, series by series, come after one of their series that is about a later step."""
+    lasts = np.array([known.last.get(name, _NO_STEP) for name in names], np.int64)
+    steps, places = np.unique(np.concatenate([rows.step, lasts]), return_inverse=True)
+    floor = rows.series * len(steps)
+    place, last = floor + places[: len(rows.step)], floor + places[len(rows.step) :][rows.series]
+    behind: NDArray[np.bool_] = place < np.maximum.accumulate(np.maximum(place, last))
+    return behind
 
 
-def _rows(block: JudgedRows, names: list[str], first: NDArray[np.intp], tick: Tick | None) -> _Rows:
+def _alone(
+    rows: _Rows,
+    names: list[str],
+    findings: Sequence[Finding],
+    found: NDArray[np.int64],
+    timing: Timing,
+    line: int,
+) -> Change:
+    """A finding that is a streak by itself."""
+    step = int(rows.step[line])
+    since = Streak(1, step, int(rows.time_ns[line]))
+    enough = timing.hold_steps <= 1 and timing.hold_ns <= 0
+    return Change(step, names[rows.series[line]], findings[found[line]], enough, since, -1, line)
+
+
+def _rows(block: JudgedRows, names: list[str], tick: Tick | None) -> _Rows:
     row, series = _rows_of_series(block, names)
     if RUN in names and tick is None and len(block):
         ends = np.flatnonzero(np.append(block.step[1:] != block.step[:-1], True))
@@ -286,12 +328,10 @@ def _rows(block: JudgedRows, names: list[str], first: NDArray[np.intp], tick: Ti
         series = np.concatenate([series, np.full(len(ends), names.index(RUN))])
         order = np.argsort(row, kind="stable")
         row, series = row[order], series[order]
-    group = np.searchsorted(first, row, side="right") - 1
-    rows = _Rows(group, series, block.step[row], block.time_ns[row])
+    rows = _Rows(series, block.step[row], block.time_ns[row])
     if RUN not in names or tick is None:
         return rows
     return _Rows(
-        np.append(rows.group, len(first)),
         np.append(rows.series, names.index(RUN)),
         np.append(rows.step, tick.step),
         np.append(rows.time_ns, tick.now_ns),
@@ -348,14 +388,13 @@ def _carried(
     hit: NDArray[np.bool_],
     heads: NDArray[np.intp],
     names: list[str],
-    known: tuple[dict[str, Streak], dict[str, Streak]],
+    known: Known,
 ) -> _Begun:
     """The beginnings of streaks; the first of each series may go on from before the block."""
-    hits, clean = known
     begun = _Begun(np.zeros(len(heads), np.int64), rows.step[heads], rows.time_ns[heads])
     series = rows.series[heads]
     for place in np.flatnonzero(np.diff(series, prepend=-1)).tolist():
-        held = (hits if hit[heads[place]] else clean).get(names[series[place]], NONE)
+        held = (known.hits if hit[heads[place]] else known.clean).get(names[series[place]], NONE)
         if held.steps:
             begun.count[place], begun.step[place], begun.time_ns[place] = held
     return begun

@@ -12,7 +12,7 @@ from watchstep_rules import rule_file
 from watchstep_rules.backtesting.backtest import Outcome, backtest, backtest_run
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.judge import Health
 from watchstep_rules.judging.revision import as_told
 from watchstep_rules.rule_tests.file import Expectation, RuleTest, RuleTestFile, Steps

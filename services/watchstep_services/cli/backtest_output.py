@@ -15,7 +15,7 @@ from watchstep_rules.backtesting.backtest_report import location_of
 from watchstep_rules.backtesting.replay_source import NO_JOURNAL
 from watchstep_rules.backtesting.sweep import Variation
 from watchstep_rules.explanation import RunName, say
-from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.alert_memory import Transition
 from watchstep_rules.judging.judge import Health
 from watchstep_services.cli.output import figure, table
 

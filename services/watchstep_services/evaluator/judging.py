@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from watchstep.block import Block
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.alert_memory import Transition
 from watchstep_rules.judging.history import over_one_catalogue
 from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict, failed
 from watchstep_rules.judging.prepared import Prepared

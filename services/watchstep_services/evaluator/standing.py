@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sqlalchemy import bindparam, select, update
 from sqlalchemy.orm import Session
 
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_services.database.models import Alert, Run, Standing
 from watchstep_services.evaluator.fingerprint import fingerprint
 from watchstep_services.evaluator.judging import Judged
@@ -70,6 +70,7 @@ def revise(
         return None
     assert transition.finding is not None
     row.finding, row.since_ns = json.loads(transition.finding.model_dump_json()), transition.since_ns
+    row.step = transition.step
     row.message, row.explanation = said["message"], said["explanation"]
     return row
 

@@ -19,7 +19,7 @@ from watchstep_rules.backtesting.backtest import backtest
 from watchstep_rules.config import Hold, StopAction, TensorScope
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.alert_memory import Transition
 from watchstep_rules.judging.judge import Verdict
 
 STOP = (StopAction(),)

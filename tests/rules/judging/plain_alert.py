@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from watchstep.block import Block
 from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert import Phase, Transition
+from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.streaks import RUN, Streak, Tick, Timing, series_of
 
 
@@ -19,6 +19,7 @@ class Series:
     count: int
     step: int
     time_ns: int
+    last: int
     lasts_ns: int = 0
 
     def long_enough(self, timing: Timing, *, by_clock: bool) -> bool:
@@ -28,17 +29,29 @@ class Series:
         return (by_clock or self.count >= steps) and self.lasts_ns >= lasts_ns
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What a row says of its series, and why the alert may fire for it."""
+
+    step: int
+    name: str
+    bad: bool
+    enough: bool
+    why: tuple[Finding, Streak] | None = None
+
+
 @dataclass
 class PlainAlert:
-    """An alert that is told every row."""
+    """An alert that is told every row, and then goes through them step by step; nothing is ever late."""
 
     timing: Timing
     phase: Phase = Phase.INACTIVE
     finding: Finding | None = None
-    fired_at: int = -1
     since: Streak = field(default_factory=lambda: Streak(0, 0, 0))
     series: dict[str, Series] = field(default_factory=dict)
-    fired: set[str] = field(default_factory=set)
+    bad: set[str] = field(default_factory=set)
+    firing: set[str] = field(default_factory=set)
+    settled: set[str] = field(default_factory=set)
     transitions: list[Transition] = field(default_factory=list)
     clock: bool = False
     closed: int = -1
@@ -47,79 +60,72 @@ class PlainAlert:
         self.clock = tick is not None
         said = {(f.step, series_of(f.tensor, f.worker, f.mode)): f for f in findings}
         about_run = any(not f.tensor for f in findings) or RUN in self.series
-        ripe: list[tuple[Finding, Streak]] = []
-        places = [
-            (int(block.step[row]), int(block.worker[row]), int(block.mode[row])) for row in range(len(block))
-        ]
-        for row, place in enumerate(places):
-            step, time_ns = place[0], int(block.time_ns[row])
-            name = series_of(block.info(row).name, place[1], block.mode_name(row))
-            self._row(name, step, time_ns, said.get((step, name)), ripe)
-            following = places[row + 1] if row + 1 < len(places) else None
-            if tick is None and about_run and (following is None or following[0] != step):
-                self._row(RUN, step, time_ns, said.get((step, RUN)), ripe)
-            if following != place:
-                self._settle(step, ripe, over=step <= self.closed)
-                ripe = []
+        rows: list[Judged] = []
+        behind: list[tuple[str, int, int, Finding]] = []
+        steps = block.step.tolist()
+        for row, step in enumerate(steps):
+            time_ns = int(block.time_ns[row])
+            names = [series_of(block.info(row).name, int(block.worker[row]), block.mode_name(row))]
+            if tick is None and about_run and steps[row + 1 : row + 2] != [step]:
+                names.append(RUN)
+            for name in names:
+                found = said.get((step, name))
+                if name in self.series and step < self.series[name].last:
+                    behind += [] if found is None else [(name, step, time_ns, found)]
+                else:
+                    rows.append(self._row(name, step, time_ns, found))
+        for one in behind:
+            rows += self._behind(*one)
+        rows.sort(key=lambda row: row.step)
+        for step in dict.fromkeys(row.step for row in rows):
+            self._step(step, [row for row in rows if row.step == step])
         if tick is not None:
             last = next((f for f in reversed(findings) if not f.tensor), None)
-            self._row(RUN, tick.step, tick.now_ns, last, ripe)
-            self._settle(tick.step, ripe, over=False)
+            self._step(tick.step, [self._row(RUN, tick.step, tick.now_ns, last)])
 
-    def _row(
-        self,
-        name: str,
-        step: int,
-        time_ns: int,
-        finding: Finding | None,
-        ripe: list[tuple[Finding, Streak]],
-    ) -> None:
-        bad = finding is not None
+    def _row(self, name: str, step: int, time_ns: int, finding: Finding | None) -> Judged:
+        bad, by_clock = finding is not None, self.clock and name == RUN
         held = self.series.get(name)
         if held is None or held.bad != bad:
-            held = self.series[name] = Series(bad, 0, step, time_ns)
+            held = self.series[name] = Series(bad, 0, step, time_ns, step)
         held.count += 1
+        held.last = step
         held.lasts_ns = time_ns - held.time_ns
-        over = step <= self.closed and not self._by_clock(name)
-        if finding is not None and not over and held.long_enough(self.timing, by_clock=self._by_clock(name)):
-            self.fired.add(name)
-            ripe.append((finding, Streak(held.count, held.step, held.time_ns)))
+        enough = held.long_enough(self.timing, by_clock=by_clock)
+        why = (finding, Streak(held.count, held.step, held.time_ns)) if finding and enough else None
+        return Judged(step, name, bad, enough, why)
 
-    def _by_clock(self, name: str) -> bool:
-        return self.clock and name == RUN
+    def _behind(self, name: str, step: int, time_ns: int, finding: Finding) -> list[Judged]:
+        if self.timing.hold_steps > 1 or self.timing.hold_ns > 0:
+            return []
+        held = self.series[name]
+        rows = [Judged(step, name, True, True, (finding, Streak(1, step, time_ns)))]
+        if not held.bad:
+            enough = held.count >= self.timing.keep_steps and not self.timing.keep_ns
+            rows.append(Judged(held.last, name, False, enough))
+        return rows
 
-    def _settle(self, step: int, ripe: list[tuple[Finding, Streak]], *, over: bool) -> None:
-        bad = any(series.bad for series in self.series.values())
-        if self.phase is Phase.FIRING:
-            self._revise(ripe)
-            fired = [(name, self.series[name]) for name in self.fired]
-            if all(
-                not one.bad and one.long_enough(self.timing, by_clock=self._by_clock(name))
-                for name, one in fired
-            ):
-                self.closed = max(self.closed, self.fired_at, step, *(one.step for _, one in fired))
-                self.fired = set()
-                self._go(Phase.RESOLVED, step)
-        elif ripe:
-            self.finding, self.since = min(ripe, key=_likelihood)
-            self.fired_at = step
+    def _step(self, step: int, rows: list[Judged]) -> None:
+        fired = bool(self.firing)
+        for row in rows:
+            (self.bad.add if row.bad else self.bad.discard)(row.name)
+            if row.bad and row.enough:
+                self.firing.add(row.name)
+            if not row.bad and row.enough and row.name in self.firing:
+                self.settled.add(row.name)
+            else:
+                self.settled.discard(row.name)
+        if self.firing and not fired:
+            self.finding, self.since = min((row.why for row in rows if row.why), key=_likelihood)
             self._go(Phase.FIRING, step)
-        elif bad and self.phase is not Phase.PENDING:
-            if not over:
-                self._go(Phase.PENDING, step)
-        elif not bad and self.phase is Phase.PENDING:
+        if self.firing and self.settled == self.firing:
+            self.closed = max(self.closed, step)
+            self.firing, self.settled = set(), set()
+            self._go(Phase.RESOLVED, step)
+        if not self.firing and self.bad and self.phase is not Phase.PENDING:
+            self._go(Phase.PENDING, step)
+        elif not self.firing and not self.bad and self.phase is Phase.PENDING:
             self._go(Phase.INACTIVE, step)
-
-    def _revise(self, ripe: list[tuple[Finding, Streak]]) -> None:
-        if self.finding is None or not ripe:
-            return
-        found = min(ripe, key=_likelihood)
-        if _likelihood(found) < _likelihood((self.finding, self.since)):
-            self.finding, self.since = found
-            since = (self.since.first, self.since.time_ns)
-            self.transitions.append(
-                Transition(Phase.FIRING, self.fired_at, self.finding, *since, revised=True)
-            )
 
     def _go(self, phase: Phase, step: int) -> None:
         self.phase = phase

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.sdk.blocks import Row, block_of, gradient
 from watchstep.block import Block
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.judging.alert import AlertMemory, Phase, Transition, advance
+from watchstep_rules.judging.alert import advance
+from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
 from watchstep_rules.judging.streaks import Timing
 
 INFOS = [gradient(name, order=order) for order, name in enumerate("abc")]
@@ -127,7 +128,8 @@ class Model:
     judged: dict[int, list[bool]] = field(default_factory=dict)
     fired: set[int] = field(default_factory=set)
 
-    def step(self, layers: dict[int, bool]) -> None:
+    def step(self, layers: dict[int, bool]) -> list[str]:
+        before = self.phase
         for layer, hit in layers.items():
             self.judged.setdefault(layer, []).append(hit)
         ripe = {layer for layer in layers if self._ends_with(layer, hit=True)}
@@ -135,12 +137,16 @@ class Model:
         if self.phase == "firing":
             if all(self._ends_with(layer, hit=False) for layer in self.fired):
                 self.phase, self.fired = "resolved", set()
+                if any(marks[-1] for marks in self.judged.values()):
+                    self.phase = "pending"
+                    return ["resolved", "pending"]
         elif ripe:
             self.phase = "firing"
         elif any(marks[-1] for marks in self.judged.values()):
             self.phase = "pending"
         elif self.phase == "pending":
             self.phase = "inactive"
+        return [self.phase] if self.phase != before else []
 
     def _ends_with(self, layer: int, *, hit: bool) -> bool:
         return self.judged[layer][-self.hold :] == [hit] * self.hold
@@ -151,12 +157,10 @@ histories = st.lists(st.dictionaries(st.integers(0, 2), st.booleans(), min_size=
 
 @given(histories, st.integers(1, 3))
 def test_it_does_what_the_words_say(history: History, hold: int) -> None:
-    model, changes = Model(hold), []
+    model = Model(hold)
+    changes: list[tuple[int, str]] = []
     for step, layers in enumerate(history):
-        before = model.phase
-        model.step(layers)
-        if model.phase != before:
-            changes.append((step, model.phase))
+        changes += [(step, phase) for phase in model.step(layers)]
     memory, transitions = followed(history, hold)
     assert [(change.step, change.phase.value) for change in transitions] == changes
     assert memory.phase.value == model.phase

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.rules.runs import Event, Rows, Seal, runs, splits
 from watchstep.block import Block, concatenate
 from watchstep_rules.config import RuleConfig
-from watchstep_rules.judging.alert import AlertMemory, Phase, Transition
+from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
 from watchstep_rules.judging.inhibition import MOST_INTERVALS, Told, circles, inhibit, inhibitions
 from watchstep_rules.judging.judge import Progress, RuleMemory, judge
 

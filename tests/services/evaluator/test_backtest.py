@@ -31,7 +31,7 @@ from watchstep.reading.run import open_run
 from watchstep.store import Store
 from watchstep_rules.backtesting.backtest import Order, RunOutcome, backtest, backtest_run
 from watchstep_rules.config import Hold, RuleConfig
-from watchstep_rules.judging.alert import Transition
+from watchstep_rules.judging.alert_memory import Transition
 from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator import claim as claiming
 from watchstep_services.evaluator import commit as committing
