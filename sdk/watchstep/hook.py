@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from watchstep import guards, rule_files
 from watchstep.capture import cells, process_end
@@ -22,12 +21,15 @@ from watchstep.capture.first_documents import attempt_document, run_document
 from watchstep.capture.guarding import Guarding, StepGuard
 from watchstep.capture.identity import resolve
 from watchstep.capture.lent_credentials import lent, open_recorded
+from watchstep.capture.logged_scalars import log_scalars
+from watchstep.capture.obeying import obey
 from watchstep.capture.service_client import ServiceAddress, ServiceClient
 from watchstep.capture.session import Session
 from watchstep.capture.stop_talk import StopTalk
-from watchstep.capture.system.sampler import Sampler
+from watchstep.capture.system.sampling import start_sampling
 from watchstep.capture.writer import Writer
 from watchstep.checkpoints import Checkpoint
+from watchstep.contained_faults import contained
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.copied_hook import CopiedHook
 from watchstep.errors import ConfigError
@@ -45,25 +47,6 @@ if TYPE_CHECKING:
 STORE = "WATCHSTEP_STORE"
 
 _log = logging.getLogger("watchstep")
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _guarded(method: _Method) -> _Method:
-    """Keep the recorder's own faults out of training; `StopTraining` and wrong arguments pass."""
-
-    @functools.wraps(method)
-    def call(self: Hook, *args: Any, **kwargs: Any) -> Any:
-        if self._ending.ended:
-            return None
-        try:
-            return method(self, *args, **kwargs)
-        except (StopTraining, ConfigError):
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault(method.__name__, error)
-            return None
-
-    return call  # type: ignore[return-value]
 
 
 class Hook:
@@ -158,7 +141,8 @@ class Hook:
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
         self._ending.detach_with(lambda: self._checkpoints.close(bounds.close_seconds))
         self._ending.detach_with(self._stop_talk.close)
-        self._sample_system()
+        if (sampler := start_sampling(session, self._identity)) is not None:
+            self._ending.detach_with(sampler.close)
         _log.info("watchstep: recording %s", self.run_url)
 
     @property
@@ -249,7 +233,7 @@ class Hook:
                 "watch it after one forward pass if it is lazy; script modules cannot be watched",
             ) from error
 
-    @_guarded
+    @contained
     def log(
         self, values: Mapping[str, Any] | None = None, /, *, mode: Mode | None = None, **scalars: Any
     ) -> None:
@@ -263,13 +247,9 @@ class Hook:
         held = mode or self.mode
         if held not in MODES:
             raise ValueError(f"mode {held!r}: use one of {', '.join(MODES)}")
-        for name, value in {**(values or {}), **scalars}.items():
-            try:
-                self._log_one(name, value, held)
-            except Exception as error:  # noqa: BLE001 - one value that is none must not take the others with it
-                self._health.fault(f"log {name!r}"[:80], error)
+        log_scalars(self._recorder, self._health, {**(values or {}), **scalars}, held)
 
-    @_guarded
+    @contained
     def record(
         self,
         values: Mapping[str, Any] | None = None,
@@ -324,18 +304,7 @@ class Hook:
             watched = [watch.model for watch in self._watches]
             self._agreement = Agreement(self._recorder, self._health, watched)
 
-    def _log_one(self, name: str, value: Any, mode: Mode) -> None:
-        if not isinstance(name, str):
-            raise TypeError("a name must be a string")
-        name.encode()
-        if hasattr(value, "detach"):
-            from watchstep.pytorch.scalars import record_tensor
-
-            record_tensor(self._recorder, name, value, mode)
-        else:
-            self._recorder.scalar(name, value, mode)
-
-    @_guarded
+    @contained
     def step(self) -> None:
         """Say that a step is done, where no optimizer does; from then on only this counts steps.
 
@@ -349,7 +318,7 @@ class Hook:
         finally:
             self._recorder.begin()
 
-    @_guarded
+    @contained
     def begin_pass(self) -> None:
         """Say that a forward pass begins, where the program calls parts of the watched models and not the models themselves.
 
@@ -361,7 +330,7 @@ class Hook:
         for watch in self._watches:
             watch.begin_pass()
 
-    @_guarded
+    @contained
     def checkpoint_saved(self, path: str | os.PathLike[str], step: int | None = None) -> None:
         """Say that a checkpoint has been saved. A stop names the last one that was saved before its first bad step.
 
@@ -415,17 +384,6 @@ class Hook:
         self._watches, self._given = [], None
         process_end.ended()
 
-    def _sample_system(self) -> None:
-        settings, alongside = self.config.sampling, self._session.system
-        if settings is None or alongside is None:
-            return
-        budget = self._session.schedule.budget
-        sampler = Sampler(
-            settings, alongside, self._identity, self._health, budget.written if budget is not None else None
-        )
-        sampler.start()
-        self._ending.detach_with(sampler.close)
-
     def _open_store(self) -> Store:
         return self._open_attempt(self._identity.attempt)
 
@@ -435,13 +393,4 @@ class Hook:
         return opened.child(run_prefix(project, run))
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
-        if document.stop is not None and document.stop.attempt == attempt:
-            self._stop_talk.hear(document.stop, attempt)
-        elif not document.admits(attempt):
-            self._recorder.ask_to_stop(
-                StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
-            )
-        self._session.schedule.override(dict(document.cadence))
-        asked = [self._session.snapshots.request(one.id, one.step) for one in document.asked_of(attempt)]
-        if document.stop is not None or document.tombstone or any(asked):
-            self._session.snapshot_writer.protect()
+        obey(self._session, self._stop_talk, document, attempt)
