@@ -33,6 +33,16 @@ import triton
 import triton.language as tl
 
 from watchstep.pytorch.cuda import figures
+from watchstep.pytorch.cuda.block_reading import (
+    BFLOAT16,
+    FLOAT8_E4M3FN,
+    FLOAT8_E5M2,
+    FLOAT16,
+    FLOAT32,
+    inside,
+    load_block,
+    widen,
+)
 
 BLOCK: Final = 2048
 BLOCKS: Final = 16
@@ -42,13 +52,6 @@ REGION: Final = 5
 PARTIAL: Final = 5
 """What a span leaves, float64: finite elements, mean, m2, sum of magnitudes, sum of squares."""
 MERGED: Final = 256
-
-FLOAT32 = tl.constexpr(0)
-FLOAT16 = tl.constexpr(2)
-BFLOAT16 = tl.constexpr(3)
-FLOAT8_E4M3FN = tl.constexpr(4)
-FLOAT8_E5M2 = tl.constexpr(5)
-"""The numbers of `watchstep.kernels.native_kernel.KINDS`."""
 
 _REGION = tl.constexpr(REGION)
 _PARTIAL = tl.constexpr(PARTIAL)
@@ -211,7 +214,7 @@ def _look(
     largest = tl.full([BLOCK], -1, tl.int32)
     blocks = tl.minimum(tl.cdiv(end - first, BLOCK), BLOCKS).to(tl.int32)
     for number in range(blocks):
-        raw = _load(KIND, address, start, end, first + number * BLOCK, BLOCK).to(tl.int32)
+        raw = load_block(KIND, address, start, end, first + number * BLOCK, BLOCK).to(tl.int32)
         if KIND == FLOAT32:
             largest = tl.maximum(largest, raw & _BELOW_SIGN)
         elif KIND == FLOAT8_E4M3FN or KIND == FLOAT8_E5M2:
@@ -240,7 +243,7 @@ def _measure(
     for number in range(blocks):
         at = first + number * BLOCK
         whole = (at >= start) & (at + BLOCK <= end)
-        bits = _widen(KIND, _load(KIND, address, start, end, at, BLOCK))
+        bits = widen(KIND, load_block(KIND, address, start, end, at, BLOCK))
         key = bits ^ ((bits >> 31) & _BELOW_SIGN)
         block_high = tl.max(key)
         block_low = tl.min(key)
@@ -248,7 +251,7 @@ def _measure(
         clean = whole & (tl.maximum(block_high, -1 - block_low) < _INFINITY)
         kept = tl.full([], BLOCK, tl.int32)
         if not clean:
-            finite = _inside(at, start, end, BLOCK) & ((bits & _BELOW_SIGN) < _INFINITY)
+            finite = inside(at, start, end, BLOCK) & ((bits & _BELOW_SIGN) < _INFINITY)
             _count_nonfinite(bits, row)
             kept = tl.sum(finite.to(tl.int32))
             block_high = tl.max(tl.where(finite, key, -_SIGN_BIT))
@@ -282,8 +285,8 @@ def _measure(
             distance = x - about
             if not clean:
                 # What was not finite is zero by now, and is told from zeros by loading again.
-                again = _widen(KIND, _load(KIND, address, start, end, at, BLOCK))
-                held = _inside(at, start, end, BLOCK) & ((again & _BELOW_SIGN) < _INFINITY)
+                again = widen(KIND, load_block(KIND, address, start, end, at, BLOCK))
+                held = inside(at, start, end, BLOCK) & ((again & _BELOW_SIGN) < _INFINITY)
                 distance = tl.where(held, distance, 0.0)
             drift = tl.sum(distance).to(tl.float64)
             around = tl.sum(distance * distance).to(tl.float64)
@@ -313,54 +316,6 @@ def _measure(
     tl.atomic_add(
         row + _HEAD + (lane >> 1) + base + ((lane & 1) << 8), found.to(tl.int64), mask=counted, sem="relaxed"
     )
-
-
-@triton.jit
-def _load(KIND: tl.constexpr, address, start, end, at, BLOCK: tl.constexpr):
-    """Raw bits of a block; zero outside of the tensor."""
-    if KIND == FLOAT32:
-        memory = address.to(tl.pointer_type(tl.int32)) + at
-    elif KIND == FLOAT8_E4M3FN or KIND == FLOAT8_E5M2:
-        memory = address.to(tl.pointer_type(tl.uint8)) + at
-    else:
-        memory = address.to(tl.pointer_type(tl.uint16)) + at
-    lane = tl.arange(0, BLOCK)
-    place = tl.multiple_of(memory, 16) + lane
-    # A mask that is not known when compiling forbids wide loads: whole blocks go without.
-    if (at >= start) & (at + BLOCK <= end):
-        raw = tl.load(place)
-    else:
-        raw = tl.load(place, mask=_inside(at, start, end, BLOCK), other=0)
-    return raw
-
-
-@triton.jit
-def _inside(at, start, end, BLOCK: tl.constexpr):
-    place = at + tl.arange(0, BLOCK)
-    return (place >= start) & (place < end)
-
-
-@triton.jit
-def _widen(KIND: tl.constexpr, raw):
-    """The bits of the float32 of the same value."""
-    if KIND == FLOAT32:
-        bits = raw
-    elif KIND == BFLOAT16:
-        bits = raw.to(tl.int32) << 16
-    elif KIND == FLOAT16:
-        bits = raw.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    elif KIND == FLOAT8_E5M2:
-        half = (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-        bits = half.to(tl.float32).to(tl.int32, bitcast=True)
-    else:
-        wide = raw.to(tl.int32)
-        magnitude = wide & 0x7F
-        # Three bits of mantissa, bias 7; subnormals count 2**-9.
-        small = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-        normal = (magnitude << 20) + (120 << 23)
-        bits = tl.where(magnitude < 8, small, normal)
-        bits = tl.where(magnitude == 0x7F, 0x7FC00000, bits) | ((wide >> 7) << 31)
-    return bits
 
 
 @triton.jit
