@@ -16,6 +16,7 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
 from watchstep_rules.judging.inhibition import MOST_INTERVALS, Told, circles, inhibit, inhibitions
 from watchstep_rules.judging.judge import Progress, RuleMemory, judge
+from watchstep_rules.judging.revision import as_told
 
 SOURCE = RuleConfig(rule="nan_or_inf", inhibits=("target",))
 TARGET = RuleConfig(rule="overfit", name="target")
@@ -207,7 +208,8 @@ def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition
         for place, one in enumerate(result):
             said[place] += one.transitions
         history, before = concatenate([history, arrived]), now
-    return said, memories
+    told_of = (Phase.FIRING, Phase.RESOLVED)
+    return [[change for change in as_told(changes) if change.phase in told_of] for changes in said], memories
 
 
 @settings(max_examples=100, deadline=None)
