@@ -23,7 +23,7 @@ from watchstep_services.cli.backtest_remote import backtest_by_service
 from watchstep_services.cli.output import console
 from watchstep_services.cli.run_names import locations
 from watchstep_services.cli.runs import StoreOption
-from watchstep_services.cli.serve import DEFAULT_STORE
+from watchstep_services.cli.service_options import DEFAULT_STORE
 
 FAILED = 1
 """Exit code where some run could not be judged, or some rule not be evaluated."""

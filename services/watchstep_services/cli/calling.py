@@ -10,8 +10,8 @@ from watchstep.capture.service_client import ServiceAddress
 from watchstep.client import Client
 from watchstep.client.transport import Transport
 from watchstep.errors import ServiceError
-from watchstep_services.cli.serve import settings_for
-from watchstep_services.scheduler.embedded import read_service_file
+from watchstep_services.embedded_settings import settings_for
+from watchstep_services.scheduler.service_file import read_service_file
 
 _SECONDS = 10.0
 

@@ -9,8 +9,8 @@ import typer
 
 from watchstep_services.checks.configuration import check_configuration
 from watchstep_services.cli.output import show, table
-from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
-from watchstep_services.cli.service_options import Store
+from watchstep_services.cli.service_options import DEFAULT_STORE, Store
+from watchstep_services.embedded_settings import settings_for
 
 
 def check_config(

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
-from watchstep_services.cli.service_options import Store
+from watchstep_services.cli.service_options import DEFAULT_STORE, Store
 from watchstep_services.database import schema
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.limits import Limits
+from watchstep_services.embedded_settings import settings_for
 
 app = typer.Typer(
     help="The schema of the database of WATCHSTEP_DATABASE_URL, or of the service of a store on this machine.",

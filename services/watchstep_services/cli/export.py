@@ -10,7 +10,7 @@ import typer
 from watchstep.reading.tensorboard import export as export_events
 from watchstep_services.cli.output import console
 from watchstep_services.cli.runs import RunArgument, StoreOption, find_run
-from watchstep_services.cli.serve import DEFAULT_STORE
+from watchstep_services.cli.service_options import DEFAULT_STORE
 
 
 def export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import typer
@@ -11,6 +12,18 @@ from watchstep_services.redaction import redacted, redacted_fault
 
 _PROCESSES = {"api", "worker", "scheduler"}
 _LAUNCHING = {"attach", "watch"}
+_GROUPS = {
+    "database": ("database", "app"),
+    "runs": ("runs", "app"),
+    "rules": ("rules", "app"),
+    "receivers": ("receivers", "app"),
+    "silences": ("silences", "app"),
+    "tokens": ("tokens", "app"),
+    "projects": ("tenancy", "projects"),
+    "stores": ("tenancy", "stores"),
+    "backends": ("tenancy", "backends"),
+}
+"""Groups of commands: the module of each, and its name there."""
 
 
 def main(arguments: list[str]) -> None:
@@ -27,9 +40,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _known(arguments: list[str]) -> typer.Typer:
-    """Production's processes load nothing of the other commands: they start often, and many of them.
+    """Of the commands only those that are asked for are loaded: all together take seconds.
 
-    What launchers call loads nothing of the service, which need not be installed with them.
+    Production's processes start often, and many of them; what launchers call loads nothing of the service, which need not
+    be installed with them.
     """
     if _PROCESSES.issuperset(arguments[:1]) and arguments:
         from watchstep_services.cli.processes import app as processes
@@ -39,6 +53,15 @@ def _known(arguments: list[str]) -> typer.Typer:
         from watchstep_services.cli.launching import app as launching
 
         return launching
+    if arguments and arguments[0] in _GROUPS:
+        return _group(arguments[0])
     from watchstep_services.cli.app import app
 
+    return app
+
+
+def _group(word: str) -> typer.Typer:
+    module, name = _GROUPS[word]
+    app = typer.Typer(name="watchstep", add_completion=False, pretty_exceptions_enable=False)
+    app.add_typer(getattr(importlib.import_module(f"watchstep_services.cli.{module}"), name), name=word)
     return app

@@ -11,7 +11,7 @@ import typer
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import call, service_of
 from watchstep_services.cli.output import console, show, table
-from watchstep_services.cli.serve import DEFAULT_STORE
+from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.dispatcher.receivers import receiver_file, sealing, webhook
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
 from watchstep_services.dispatcher.receivers.routing import RouteNode

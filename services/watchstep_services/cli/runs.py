@@ -19,7 +19,7 @@ from watchstep.tensors import LOSSES, MODES, Mode
 from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console, figure, show, table
-from watchstep_services.cli.serve import DEFAULT_STORE
+from watchstep_services.cli.service_options import DEFAULT_STORE
 
 app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
 app.command("acknowledge")(runs_acknowledge.acknowledge)

@@ -11,9 +11,9 @@ from watchstep.client import Client
 from watchstep_rules.explanation import Explanation
 from watchstep_rules.judging.judge import Health
 from watchstep_services.cli.calling import client_of
+from watchstep_services.cli.event_lines import printable
 from watchstep_services.cli.output import console, moment
-from watchstep_services.cli.serve import DEFAULT_STORE
-from watchstep_services.cli.telling import printable
+from watchstep_services.cli.service_options import DEFAULT_STORE
 
 
 def alerts(

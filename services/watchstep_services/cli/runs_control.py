@@ -11,7 +11,7 @@ from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console
 from watchstep_services.cli.runs_service import RunArgument, ServiceOption, StoreOption
-from watchstep_services.cli.serve import DEFAULT_STORE
+from watchstep_services.cli.service_options import DEFAULT_STORE
 
 ReasonOption = Annotated[str, typer.Option(help="Why, for those who read of it.")]
 

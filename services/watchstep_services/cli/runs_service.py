@@ -11,9 +11,9 @@ import typer
 from watchstep.client import Client, Event
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import client_of
+from watchstep_services.cli.event_lines import lines_of, printable
 from watchstep_services.cli.output import console, show, table
-from watchstep_services.cli.serve import DEFAULT_STORE
-from watchstep_services.cli.telling import lines_of, printable
+from watchstep_services.cli.service_options import DEFAULT_STORE
 
 StoreOption = Annotated[
     str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")

@@ -10,8 +10,7 @@ import typer
 
 from watchstep_services.cli.calling import call, service_of
 from watchstep_services.cli.output import console, moment
-from watchstep_services.cli.serve import DEFAULT_STORE
-from watchstep_services.cli.service_options import Service, Store
+from watchstep_services.cli.service_options import DEFAULT_STORE, Service, Store
 
 
 def stops(

@@ -8,23 +8,22 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from watchstep.errors import ConfigError
-from watchstep.store import checked_scheme
 from watchstep_services import exposition, logs, tracing
 from watchstep_services.cli import rule_words
+from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.cli.telling import Teller
 from watchstep_services.database_figures import DatabaseFigures
 from watchstep_services.dispatcher.receivers.secret_fields import read_secret
+from watchstep_services.embedded_settings import settings_for
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.service import Service
-from watchstep_services.settings import Settings, load_settings
 from watchstep_services.unknown_variables import warn_of_unknown
 
-DEFAULT_STORE = "watchstep-runs"
 _TELL_SECONDS = 0.5
 
 
@@ -114,18 +113,3 @@ def _receivers_of(service: Service) -> Iterator[str]:
 def _tell(teller: Teller) -> None:
     for line in teller.new_lines():
         typer.echo(line)
-
-
-def settings_for(store: str, home: Path | None, **values: Any) -> Settings:
-    """Settings of an embedded service for a store.
-
-    Its home is the one that is named here or by WATCHSTEP_HOME; else in the store, where that is a folder.
-
-    Raises:
-        ConfigError: a value cannot be used.
-    """
-    if home is not None:
-        values["home"] = home
-    elif not os.environ.get("WATCHSTEP_HOME") and not checked_scheme(store):
-        values["home"] = Path(store).expanduser().absolute() / ".watchstep"
-    return load_settings(store=store, **values)

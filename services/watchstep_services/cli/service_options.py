@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+DEFAULT_STORE = "watchstep-runs"
+
 Store = Annotated[str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")]
 Service = Annotated[
     str,

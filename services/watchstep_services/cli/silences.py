@@ -8,8 +8,7 @@ import typer
 
 from watchstep_services.cli.calling import call, service_of
 from watchstep_services.cli.output import console, moment, show, table
-from watchstep_services.cli.serve import DEFAULT_STORE
-from watchstep_services.cli.service_options import Project, Reason, Service, Store
+from watchstep_services.cli.service_options import DEFAULT_STORE, Project, Reason, Service, Store
 
 app = typer.Typer(help="Silences: who is not told of what.", no_args_is_help=True)
 

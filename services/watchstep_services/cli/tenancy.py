@@ -11,7 +11,7 @@ import typer
 from watchstep.errors import StoreError
 from watchstep_services.cli.calling import call, service_of
 from watchstep_services.cli.output import show, table
-from watchstep_services.cli.serve import DEFAULT_STORE
+from watchstep_services.cli.service_options import DEFAULT_STORE
 
 projects = typer.Typer(
     help="Projects: where their runs lie, and where their jobs may run.", no_args_is_help=True

@@ -20,13 +20,13 @@ from sqlalchemy import select
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import call, service_of
 from watchstep_services.cli.output import show, table
-from watchstep_services.cli.serve import DEFAULT_STORE, settings_for
-from watchstep_services.cli.service_options import Store
+from watchstep_services.cli.service_options import DEFAULT_STORE, Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.limits import Limits
 from watchstep_services.database.models import Token
 from watchstep_services.database.schema import upgrade
+from watchstep_services.embedded_settings import settings_for
 from watchstep_services.events import rfc3339
 from watchstep_services.roles import ROLES, Role
 from watchstep_services.run_tokens import LIFETIME_SECONDS, RunTokenRequest, create_for_run

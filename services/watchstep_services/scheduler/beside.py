@@ -14,9 +14,9 @@ from pathlib import Path
 from sqlalchemy import func, select
 
 from watchstep_services import logs
-from watchstep_services.cli.serve import settings_for
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Action, Run
+from watchstep_services.embedded_settings import settings_for
 from watchstep_services.scheduler.embedded import EmbeddedService
 
 _LOOK_SECONDS = 1.0

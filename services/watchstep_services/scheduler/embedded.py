@@ -26,6 +26,7 @@ from watchstep_services.dispatcher.dispatch import next_due_ns
 from watchstep_services.estimator.backends_file import BACKENDS_FILE
 from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.scheduler.queue import WorkQueue
+from watchstep_services.scheduler.service_file import SERVICE_FILE
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import NANOSECONDS, Settings
@@ -36,7 +37,6 @@ from watchstep_services.tokens import create_token
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SERVICE_FILE = "service.json"
 _START_SECONDS = 30.0
 _OVERDUE_SECONDS = 0.25
 _LEAST_SECONDS = 0.01
@@ -272,16 +272,3 @@ def pause_before(due_ns: int | None, most: float) -> float:
         return most
     # One that is overdue waits for a thread, whose end wakes us: asking again at once changes nothing.
     return min(most, max(_LEAST_SECONDS, due_ns / NANOSECONDS) if due_ns > 0 else _OVERDUE_SECONDS)
-
-
-def read_service_file(home: Path) -> dict[str, str] | None:
-    """Address, token and store of the service that runs in a home; None where none does."""
-    try:
-        held = json.loads((home.expanduser() / SERVICE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{home / SERVICE_FILE}: cannot be read ({error})", "remove the file and start the service anew"
-        ) from error
-    return {str(key): str(value) for key, value in held.items()}

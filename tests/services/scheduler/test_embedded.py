@@ -18,7 +18,8 @@ from watchstep.errors import ConfigError
 from watchstep.store import Store
 from watchstep_services.database.models import Event
 from watchstep_services.estimator.local import Local
-from watchstep_services.scheduler.embedded import EmbeddedService, pause_before, read_service_file
+from watchstep_services.scheduler.embedded import EmbeddedService, pause_before
+from watchstep_services.scheduler.service_file import read_service_file
 from watchstep_services.settings import Settings, load_settings
 
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
