@@ -72,6 +72,7 @@ class AlertMemory(BaseModel):
         settled: of these the ones that have been clean for long enough.
         reached: the last step at which one of these changed.
         closed: the last step of the episodes that are over; -1 for none.
+        ahead: the last step that was gone through though it was not sealed, for too much waited; -1 for none.
         over: of each series whose late rows are of such an episode, the last step that was sealed when they came.
         fired: of one that inhibits others, when it fired, as far as it matters to steps that are not sealed yet.
         quiet: of one that fires and is inhibited, by what.
@@ -93,6 +94,7 @@ class AlertMemory(BaseModel):
     settled: tuple[str, ...] = ()
     reached: int = -1
     closed: int = -1
+    ahead: int = -1
     over: dict[str, int] = Field(default_factory=dict)
     fired: tuple[Fired, ...] = ()
     quiet: Quiet | None = None

@@ -3,6 +3,9 @@
 What is over stays over. Rows of sealed steps that come late, of a worker that was not waited for any more, start no other episode where
 they are of one that is over: neither at its own steps nor at those after it that were sealed before they came. A series that has
 findings beyond those starts one.
+
+Where one worker stands still while findings of many series come and go, what waits is bounded: its earliest steps are gone through as if
+they were sealed.
 """
 
 from __future__ import annotations
@@ -28,13 +31,18 @@ ALL = Seals(-1, 1 << 62)
 """Where nobody waits for anybody: each row is all that will ever come of its step."""
 
 
+MOST_WAITING = 10_000
+"""Changes that wait for seals, half a megabyte as JSON; beyond that the earliest do not wait any longer."""
+
+
 class Life:
     """One pass over what changes in an evaluation."""
 
     def __init__(self, memory: AlertMemory, timing: Timing, seals: Seals) -> None:
         self._before = memory
         self._timing = timing
-        self._seals = seals
+        self._sealed = seals.now
+        self._seals = Seals(max(seals.before, memory.ahead), max(seals.now, memory.ahead))
         self._phase, self._finding, self._since = memory.phase, memory.finding, memory.since
         self._fired_at, self._reached, self._closed = memory.fired_at, memory.reached, memory.closed
         self._hits, self._clean, self._last = dict(memory.hits), dict(memory.clean), dict(memory.last)
@@ -70,6 +78,9 @@ class Life:
     def settle(self) -> None:
         """Go through the steps that are sealed now, in their order, and see what the others may make fire already."""
         self._waiting.sort(key=_step)
+        beyond = len(self._waiting) - MOST_WAITING
+        if beyond > 0:
+            self._seals = self._seals._replace(now=max(self._seals.now, self._waiting[beyond - 1].step))
         due = [mark for mark in self._waiting if mark.step <= self._seals.now]
         self._waiting = self._waiting[len(due) :]
         self._revise()
@@ -105,6 +116,7 @@ class Life:
                 "settled": tuple(sorted(self._settled)),
                 "reached": self._reached,
                 "closed": self._closed,
+                "ahead": self._seals.now if self._seals.now > self._sealed else -1,
                 "over": {name: self._over[name] for name in sorted(self._over)},
             }
         )

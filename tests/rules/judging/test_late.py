@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.runs import Event, Rows, Said, Seal, follow
 from tests.sdk.blocks import Row, block_of, tensor
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.judging import life
 from watchstep_rules.judging.alert_memory import Phase
+from watchstep_rules.judging.judge import Health
 from watchstep_rules.judging.revision import as_told
 
 LOSS = tensor("loss", "losses", role="loss", shape=())
@@ -127,3 +130,45 @@ def test_the_same_episodes_in_whichever_order_and_cuts_rows_come(
     assert episodes(said) == episodes(expected)
     assert notifications(said) == notifications(expected)
     assert said.memory.alert.finding == expected.memory.alert.finding
+
+
+@settings(max_examples=settings().max_examples * 2 // 5)
+@given(some_ranks, st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.data())
+def test_where_too_much_waits_for_a_rank_nobody_is_told_twice_of_a_step(
+    ranks: list[Rank], hold: int, keep: int, most: int, data: st.DataObject
+) -> None:
+    config = lasting(hold, keep)
+    turns = data.draw(arrivals(len(ranks)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(life, "MOST_WAITING", most)
+        said = judged(config, ranks, turns)
+        stalled = judged(
+            config, ranks, [[turn for turn in some if isinstance(turn, Segment)] for some in turns]
+        )
+    assert len(stalled.memory.alert.waiting) <= most
+    for one in (said, stalled):
+        assert one.memory.health is not Health.ERROR, one.memory.problem
+        told = episodes(one)
+        assert [phase for phase, _ in told] == ["firing", "resolved"] * (len(told) // 2) + ["firing"] * (
+            len(told) % 2
+        )
+        for (_, resolved), (_, fired) in zip(told[1::2], told[2::2], strict=False):
+            assert fired > resolved
+
+
+def test_what_waits_for_a_rank_that_stands_still_is_bounded() -> None:
+    infos = [tensor(f"loss.{number}", "losses", role="loss", shape=()) for number in range(100)]
+    blocks = [
+        block_of(
+            [
+                Row(step, info, [math.nan if (step + place) % 2 else 1.0])
+                for step in range(first, first + 50)
+                for place, info in enumerate(infos)
+            ]
+        )
+        for first in range(0, 400, 50)
+    ]
+    said = follow(lasting(1, 1), [[Rows(block)] for block in blocks])
+    assert len(said.memory.alert.waiting) <= life.MOST_WAITING
+    assert len(said.memory.model_dump_json()) < 100 * life.MOST_WAITING
+    assert notifications(said) == 1
