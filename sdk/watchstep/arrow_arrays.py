@@ -6,7 +6,7 @@ process or before a first answer, for nothing that is used here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +49,31 @@ def from_codes(codes: NDArray[Any], words: Sequence[str]) -> pa.DictionaryArray:
     import pyarrow as pa
 
     return pa.DictionaryArray.from_arrays(from_numbers(codes.astype(np.int32)), from_words(words))
+
+
+def to_places(column: pa.ChunkedArray, known: Mapping[str, int], dtype: type, name: str) -> NDArray[Any]:
+    """A column of words as the place of each, shape (n,).
+
+    Args:
+        column: of words, plain or in a dictionary.
+        known: word → its place.
+        dtype: of the places.
+        name: the column's, for an error.
+
+    Raises:
+        KeyError: a word is not known.
+        ValueError: one is null.
+    """
+    import pyarrow as pa
+
+    merged = pa.concat_arrays(column.chunks) if column.num_chunks else from_words([])
+    if not pa.types.is_dictionary(merged.type):
+        merged = merged.dictionary_encode()
+    if merged.null_count:
+        raise ValueError(f"column {name} has nulls")
+    place: NDArray[Any] = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
+    found: NDArray[Any] = place[to_numbers(merged.indices)]
+    return found
 
 
 def to_numbers(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:

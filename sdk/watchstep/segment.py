@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from watchstep.arrow_arrays import from_codes, from_numbers, from_words, to_numbers
+from watchstep.arrow_arrays import from_codes, from_numbers, to_numbers, to_places
 from watchstep.block import STAGES, Block, Places
 from watchstep.errors import FormatError
 from watchstep.histogram import Histograms, UnreadHistograms
@@ -293,16 +293,20 @@ def _to_block(opened: _Opened) -> Block:
     )
     return Block(
         step=_ints(table, "step", np.int64),
-        mode=_words(table, "mode", {mode: place for place, mode in enumerate(MODES)}, np.int8),
+        mode=to_places(
+            table.column("mode"), {mode: place for place, mode in enumerate(MODES)}, np.int8, "mode"
+        ),
         worker=_ints(table, "worker", np.int32),
         time_ns=_ints(table, "time_ns", np.int64),
-        tensor=_words(table, "tensor", known, np.int32),
+        tensor=to_places(table.column("tensor"), known, np.int32, "tensor"),
         catalogue=opened.catalogue,
         places=Places(
             _ints(table, "shard_index", np.int32),
             _ints(table, "shard_count", np.int32),
             _ints(table, "replica", np.int32),
-            _words(table, "stage", {stage: place for place, stage in enumerate(STAGES)}, np.int8),
+            to_places(
+                table.column("stage"), {stage: place for place, stage in enumerate(STAGES)}, np.int8, "stage"
+            ),
         ),
         statistics=statistics,
         probes={
@@ -320,19 +324,6 @@ def _ints(table: Any, name: str, dtype: Any) -> Any:
 
 def _floats(table: Any, name: str) -> Any:
     return np.ascontiguousarray(to_numbers(table.column(name)).astype(np.float64))
-
-
-def _words(table: Any, name: str, known: dict[Any, int], dtype: Any) -> Any:
-    import pyarrow as pa
-
-    column = table.column(name)
-    merged = pa.concat_arrays(column.chunks) if column.num_chunks else from_words([])
-    if not pa.types.is_dictionary(merged.type):
-        merged = merged.dictionary_encode()
-    if merged.null_count:
-        raise ValueError(f"column {name} has nulls")
-    place = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
-    return place[to_numbers(merged.indices)]
 
 
 def _histograms(table: Any) -> Histograms:

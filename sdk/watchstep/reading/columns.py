@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.arrow_arrays import from_words, to_numbers
+from watchstep.arrow_arrays import to_numbers, to_places
 from watchstep.block import STAGES
 from watchstep.derived import DERIVED
 from watchstep.errors import ConfigError
@@ -97,10 +97,10 @@ def from_table(table: pa.Table, places: Mapping[str, int]) -> Columns:
     for name in table.column_names:
         column = table.column(name)
         if name == "tensor":
-            found[name] = _words(column, places, np.int32)
+            found[name] = to_places(column, places, np.int32, name)
         elif name in _WORDS:
             known = {word: place for place, word in enumerate(_WORDS[name])}
-            found[name] = _words(column, known, np.int8)
+            found[name] = to_places(column, known, np.int8, name)
         elif column.null_count and not (name in VALUE_COLUMNS or name.startswith(PROBE)):
             raise ValueError(f"column {name} has nulls")
         else:
@@ -128,19 +128,6 @@ def is_one_of(column: pa.ChunkedArray, words: Collection[str]) -> NDArray[np.boo
         merged = merged.dictionary_encode()
     chosen = np.array([word in words for word in merged.dictionary.to_pylist()] or [False], np.bool_)
     found: NDArray[np.bool_] = chosen[to_numbers(merged.indices)]
-    return found
-
-
-def _words(column: Any, known: Mapping[str, int], dtype: type) -> NDArray[Any]:
-    import pyarrow as pa
-
-    merged = pa.concat_arrays(column.chunks) if column.num_chunks else from_words([])
-    if not pa.types.is_dictionary(merged.type):
-        merged = merged.dictionary_encode()
-    if merged.null_count:
-        raise ValueError("a column of words has nulls")
-    place: NDArray[Any] = np.array([known[word] for word in merged.dictionary.to_pylist()] or [0], dtype)
-    found: NDArray[Any] = place[to_numbers(merged.indices)]
     return found
 
 
