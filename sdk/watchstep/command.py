@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run`` and ``sync`` are the SDK's own; all others belong to the packages above it."""
+"""The ``watchstep`` command. ``run``, ``sync`` and ``--version`` are the SDK's own; all else belongs to the packages above it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+import watchstep
 from watchstep.errors import ConfigError, WatchstepError
 
 EXIT_ERROR = 2
@@ -14,6 +15,9 @@ EXIT_ERROR = 2
 def main() -> None:
     """Run the command line; what a user did wrong is said in two lines, with exit code 2."""
     arguments = sys.argv[1:]
+    if arguments[:1] == ["--version"]:
+        sys.stdout.write(f"{watchstep.__version__}\n")
+        return
     try:
         if arguments[:1] == ["run"]:
             from watchstep.launch.run_command import main as run
