@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +20,11 @@ from watchstep_services.cli.telling import Teller
 from watchstep_services.database_figures import DatabaseFigures
 from watchstep_services.dispatcher.receivers.secret_fields import read_secret
 from watchstep_services.embedded_settings import settings_for
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.service import Service
 from watchstep_services.unknown_variables import warn_of_unknown
+
+if TYPE_CHECKING:
+    from watchstep_services.scheduler.embedded import EmbeddedService
+    from watchstep_services.service import Service
 
 _TELL_SECONDS = 0.5
 
@@ -55,6 +57,9 @@ def serve(
     ] = None,
 ) -> None:
     """Watch a store: judge its runs while they go on, keep alerts, stop jobs."""
+    # All of the API comes with it: seconds, which no help needs.
+    from watchstep_services.scheduler.embedded import EmbeddedService
+
     settings = settings_for(store, home, rules_file=rules, receivers_file=receivers, host=host, port=port)
     logs.configure(settings.log, settings.log_level)
     logging.getLogger("uvicorn.error").setLevel(
