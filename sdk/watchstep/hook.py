@@ -185,6 +185,7 @@ class Hook:
     @property
     def stopped(self) -> StopRequest | None:
         """The stop that this program was asked for and has come to, or that its guard asked for; None where there was none."""
+        self._recorder.heeded |= self._recorder.stopped is not None
         return self._recorder.stopped
 
     def watch(

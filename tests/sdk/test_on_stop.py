@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from watchstep import Hook, StopTraining, resume_from
+from watchstep import Hook, StopTraining, documents, resume_from
 from watchstep.control import ControlDocument, StopRequest
+from watchstep.documents import EndDocument
 from watchstep.errors import ConfigError
+from watchstep.layout import end_document
 from watchstep.stopping import OnStop
+from watchstep.store import Store
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +42,20 @@ def test_words_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word
     monkeypatch.setenv("WATCHSTEP_ON_STOP", word)
     with asked(tmp_path) as hook:
         hook.step()
+
+
+@pytest.mark.parametrize(("looks", "state"), [(True, "stopped"), (False, "completed")])
+def test_who_does_not_listen_was_stopped_only_if_the_program_looked(
+    tmp_path: Path, looks: bool, state: str
+) -> None:
+    with asked(tmp_path, "ignore") as hook:
+        for _ in range(3):
+            hook.step()
+            if looks and hook.stopped:
+                break
+    data = Store.open(hook.run_url).get(end_document("a1", 0))
+    end = documents.decode(EndDocument, data, "end")
+    assert (end.state, end.reason) == (state, "NaN" if looks else "")
 
 
 def test_a_word_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

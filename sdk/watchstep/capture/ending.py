@@ -96,7 +96,7 @@ class Ending:
                 self._recorder.guarding = None  # what is left of the time is for writing
             else:
                 self._detach()
-            if not self._writer.close(self._last_words(state, reason), bound):
+            if not self._writer.close(self._last_words(state, reason, dying=dying), bound):
                 self._tell_what_is_left()
         except Exception as error:  # noqa: BLE001 - ending must not break the program's own
             self._health.fault("close", error)
@@ -123,12 +123,13 @@ class Ending:
             health["faults"].get("store", ""),
         )
 
-    def _last_words(self, state: EndState | None, reason: str) -> EndDocument:
+    def _last_words(self, state: EndState | None, reason: str, *, dying: bool) -> EndDocument:
         last = self._recorder.last_finished
         self._recorder.hand_over()
         if self._recorder.guarding is not None:
             self._recorder.guarding.end()
-        stopped = self._recorder.stopped
+        # One that trained to its end, whatever it was asked, was not stopped.
+        stopped = self._recorder.stopped if self._recorder.heeded or dying else None
         return EndDocument(
             worker=self._recorder.worker,
             state=state or ("stopped" if stopped else "completed"),

@@ -52,6 +52,8 @@ class Recorder:
         self.step = first_step
         self.worker = worker
         self.stopped: StopRequest | None = None
+        self.heeded = False
+        """Whether the program does something about it: it is stopped by `StopTraining` or its function, or has looked at it."""
         self.guarding: Guarding | None = None
         self._queue = queue
         self._health = health
@@ -110,7 +112,7 @@ class Recorder:
 
     def stop(self, reason: str) -> NoReturn:
         """A guard asks for it, of this rank or another: whatever fails on the way, this raises `StopTraining`."""
-        self.stopped = request(reason, self.step)
+        self.stopped, self.heeded = request(reason, self.step), True
         try:
             if self.guarding is not None and not self.guarding.ended:
                 self.hand_over()
@@ -235,6 +237,7 @@ class Recorder:
     def _obey(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":
             return
+        self.heeded = True
         self.hand_over()
         sys.stderr.write(f"watchstep: asked to stop, after step {self.step}: {request.reason}\n")
         if self._on_stop == "raise":

@@ -197,6 +197,9 @@ def _over(service: Service, due: DueAction, target: Target, how: str) -> Tried:
     named = f"job {_named(target)}" if target.job is not None else "every worker"
     if due.stage == ASK and how == _HOW[ASK]:
         return Tried("skipped", f"{named} had ended already", facts=facts)
+    if how == _HOW[ASKED] and target.ended_by_itself:
+        detail = f"{named} has ended by itself: the program did not stop when it was asked"
+        return Tried("done", detail, due.stage, facts={**facts, "how": "asked"})
     return Tried("done", f"{named} is gone ({how})", due.stage, facts=facts)
 
 

@@ -73,6 +73,11 @@ class Target:
         return len(self.attempt.ends) >= max(1, self.attempt.world_size)
 
     @property
+    def ended_by_itself(self) -> bool:
+        """Whether every worker trained to its own end."""
+        return self.ends_complete and all(end["state"] == "completed" for end in self.attempt.ends.values())
+
+    @property
     def is_over(self) -> bool:
         """Whether the job is gone or, where none is bound, every worker has ended."""
         if self.status is None or not self.status.in_sight:

@@ -129,6 +129,16 @@ def test_without_a_job_the_workers_last_words_count(driven: Driven, folder_store
     assert done_event(driven, run_id)["stopped_at_step"] == stop.step
 
 
+def test_a_program_that_trained_to_its_end_was_not_stopped(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id, action = fired(driven, recording)
+    dispatch(driven.service, action.id)
+    recording.end("completed", 899)
+    action = driven.finish(action.id)
+    assert (action.state, "ended by itself" in action.outcome) == ("done", True)
+    assert done_event(driven, run_id)["how"] == "asked"
+
+
 def test_without_a_job_and_without_an_answer(driven: Driven, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     _, action = fired(driven.with_settings(silent_seconds=1e-9), recording)
