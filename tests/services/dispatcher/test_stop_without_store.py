@@ -180,8 +180,13 @@ def test_one_that_ignores_sigterm_is_killed_after_another_grace_time(
     s3.fault = "denied"
     assert driven.finish(stop.action_id).state == "done"
     assert stop.how() == "killed"
-    details = [detail for _, detail in driven.tries(stop.action_id)]
-    assert ["SIGTERM" in details[1], "SIGKILL" in details[2]] == [True, True]
+    signals = [
+        signal
+        for _, detail in driven.tries(stop.action_id)
+        for signal in ("SIGTERM", "SIGKILL")
+        if signal in detail
+    ]
+    assert signals == ["SIGTERM", "SIGKILL"]  # on a busy machine with a look between them
 
 
 def test_a_program_that_does_not_listen_is_terminated_at_the_first_try(
