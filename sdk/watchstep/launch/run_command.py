@@ -169,7 +169,8 @@ def _make_run(launch: Launch, rules: list[dict[str, Any]]) -> None:
     if not control.admits(launch.attempt):
         sys.stderr.write(
             f"watchstep: run {launch.run} was stopped ({control.tombstone}) and does not start again.\n"
-            "  mend: start it under a new run id\n"
+            "  mend: start it under a new run id, or let it by 'watchstep runs allow-restart "
+            f"{launch.project}/{launch.run}'\n"
         )
         raise SystemExit(EXIT_TOMBSTONE)
     document = documents.RunDocument(launch.project, launch.run, time.time_ns(), tuple(rules))

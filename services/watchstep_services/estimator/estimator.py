@@ -11,8 +11,9 @@ from typing import Literal
 
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
 from watchstep.capture.service_client import SERVICE, TOKEN
+from watchstep.errors import ConfigError
 from watchstep.hook import STORE
-from watchstep.hook_arguments import ON_STOP
+from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS
 from watchstep.launch.environment import LAUNCHED
 from watchstep.layout import check_name
 from watchstep.store import checked_scheme
@@ -70,6 +71,18 @@ class Estimator:
     service: str = ""
     on_stop: Literal["stop", "checkpoint", "raise", "ignore"] | Requeue = "stop"
     backend_name: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what the program would refuse only when it runs: it would train on, and nothing would watch it.
+
+        Raises:
+            ConfigError: ``on_stop`` is none of its words.
+        """
+        if not isinstance(self.on_stop, Requeue) and self.on_stop not in ON_STOP_WORDS:
+            raise ConfigError(
+                f"on_stop {self.on_stop!r}: there is none of this name",
+                f"use {', '.join(map(repr, ON_STOP_WORDS))}, or requeue(…)",
+            )
 
     def fit(self, *, run: str = "", wait: bool = True, show: bool | None = None) -> Job:
         """Launch it.
@@ -134,7 +147,7 @@ class Estimator:
             words = list(self.program)
         if not words:
             raise SubmissionRejectedError("program: none is named", 'Estimator("train.py", …)')
-        if len(words) == 1 and words[0].endswith(".py"):
+        if words[0].endswith(".py"):
             if self._shares_files and not Path(self.folder, words[0]).expanduser().is_file():
                 raise SubmissionRejectedError(
                     f"program {words[0]!r}: not found in {Path(self.folder).absolute()}",

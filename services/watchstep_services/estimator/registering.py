@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.estimator.judge import Judge
 
 _REQUEST_SECONDS = 30.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Registering:
     def know(self, rules: Sequence[RuleConfig], who: str) -> None:
         """Make the run known, with rules; those that say "stop" may stop jobs of the project from now on.
 
+        What the service cannot do that a rule asks for, as telling a receiver that it does not know, is logged.
+
         Args:
             rules: to judge it by, beside the service's own.
             who: by whose word they may, for the record: "who launched it".
@@ -46,7 +51,10 @@ class Registering:
         body: dict[str, Any] = {"run": self.run, "rules": [rule.as_data() for rule in rules]}
         if any(rule.stops for rule in rules):
             body["allow_stop"] = f"attached to {self.project}/{self.run} with 'stop' by {who}"
-        self._call("POST", "", body)
+        answer = self._asked("POST", "/runs", body) or {}
+        for rule in answer.get("rules", ()):
+            for warning in rule.get("warnings", ()):
+                _log.warning("run %s: rule %s: %s", self.run, rule["name"], warning)
 
     def bind(self, attempt: str, job: JobHandle) -> None:
         """Say which job an attempt is; its backend goes by the name that the service knows.

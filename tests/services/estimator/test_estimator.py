@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from tests.services.jobs import eventually
-from watchstep.errors import NotFoundError, ServiceError, WatchstepError
+from watchstep.errors import ConfigError, NotFoundError, ServiceError, WatchstepError
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep_rules import nan_or_inf, vanishing_gradient
 from watchstep_services.estimator import Estimator, Job, JobStatus, Local
@@ -73,6 +73,7 @@ def estimate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Estimator:
     for name in ("WATCHSTEP_SERVICE", "WATCHSTEP_TOKEN", "WATCHSTEP_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WATCHSTEP_IDLE_SECONDS", "300")
+    monkeypatch.setenv("WATCHSTEP_JOBS", str(folder / "jobs"))  # those of other tests are none of ours
     return Estimator("tells.py", backend=Local(), store=folder / "store", folder=folder)
 
 
@@ -101,8 +102,10 @@ def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimat
     assert once_more.status() == JobStatus("ended", EXIT_TOMBSTONE)  # what was stopped stays stopped
 
 
-def test_a_healthy_run_is_left_alone(estimate: Estimator) -> None:
-    job = changed(estimate, program="train.py", arguments=("-1", "30"), rules=[nan_or_inf().stop()]).fit()
+def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCaptureFixture) -> None:
+    rules = [nan_or_inf().stop().notify("of-nobody")]
+    job = changed(estimate, program="train.py -1 30", rules=rules).fit()
+    assert "receiver 'of-nobody' is not known" in caplog.text
     assert job.status() == JobStatus("ended", 0)
     assert (job.run_state().info.state, written(job)) == ("completed", b"trained to the end\n")
 
@@ -148,6 +151,8 @@ def test_a_missing_program_starts_nothing(estimate: Estimator) -> None:
         changed(estimate, program="missing.py").fit()
     with pytest.raises(SubmissionRejectedError, match="none is named"):
         changed(estimate, program="").fit()
+    with pytest.raises(ConfigError, match="on_stop 'save'"):
+        changed(estimate, on_stop="save")
     job = changed(estimate, program=["no-such-program", "x"]).fit()
     assert job.status() == JobStatus("ended", 2)
     assert b"no-such-program" in written(job)
