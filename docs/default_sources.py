@@ -8,10 +8,14 @@ from __future__ import annotations
 
 SOURCES: dict[str, dict[str, str]] = {
     "nan_or_inf": {
+        "steps_without_update": "ours: three times the skips with which a gradient scaler comes down from 2^16",
+    },
+    "non_finite_values": {
         "max_elements": "SageMaker's ExplodingTensor: one is enough",
         "only_nan": "SageMaker's ExplodingTensor",
-        "allow_negative_infinity_in": "ours: masked attention and log-probabilities hold -inf on purpose",
+        "allow_infinity_in": "ours: masks and log-probabilities hold infinity on purpose",
         "judge_inputs": "ours: a model may fill gaps in its data",
+        "whole_steps": "ours; by default yes, so that `nan_or_inf` keeps it quiet",
     },
     "exploding_gradient": {
         "growth": "ours: more than clipping at 1 or a restart of the rate makes (after Pascanu et al. 2013)",
@@ -23,6 +27,7 @@ SOURCES: dict[str, dict[str, str]] = {
     "vanishing_gradient": {
         "threshold": "SageMaker's VanishingGradient",
         "relative": "AutoTrainer (Zhang et al., ICSE 2021): ratio of the first to the last layer",
+        "converged": "ours: a classifier that is nearly always right and sure; AutoTrainer asks for its accuracy",
         "min_dimensions": "by construction: gradients of biases before normalisation are zero",
     },
     "dead_relu": {
@@ -67,7 +72,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "min_fall": "ours: half of what separates a network that shifts its output's bias from one that uses its input",
         "growth": "ours: twice its start is no noise",
         "far": "ours: one easy batch at first is not a tenth of what follows",
-        "noise": "ours: above it the start is known too badly",
+        "certainty": "ours: by simulation, few losses that fall by 2 to 5 % in some hundred steps are taken to stay",
     },
     "slow_convergence": {
         "patience": "as of `loss_not_decreasing`",
@@ -90,6 +95,22 @@ SOURCES: dict[str, dict[str, str]] = {
         "train_fall": "ours: the textbook's sign (Goodfellow et al. 2016, 7.8) is that training goes on falling",
         "window": "ours: the mean of twenty batches",
     },
+    "loss_spike": {
+        "window": "ours: so many losses before it say where the loss was",
+        "lasting": "ours: one odd batch does not last",
+        "exploded": "ours: what is ten times its beginning needs no more",
+        "deviations": "ours: noise of heavy tails reaches five (Hampel 1974 takes three for outliers)",
+        "rise": "ours: twice its level is no noise",
+        "of_first": "ours: back above where it began; PaLM's spikes (2022) are less",
+        "far": "as of `loss_not_decreasing`",
+    },
+    "lost_progress": {
+        "window": "ours: the mean of twenty batches",
+        "warmup": "as of `loss_not_decreasing`",
+        "fallen": "ours: half of the loss was learnt",
+        "back": "ours: a guess may begin somewhat above what a constant gives",
+        "lasting": "ours: or as long as it took to learn at first",
+    },
     "scaler_skips": {
         "skips": "`torch.amp.GradScaler`: 17 halvings bring its first scale, 2^16, below one",
         "window": "ours: a twentieth of the 2000 good steps after which it doubles the scale",
@@ -104,6 +125,27 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "missing_zero_grad": {
         "records": "ours: two or three steps on one gradient may be on purpose",
+    },
+    "unlike_earlier_runs": {
+        "baseline": "from the project's earlier runs",
+        "min_magnitude": "ours: far below what float32 training distinguishes from zero",
+    },
+    "absent_from_optimizer": {
+        "records": "ours: 75 steps, for what moves seldom",
+        "strict": "ours: a head that is trained alone is no fault",
+    },
+    "gradients_cease": {
+        "records": "ours: chance takes a layer at one step, not the first ones at four",
+        "warmup": "ours: what was there at sixteen records is no matter of chance",
+    },
+    "hyperparameter_jump": {
+        "factor": "ours: a decade; an alarm needs harm besides",
+        "warmup": "ours: as many losses as a robust spread needs",
+        "patience": "ours: a weight decay of 1 at a rate of 1e-3 takes a third of a weight in 400 steps",
+        "deviations": "Hampel 1974; 8 of 10 losses above three deviations are no noise",
+        "rise": "ours: a fifth",
+        "large": "Karpathy 2015 and 2019: 1e-3 is usual; ours: two and a half decades above",
+        "shrunk": "ours: a third",
     },
 }
 """By rule and parameter."""

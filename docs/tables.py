@@ -20,6 +20,7 @@ from watchstep.launch.run_command import parser as run_parser
 from watchstep.launch.sync_command import parser as sync_parser
 from watchstep.system_figures import FIGURES
 from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.presets.sagemaker import AMAZONS_RULES
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule_schema import schema_text
 from watchstep_rules.rule_tests import file as rule_tests
@@ -53,6 +54,7 @@ _VARIABLES = {
     "WATCHSTEP_TOKEN": "A recorder's token for it.",
     "WATCHSTEP_CREDENTIALS": "`service`: the service lends AWS credentials that write this attempt and nothing else.",
     "WATCHSTEP_OVERHEAD_BUDGET": "Share of the program's time that recording may take; `none` for everything always.",
+    "WATCHSTEP_PROBES": "Probes that the rules of a launcher need; `watchstep run --rules` and `Estimator` set it.",
     "WATCHSTEP_SPILL": "Folder for what waits while the store cannot be reached; in the user's cache where not given.",
     "WATCHSTEP_JOBS": "Folder for the records and logs of jobs launched from this machine; `~/.watchstep/jobs` where not given.",
     "WATCHSTEP_RECORDER_TOKEN": "What a launched job shows to the service; where not given, a new one that records its run alone.",
@@ -63,6 +65,9 @@ _VARIABLES = {
     "WATCHSTEP_ON_STOP": "What a stop does where `Hook(on_stop=…)` does not say: `ignore`; `raise` or `stop`; `checkpoint`: the "
     "program's function or its trainer saves one first.",
     "WATCHSTEP_RESUME_FROM": "The checkpoint to go on from, where a stopped run was launched again; `watchstep.resume_from()`.",
+    "WATCHSTEP_LAUNCH": "Set by `watchstep run`: what the recorder has to do that the launch could not, such as the registration.",
+    "WATCHSTEP_STORE_ID": "Set by `watchstep run`: the id in the marker of a local store, and the store's URL. The program writes to no other "
+    "store at that URL.",
     "WATCHSTEP_FIRST_STEP": "The number of the first step, where `Hook(first_step=…)` does not say.",
 }
 
@@ -110,6 +115,23 @@ def defaults() -> str:
                 yield [f"`{config.rule}`", f"`{name}`", f"{value}", source, varied[0], now, varied[1]]
 
     return _table(["rule", "parameter", "default", "source", "at half", "at the default", "at twice"], rows())
+
+
+def sagemaker() -> str:
+    """Amazon's rules, their parameters and defaults, and how near the rules here come to them."""
+
+    def shown(default: object) -> str:
+        return ", ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+    def rows() -> Iterator[list[str]]:
+        for one in AMAZONS_RULES:
+            fields = one.implementation.params_type.model_fields
+            parameters = ", ".join(f"`{name}` {shown(field.default)}" for name, field in fields.items())
+            agreement = f"*differs*: {one.how}" if one.how else "same"
+            listed = "" if one.in_preset else " (not in the preset)"
+            yield [one.name, f"`{one.rule}`{listed}", parameters, agreement]
+
+    return _table(["SageMaker", "here", "parameters", "agreement"], rows())
 
 
 def settings() -> str:
@@ -246,7 +268,7 @@ def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.Type
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "rules": rules, "defaults": defaults, "settings": settings, "variables": variables, "commands": commands,
+    "rules": rules, "sagemaker": sagemaker, "defaults": defaults, "settings": settings, "variables": variables, "commands": commands,
     "routes": routes, "problems": problems, "system": system, "metrics": metrics, "sql_functions": sql_functions, "receivers": receivers, "message_fields": message_fields,
 }  # fmt: skip
 

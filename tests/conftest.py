@@ -37,6 +37,7 @@ settings.load_profile("repeatable")
 def spill_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this test's recorders put what they cannot upload."""
     root = tmp_path_factory.mktemp("spill")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("WATCHSTEP_SPILL", str(root))
     monkeypatch.setenv("WATCHSTEP_JOBS", str(root / "jobs"))
     monkeypatch.setenv("WATCHSTEP_IDLE_SECONDS", "5")

@@ -1,4 +1,4 @@
-"""What recording costs a training, a kernel's pass and an S3 bill."""
+"""What recording costs a training, its longest steps, a kernel's pass and an S3 bill."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from benchmarks.capture.cuda import add_cuda_figures
 from benchmarks.capture.kernel import add_kernel_figures
+from benchmarks.capture.longest_steps import add_longest_steps
 from benchmarks.capture.models import QUICK_WORKLOADS, WORKLOADS
 from benchmarks.capture.requests import add_request_figures
 from benchmarks.capture.training import add_training_figures
@@ -19,6 +20,7 @@ _PARTS: dict[str, Callable[..., None]] = {
     "kernel": add_kernel_figures,
     "cuda": add_cuda_figures,
     **{name: functools.partial(add_training_figures, name) for name in WORKLOADS},
+    "longest_steps": add_longest_steps,
     "requests": add_request_figures,
 }
 

@@ -251,7 +251,7 @@ def running(folder: Path, wanted: Wanted) -> Iterator[Campaign]:
         service = Service(
             parts.url, create_token(database, "recorder", PROJECT), create_token(database, "operator")
         )
-        recorders = Recorders(store, ground, service, random.Random(wanted.seed))
+        recorders = Recorders(store, ground, service, random.Random(wanted.seed), folder / "jobs")
         stack.callback(lambda: end_processes(recorders.trainings))
         parts.start()
         recorders.make_project(database)
@@ -269,5 +269,6 @@ def _environment(folder: Path, faults: Faults, postgres: PostgresServer, judged_
         "WATCHSTEP_DATABASE_URL": postgres.url_at(faults.to_postgres.port),
         "WATCHSTEP_BROKER_URL": f"redis://127.0.0.1:{faults.to_redis.port}/0",
         "WATCHSTEP_RULES_FILE": str(rules_file),
+        "WATCHSTEP_JOBS": str(folder / "jobs"),
         **{f"WATCHSTEP_{name}": value for name, value in _SETTINGS.items()},
     }

@@ -17,6 +17,7 @@ from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Action, Attempt, Event, Run
 
 SECOND = 1_000_000_000
+_SOON_NS = 60 * SECOND
 _EFFECTIVE = {"cooperative", "terminated", "killed"}
 
 
@@ -91,7 +92,8 @@ def unsettled(books: Books | None, newest: Training) -> str:
         return f"pending: {', '.join(pending)}"
     if books.run.lease_until_ns > books.now_ns:
         return "it is leased"
-    if books.run.due_ns is not None and books.run.due_ns <= books.now_ns:
+    # An evaluation that failed is due again after some seconds: until that is done, the run is not at rest.
+    if books.run.due_ns is not None and books.run.due_ns <= books.now_ns + _SOON_NS:
         return "it is due"
     behind = [held.attempt for held in books.attempts.values() if held.journaled < held.ticks]
     if behind:

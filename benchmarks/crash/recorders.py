@@ -9,17 +9,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.crash.counting import NAME as COUNTING
 from benchmarks.crash.ground import CountedJob, Ground
 from benchmarks.crash.trainings import STEPS, Kind, encoded
 from tests.services.recording import PROJECT, Recording
-from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.service_client import ServiceClient
 from watchstep.control import ControlDocument
 from watchstep.errors import NotFoundError, ServiceError
 from watchstep.process_identity import ProcessIdentity
+from watchstep.process_record import record_process
 from watchstep.store import Store
+from watchstep.transport import ServiceAddress
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import BackendRow, ProjectBackend
@@ -84,8 +87,11 @@ class Training:
 class Recorders:
     """Those of some trainings, on one store."""
 
-    def __init__(self, store: Store, ground: Ground, service: Service, chance: random.Random) -> None:
+    def __init__(
+        self, store: Store, ground: Ground, service: Service, chance: random.Random, jobs: Path
+    ) -> None:
         self._store, self._ground, self._service, self._chance = store, ground, service, chance
+        self._jobs = jobs
         self.trainings: list[Training] = []
         self.announced = 0
         self.unheard = 0
@@ -115,13 +121,15 @@ class Recorders:
 
     def _job(self, run: str, kind: Kind, attempt: str) -> CountedJob | subprocess.Popen[bytes] | None:
         if kind.job == "process":
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 ["sleep", "3600"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            record_process(process.pid, self._jobs)
+            return process
         if kind.job == "none":
             return None
         job = self._ground.jobs[f"{run}/{attempt}"] = CountedJob(kind.stubborn)

@@ -84,8 +84,8 @@ def rules(receiver: str) -> tuple[RuleConfig, ...]:
     """The owner's: two that stop, of which each attempt gets one stop, and one that only tells."""
     tell = WebhookAction(url=receiver)
     return (
-        RuleConfig(rule="nan_or_inf", severity="critical", actions=(StopAction(), tell)),
-        RuleConfig(rule="nan_or_inf", name="again", actions=(StopAction(),)),
+        RuleConfig(rule="non_finite_values", severity="critical", actions=(StopAction(), tell)),
+        RuleConfig(rule="non_finite_values", name="again", actions=(StopAction(),)),
         RuleConfig(rule="exploding_gradient", actions=(tell,), **{"for": Hold(steps=3)}),
     )
 

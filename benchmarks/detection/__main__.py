@@ -1,15 +1,30 @@
-"""Detection: ``python -m benchmarks.detection [--quick] [--seeds 0 1 …] [--json FILE]``.
+"""Detection: ``python -m benchmarks.detection [--set own difficult mid_run] [--part tune|held_out] [--only NAME …] [--quick]``.
 
-Without more it trains the project's own programs: published faults, their mended twins and longer healthy trainings, once
-a seed, with the shipped default capture, and judges them by the default rules. The figures with targets are those of
-the programs that are held out from tuning. With ``--cases FILE`` the programs are those of a file. ``--out`` writes the
-report as ``{program: {seed: [[step, rule], …]}}``: one entry for each alert that fires.
+Three sets of the project's own programs are trained with the shipped default capture and judged by the default rules:
+
+- ``own``: published faults, their mended twins and longer healthy trainings, once a seed;
+- ``difficult``: healthy programs that are difficult to judge. Each measures its own quality, as a witness that it is healthy.
+- ``mid_run``: faults that begin in the middle of a run, at a known step, each beside its sound twin.
+
+Each set has a part ``tune`` and a part ``held_out``. The figures with targets are those of ``held_out``. Of the sets
+``difficult`` and ``mid_run`` each alarm of the part ``tune`` is printed with rule, step, severity and whether it stops;
+of ``held_out`` only totals are, and nobody looks further; a program that is not as it claims is named. While tuning::
+
+    python -m benchmarks.detection --set difficult --part tune                 # all alarms on difficult healthy programs
+    python -m benchmarks.detection --set mid_run --part tune --fraction 0.3    # every third fault
+    python -m benchmarks.detection --only click_prediction --seeds 0           # one program
+    python -m benchmarks.detection --set difficult --capture every_step        # everything measured at every step
+
+With ``--cases FILE`` the programs are those of a file. ``--out`` writes the report as ``{program: {seed: [[step, rule], …]}}``:
+one entry for each alert that fires; of the sets ``difficult`` and ``mid_run`` for the part ``tune`` alone, faulty runs of the
+latter as ``NAME!``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,14 +32,25 @@ from benchmarks.detection.detecting import detect, programs_of
 from benchmarks.detection.figures import add_figures, add_own
 from benchmarks.detection.own import Part, part_of
 from benchmarks.detection.programs import Program
-from benchmarks.detection.scoring import score
+from benchmarks.detection.run_witnessed import KINDS, Chosen, Ran, run_witnessed
+from benchmarks.detection.scoring import Report, score
+from benchmarks.detection.witnessed import witnessed_programs
+from benchmarks.report import Figure, arguments
 from benchmarks.report import Report as Figures
-from benchmarks.report import arguments
+from watchstep_rules.config import StopAction
+from watchstep_rules.defaults import DEFAULT_RULES
 
 STEP_SECONDS = 0.001
 SLOW_STEP_SECONDS = 0.02
 OWN_SEEDS = (0, 1, 2)
 QUICK_STEPS = 300
+QUICK_FRACTION = 0.1
+STOPPING = {
+    config.rule
+    for config in DEFAULT_RULES
+    if any(isinstance(action, StopAction) for action in config.actions)
+}
+"""Rules that stop a job by default."""
 
 
 def parsed() -> argparse.Namespace:
@@ -33,9 +59,26 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--cases", type=Path, help="a Python file with CASES; the project's own set without it"
     )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        choices=("own", *KINDS),
+        dest="sets",
+        help="these sets of programs only; all where it is left out",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", help="one training for each; 0 1 2, of a file 100")
     parser.add_argument("--only", nargs="+", help="these programs only")
-    parser.add_argument("--part", choices=("tune", "held_out"), help="this part of the own set only")
+    parser.add_argument("--part", choices=("tune", "held_out"), help="this part of each set only")
+    parser.add_argument(
+        "--fraction", type=float, default=1.0, help="this share of difficult and mid_run programs, by name"
+    )
+    parser.add_argument(
+        "--capture",
+        choices=("default", "every_step"),
+        default="default",
+        help="of difficult and mid_run programs: as shipped, or everything at every step",
+    )
+    parser.add_argument("--processes", type=int, help="programs at a time; as many as there are cores")
     parser.add_argument("--out", type=Path, help="write the report here, as the scorer reads it")
     parser.add_argument(
         "--fast-only", action="store_true", help="of a file, leave out the run with slow steps"
@@ -75,18 +118,76 @@ def chosen_of(programs: dict[str, Program], part: Part | None, *, quick: bool) -
     return [held for name in pairs for held in (name, f"{name}.fixed")] + healthy
 
 
-def run_own(given: argparse.Namespace, figures: Figures) -> None:
-    """The project's own programs."""
+def run_own(given: argparse.Namespace, figures: Figures) -> Report:
+    """The published faults and longer healthy trainings."""
     programs = programs_of(None)
     part: Part | None = "held_out" if given.quick else given.part
-    chosen = given.only or chosen_of(programs, part, quick=given.quick)
+    chosen = (
+        [name for name in given.only if name in programs]
+        if given.only
+        else chosen_of(programs, part, quick=given.quick)
+    )
+    if not chosen:
+        return {}
     seeds = given.seeds or (OWN_SEEDS[:1] if given.quick else OWN_SEEDS)
     steps = QUICK_STEPS if given.quick else None
     report = detect(None, chosen, seeds, STEP_SECONDS, most_steps=steps, done=progress)
     add_own(figures, report, programs)
-    figures.remark(f"seeds {' '.join(map(str, seeds))}; {len(chosen)} of {len(programs)} programs")
+    figures.remark(f"own: seeds {' '.join(map(str, seeds))}; {len(chosen)} of {len(programs)} programs")
     if given.quick:
         figures.remark(f"--quick: one seed, every other program of held_out, {QUICK_STEPS} steps at most")
+    return report
+
+
+def add_stops(figures: Figures, own: Report, ran: Ran) -> None:
+    """Healthy runs of all sets that an alert would have stopped, held out."""
+    programs = programs_of(None)
+    healthy = [
+        alarms
+        for name, seeds in own.items()
+        if part_of(name) == "held_out" and programs[name].kind != "faulty"
+        for alarms in seeds.values()
+    ]
+    stopped = sum(any(rule in STOPPING for _, rule in alarms) for alarms in healthy)
+    runs = len(healthy) + ran.healthy
+    if runs:
+        figures.add(
+            "held_out/wrong stops of all healthy runs",
+            Figure(stopped + ran.stopped, "runs", 0.0, note=f"{runs} runs, sound twins included"),
+        )
+
+
+def run_others(given: argparse.Namespace, figures: Figures, sets: tuple[str, ...], own: Report) -> Report:
+    """Difficult programs, and faults in the middle; of a quick run a few of those to tune on."""
+    chosen = Chosen(
+        tuple(kind for kind in KINDS if kind in sets),
+        "tune" if given.quick else given.part,
+        tuple(given.only) if given.only else None,
+        tuple(given.seeds) if given.seeds else (0,) if given.quick else None,
+        QUICK_FRACTION if given.quick else given.fraction,
+        given.capture,
+        given.processes or len(os.sched_getaffinity(0)),
+    )
+    ran = run_witnessed(figures, chosen, progress)
+    add_stops(figures, own, ran)
+    report: Report = {}
+    for result in ran.tuned:
+        name = f"{result.program}!" if result.faulty else result.program
+        report.setdefault(name, {})[str(result.seed)] = [(alarm.step, alarm.rule) for alarm in result.alarms]
+    return report
+
+
+def run_sets(given: argparse.Namespace, figures: Figures) -> None:
+    """The project's own programs, of the sets that are asked for.
+
+    Raises:
+        SystemExit: a program of ``--only`` is in no set.
+    """
+    sets = tuple(given.sets or ("own", *KINDS))
+    if unknown := set(given.only or ()) - set(programs_of(None)) - set(witnessed_programs()):
+        raise SystemExit(f"--only: no program is named {', '.join(sorted(unknown))}")
+    report = run_own(given, figures) if "own" in sets else {}
+    report |= run_others(given, figures, sets, report)
     if given.out:
         given.out.write_text(json.dumps(report))
 
@@ -98,7 +199,7 @@ def main() -> None:
     if given.cases:
         run_file(given, figures)
     else:
-        run_own(given, figures)
+        run_sets(given, figures)
     figures.finish(given.json)
 
 

@@ -151,5 +151,5 @@ def missing(kind: str) -> str:
 def _end_service(folder: Path) -> None:
     note = folder / "store" / ".watchstep" / "service.json"
     if note.exists():
-        os.kill(json.loads(note.read_text(encoding="utf-8"))["pid"], signal.SIGTERM)
+        os.kill(json.loads(note.read_text(encoding="utf-8"))["process"]["pid"], signal.SIGTERM)
         eventually(lambda: not note.exists(), SECONDS)

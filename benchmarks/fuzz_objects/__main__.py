@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.fuzz_objects.reading import SEEDS_OF_A_RUN
 from benchmarks.fuzz_objects.whole import KINDS, record
 from benchmarks.report import Figure, Report, arguments
 
@@ -31,14 +32,14 @@ class Told:
     deaths: list[str] = field(default_factory=list)
 
 
-def children(objects: int) -> list[tuple[str, int, int]]:
-    """(kind, seed, count) of each child."""
+def children(objects: int, seed: int = 0) -> list[tuple[str, int, int]]:
+    """(kind, seed, count) of each child; those of runs with different seeds differ."""
     made = []
     for kind in KINDS:
-        left, seed = round(objects * SHARES[kind]), 0
+        left, number = round(objects * SHARES[kind]), seed * SEEDS_OF_A_RUN
         while left > 0:
-            made.append((kind, seed, min(left, OF_A_CHILD)))
-            left, seed = left - OF_A_CHILD, seed + 1
+            made.append((kind, number, min(left, OF_A_CHILD)))
+            left, number = left - OF_A_CHILD, number + 1
     return made
 
 
@@ -61,7 +62,7 @@ def run_child(folder: Path, kind: str, seed: int, count: int) -> tuple[str, int,
     return kind, count, json.loads(done.stdout)
 
 
-def measure(objects: int, folder: Path) -> dict[str, Told]:
+def measure(objects: int, folder: Path, seed: int) -> dict[str, Told]:
     """Read so many bent objects, in as many processes as there are cores."""
     for kind, whole in record(folder / "recorded").items():
         (folder / kind).mkdir()
@@ -69,7 +70,7 @@ def measure(objects: int, folder: Path) -> dict[str, Told]:
             (folder / kind / f"{number:04d}").write_bytes(data)
     told = {kind: Told() for kind in KINDS}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for kind, count, said in pool.map(lambda child: run_child(folder, *child), children(objects)):
+        for kind, count, said in pool.map(lambda child: run_child(folder, *child), children(objects, seed)):
             mine = told[kind]
             if isinstance(said, str):
                 mine.deaths.append(said)
@@ -84,11 +85,14 @@ def measure(objects: int, folder: Path) -> dict[str, Told]:
 def main() -> None:
     parser = arguments("Bent segments, snapshots and documents, and what readers make of them.")
     parser.add_argument("--objects", type=int, default=120_000)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="other objects than those of another seed, from 0"
+    )
     given = parser.parse_args()
     objects = 3000 if given.quick else given.objects
     report = Report("Malformed objects", given.quick)
     with tempfile.TemporaryDirectory() as place:
-        told = measure(objects, Path(place))
+        told = measure(objects, Path(place), given.seed)
     for kind, mine in told.items():
         note = f"{mine.refused} refused, {mine.objects - mine.refused} read"
         report.add(f"{kind}: objects", Figure(mine.objects, "objects", note=note))

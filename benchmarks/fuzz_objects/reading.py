@@ -1,7 +1,7 @@
 """A child: bend objects of one kind, read each, and say what came of it.
 
 ``python -m benchmarks.fuzz_objects.reading FOLDER KIND SEED COUNT MIB``: the folder holds whole objects, and takes the one
-that is being read, so that it is known if this process dies of it.
+that is being read, so that it is known if this process dies of it. COUNT 0 reads only what claims to be large.
 """
 
 from __future__ import annotations
@@ -16,21 +16,32 @@ from typing import Any
 
 from benchmarks.fuzz_objects.bending import BENDS
 from benchmarks.fuzz_objects.bending_tables import TABLE_BENDS
-from benchmarks.fuzz_objects.bombs import document_bombs, segment_bombs, snapshot_bombs
+from benchmarks.fuzz_objects.bombs import document_bombs, manifest_bombs, segment_bombs, snapshot_bombs
 from watchstep import documents, journal, segment
 from watchstep.control import ControlDocument
 from watchstep.documents import AttemptDocument, EndDocument, RunDocument
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.reading import manifest
+from watchstep.reading.parquet_object import Catalogues, open_object
 from watchstep.snapshot import open_snapshot
 from watchstep.store import Store
 
+SEGMENT = "stats/a1/node/w0/0000000000-0-0.parquet"
 KEY = "tensors/a1/0/00000001-train.safetensors"
 
 
-def read_segment(data: bytes, _store: Store) -> None:
-    """As the evaluator and the reader read it."""
-    segment.decode(data, "fuzzed")
+def read_segment(data: bytes, store: Store) -> None:
+    """As the evaluator reads it, and as a reader that fetches columns."""
+    damage: FormatError | None = None
+    try:
+        segment.decode(data, "fuzzed")
+    except FormatError as error:
+        damage = error
+    store.put(SEGMENT, data)
+    found = open_object(store, SEGMENT, len(data), Catalogues())
+    segment.to_block(found.read(found.columns), found.catalogue, SEGMENT)
+    if damage is not None:
+        raise damage
 
 
 def read_snapshot(data: bytes, store: Store) -> None:
@@ -83,7 +94,13 @@ def bombs(kind: str, whole: list[bytes], dice: random.Random) -> list[bytes]:
     """What claims to be large."""
     if kind == "segment":
         return segment_bombs(whole[0])
+    if kind == "manifest":
+        return [*manifest_bombs(whole[0]), *document_bombs(dice)]
     return snapshot_bombs() if kind == "snapshot" else document_bombs(dice)
+
+
+SEEDS_OF_A_RUN = 1_000_000
+"""Seeds of one run's children: those of a run with seed S begin at S times this."""
 
 
 def main(folder: Path, kind: str, seed: int, count: int, mib: int) -> None:
@@ -97,7 +114,7 @@ def main(folder: Path, kind: str, seed: int, count: int, mib: int) -> None:
     read = READERS[kind]
     for one in whole:
         read(one, store)  # all is imported, and what is whole is read
-    made = bombs(kind, whole, dice) if seed == 0 else []
+    made = bombs(kind, whole, dice) if seed % SEEDS_OF_A_RUN == 0 else []
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here: making bombs took memory, too
     before = peak_mib()
     held = Path("/proc/self/statm").read_text().split()[0]
@@ -105,7 +122,7 @@ def main(folder: Path, kind: str, seed: int, count: int, mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     told = {"read": 0, "refused": 0}
     failures: list[str] = []
-    for number in range(count):
+    for number in range(count or len(made)):
         bends = (*BENDS, *(TABLE_BENDS if kind == "segment" else ()))
         bent = made[number] if number < len(made) else dice.choice(bends)(dice, dice.choice(whole))
         if dice.random() < 0.1 and number >= len(made) and bent:

@@ -34,7 +34,7 @@ from watchstep_services.database.records import hint, put_segment
 from watchstep_services.database.schema import upgrade
 from watchstep_services.registration import register
 from watchstep_services.scheduler.sweep import sweep
-from watchstep_services.scheduler.work import evaluate_run
+from watchstep_services.scheduler.work import evaluate_longest_due
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS, load_settings
 
@@ -138,7 +138,7 @@ def _measure(sample: Sample, rounds: int) -> Cost:
     for _ in range(rounds):
         sample.send()
         sample.queries, since = 0, time.process_time()
-        evaluate_run(sample.service, sample.run_id)
+        evaluate_longest_due(sample.service, sample.run_id)
         took += time.process_time() - since
         asked += sample.queries
     database = cpu_of(sample.postmaster) - before
@@ -158,7 +158,7 @@ def add_growth_figures(report: Report, *, quick: bool) -> None:
     with _sample(10 + rounds * len(sizes)) as sample:
         for _ in range(10):  # connections, caches and the rules' history as they are in a run that goes on
             size = sample.send()
-            evaluate_run(sample.service, sample.run_id)
+            evaluate_longest_due(sample.service, sample.run_id)
         there = 1
         for number in sizes:
             _add_virtual(sample.service.database, there, number)

@@ -22,11 +22,12 @@ import numpy as np
 
 from benchmarks.made_rows import Shape, catalogue_of, rows_of_steps
 from watchstep import documents, layout, segment
-from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.service_client import ServiceClient
 from watchstep.documents import AttemptDocument, EndDocument, RunDocument
 from watchstep.errors import ServiceError
 from watchstep.layout import SegmentKey, WriterId
 from watchstep.store import Store
+from watchstep.transport import ServiceAddress
 
 PROJECT = "simulated"
 LAYERS = 28
@@ -93,9 +94,9 @@ class Segments:
     def __init__(self, steps: int, number: int) -> None:
         made = [rows_of_steps(Shape(layers=LAYERS), seq * steps, steps) for seq in range(number)]
         self.good = [segment.encode(block) for block in made]
-        loss = len(catalogue_of(Shape(layers=LAYERS))) - 3
+        roles = [info.role for info in catalogue_of(Shape(layers=LAYERS))]
         for block in made:
-            block.statistics.nan[np.flatnonzero(block.tensor == loss)[-1]] = 1
+            block.statistics.nan[np.flatnonzero(block.tensor == roles.index("gradient"))[-1]] = 1
         self.bad = [segment.encode(block) for block in made]
 
 

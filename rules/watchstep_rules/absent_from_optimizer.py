@@ -7,9 +7,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.figures.in_a_row import in_a_row, probe
 from watchstep_rules.finding import Finding, finding_at
+
+_PART = 0.25
+"""Share of a model that optimizers hold at least where a layer that they leave out was forgotten: who tunes a head or an adapter holds less."""
 
 
 class AbsentFromOptimizerParams(Params):
@@ -17,6 +22,10 @@ class AbsentFromOptimizerParams(Params):
 
     records: int = Field(
         4, ge=1, le=1000, description="Records in a row with a gradient and without an optimizer."
+    )
+    strict: bool = Field(
+        False,
+        description="Judge also what may be left out on purpose, as a trunk whose head is trained alone.",
     )
 
 
@@ -27,12 +36,21 @@ class AbsentFromOptimizerState(State):
 class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerState]):
     """Fires when a parameter's gradient is not zero, no optimizer holds it, and it has not changed, at ``records`` records in a row.
 
-    ``sum |g| > 0`` and ``w = w of the first record``. Capture knows an optimizer from its first step on; the default of four
-    records, 75 steps, waits for those that step seldom. A parameter that the program moves itself (an average, a target
-    network) changes, and is left alone.
+    ``sum |g| > 0`` and ``w = w of the first record``. Capture takes a record every 25 steps, and looks for all optimizers of the process
+    first: one that alternates with others, or has not stepped yet, holds its parameters. A parameter that the program moves itself (an
+    average, a target network, a copy of main weights) changes, and is left alone; one with ``requires_grad=False`` has no record.
 
-    A training of the head alone, whose trunk still requires gradients because nobody said otherwise, looks the same and
-    is common, so this rule is off by default; what it finds costs a backward pass through the trunk at least.
+    A training of the head alone, whose trunk still requires gradients because nobody said otherwise, is common, and no fault. So a
+    parameter counts, unless ``strict``, where one of these holds:
+
+    - no optimizer holds anything of the model: it was moved, wrapped or copied after the optimizer was made, or updates go to a copy that never
+      comes back;
+    - an optimizer held it before;
+    - it is a weight matrix after the first layer that is held, and a quarter of the model's elements or more are held: who tunes a prompt, an adapter
+      or a head leaves out most of a model, and who leaves out its beginning leaves out what comes first;
+    - it is a bias, or another vector, beside a weight matrix that is held.
+
+    It cannot tell a layer that is left out on purpose between others that learn from one that was forgotten: set ``requires_grad=False``.
     """
 
     name = "absent_from_optimizer"
@@ -65,7 +83,7 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[AbsentFromOptimizerState, list[Finding]]:
         """Judge each record of a parameter that no optimizer holds."""
-        found = in_a_row(context, block, _left_out, params.records)
+        found = in_a_row(context, block, _left_out if params.strict else _forgotten, params.records)
         return state, [
             finding_at(
                 self.name,
@@ -85,3 +103,18 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
 def _left_out(rows: Block) -> NDArray[np.bool_]:
     left_out: NDArray[np.bool_] = (rows.statistics.abs_sum > 0) & (probe(rows, "changed") == 0)
     return left_out
+
+
+def _forgotten(rows: Block) -> NDArray[np.bool_]:
+    share = probe(rows, "held_share")
+    is_matrix = rows_where(rows, _is_matrix)
+    amid = is_matrix & (probe(rows, "after_held") > 0) & (share >= _PART)
+    forgotten: NDArray[np.bool_] = (
+        (share == 0) | (probe(rows, "was_held") > 0) | (probe(rows, "beside_held") > 0) | amid
+    )
+    forgotten &= _left_out(rows)
+    return forgotten
+
+
+def _is_matrix(info: TensorInfo) -> bool:
+    return len(info.shape) > 1

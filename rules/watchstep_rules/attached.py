@@ -11,8 +11,12 @@ from pydantic import ValidationError
 from watchstep.errors import RuleError
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.contract import Params, Severity
+from watchstep_rules.defaults import DEFAULT_RULES
 
 _Given = ParamSpec("_Given")
+
+_DEFAULT_SEVERITY = {config.rule: {"severity": config.severity} for config in DEFAULT_RULES}
+"""A rule that is attached is as severe as by default."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def attachable(rule: str, params: Callable[_Given, Params]) -> Callable[_Given, 
             checked = params(*args, **given)
         except ValidationError as error:
             raise _refused(rule, error) from error
-        return _attached({"rule": rule, "params": checked.model_dump(mode="json", exclude_unset=True)})
+        written = checked.model_dump(mode="json", exclude_unset=True)
+        return _attached({"rule": rule, "params": written, **_DEFAULT_SEVERITY.get(rule, {})})
 
     attach.__name__ = attach.__qualname__ = rule
     attach.__doc__ = f"Attach rule {rule}. Raises `RuleError` where a parameter cannot be used."

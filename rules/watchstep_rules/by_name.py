@@ -16,6 +16,8 @@ from watchstep_rules.feature_importance import FeatureImportanceParams
 from watchstep_rules.frozen_batch_norm import FrozenBatchNormParams
 from watchstep_rules.gpu_memory_increase import GpuMemoryIncreaseParams
 from watchstep_rules.gradient_norm_spike import GradientNormSpikeParams
+from watchstep_rules.gradients_cease import GradientsCeaseParams
+from watchstep_rules.hyperparameter_jump import HyperparameterJumpParams
 from watchstep_rules.initialization_time import InitializationTimeParams
 from watchstep_rules.input_image_mean import InputImageMeanParams
 from watchstep_rules.io_bottleneck import IoBottleneckParams
@@ -23,21 +25,55 @@ from watchstep_rules.learning_rate_scale import LearningRateScaleParams
 from watchstep_rules.load_balance import LoadBalanceParams
 from watchstep_rules.loss_not_decreasing import LossNotDecreasingParams
 from watchstep_rules.loss_spike import LossSpikeParams
+from watchstep_rules.lost_progress import LostProgressParams
 from watchstep_rules.low_gpu_utilization import LowGpuUtilizationParams
 from watchstep_rules.memory_growth import MemoryGrowthParams
 from watchstep_rules.missing_zero_grad import MissingZeroGradParams
 from watchstep_rules.nan_or_inf import NanOrInfParams
+from watchstep_rules.non_finite_values import NonFiniteValuesParams
 from watchstep_rules.number_format_headroom import NumberFormatHeadroomParams
 from watchstep_rules.oscillating_loss import OscillatingLossParams
 from watchstep_rules.overfit import OverfitParams
 from watchstep_rules.overtraining import OvertrainingParams
 from watchstep_rules.poor_initialization import PoorInitializationParams
 from watchstep_rules.replica_divergence import ReplicaDivergenceParams
+from watchstep_rules.sagemaker.all_zero import SagemakerAllZeroParams
+from watchstep_rules.sagemaker.check_input_images import SagemakerCheckInputImagesParams
 from watchstep_rules.sagemaker.class_imbalance import SagemakerClassImbalanceParams
+from watchstep_rules.sagemaker.confusion import SagemakerConfusionParams
+from watchstep_rules.sagemaker.dead_relu import SagemakerDeadReluParams
+from watchstep_rules.sagemaker.exploding_tensor import SagemakerExplodingTensorParams
+from watchstep_rules.sagemaker.feature_importance import SagemakerFeatureImportanceOverweightParams
 from watchstep_rules.sagemaker.loss_not_decreasing import SagemakerLossNotDecreasingParams
+from watchstep_rules.sagemaker.nlp_sequence_ratio import SagemakerNlpSequenceRatioParams
 from watchstep_rules.sagemaker.overfit import SagemakerOverfitParams
+from watchstep_rules.sagemaker.overtraining import SagemakerOvertrainingParams
 from watchstep_rules.sagemaker.poor_weight_initialization import SagemakerPoorWeightInitializationParams
+from watchstep_rules.sagemaker.profiler import (
+    SagemakerBatchSizeParams,
+    SagemakerCpuBottleneckParams,
+    SagemakerDataloaderParams,
+    SagemakerGpuMemoryIncreaseParams,
+    SagemakerIoBottleneckParams,
+    SagemakerLoadBalancingParams,
+    SagemakerLowGpuUtilizationParams,
+    SagemakerMaxInitializationTimeParams,
+    SagemakerStepOutlierParams,
+)
+from watchstep_rules.sagemaker.profiler_report import PROFILER_REPORT_PARAMS
+from watchstep_rules.sagemaker.reports import (
+    SagemakerCreateXgboostReportParams,
+    SagemakerOverallFrameworkMetricsParams,
+    SagemakerOverallSystemUsageParams,
+)
+from watchstep_rules.sagemaker.saturated_activation import SagemakerSaturatedActivationParams
+from watchstep_rules.sagemaker.similar_across_runs import SagemakerSimilarAcrossRunsParams
+from watchstep_rules.sagemaker.stalled_training import SagemakerStalledTrainingParams
+from watchstep_rules.sagemaker.tensor_variance import SagemakerTensorVarianceParams
+from watchstep_rules.sagemaker.tree_depth import SagemakerTreeDepthParams
+from watchstep_rules.sagemaker.unchanged_tensor import SagemakerUnchangedTensorParams
 from watchstep_rules.sagemaker.vanishing_gradient import SagemakerVanishingGradientParams
+from watchstep_rules.sagemaker.weight_update_ratio import SagemakerWeightUpdateRatioParams
 from watchstep_rules.saturated_activation import SaturatedActivationParams
 from watchstep_rules.scaler_skips import ScalerSkipsParams
 from watchstep_rules.similar_across_runs import SimilarAcrossRunsParams
@@ -49,6 +85,7 @@ from watchstep_rules.tensor_variance import TensorVarianceParams
 from watchstep_rules.token_ratio import TokenRatioParams
 from watchstep_rules.tree_depth import TreeDepthParams
 from watchstep_rules.unchanged_tensor import UnchangedTensorParams
+from watchstep_rules.unlike_earlier_runs import UnlikeEarlierRunsParams
 from watchstep_rules.vanishing_gradient import VanishingGradientParams
 from watchstep_rules.weight_not_updating import WeightNotUpdatingParams
 from watchstep_rules.weight_update_ratio import WeightUpdateRatioParams
@@ -66,6 +103,8 @@ feature_importance = attachable("feature_importance", FeatureImportanceParams)
 frozen_batch_norm = attachable("frozen_batch_norm", FrozenBatchNormParams)
 gpu_memory_increase = attachable("gpu_memory_increase", GpuMemoryIncreaseParams)
 gradient_norm_spike = attachable("gradient_norm_spike", GradientNormSpikeParams)
+gradients_cease = attachable("gradients_cease", GradientsCeaseParams)
+hyperparameter_jump = attachable("hyperparameter_jump", HyperparameterJumpParams)
 initialization_time = attachable("initialization_time", InitializationTimeParams)
 input_image_mean = attachable("input_image_mean", InputImageMeanParams)
 io_bottleneck = attachable("io_bottleneck", IoBottleneckParams)
@@ -73,23 +112,65 @@ learning_rate_scale = attachable("learning_rate_scale", LearningRateScaleParams)
 load_balance = attachable("load_balance", LoadBalanceParams)
 loss_not_decreasing = attachable("loss_not_decreasing", LossNotDecreasingParams)
 loss_spike = attachable("loss_spike", LossSpikeParams)
+lost_progress = attachable("lost_progress", LostProgressParams)
 low_gpu_utilization = attachable("low_gpu_utilization", LowGpuUtilizationParams)
 memory_growth = attachable("memory_growth", MemoryGrowthParams)
 missing_zero_grad = attachable("missing_zero_grad", MissingZeroGradParams)
 nan_or_inf = attachable("nan_or_inf", NanOrInfParams)
+non_finite_values = attachable("non_finite_values", NonFiniteValuesParams)
 number_format_headroom = attachable("number_format_headroom", NumberFormatHeadroomParams)
 oscillating_loss = attachable("oscillating_loss", OscillatingLossParams)
 overfit = attachable("overfit", OverfitParams)
 overtraining = attachable("overtraining", OvertrainingParams)
 poor_initialization = attachable("poor_initialization", PoorInitializationParams)
 replica_divergence = attachable("replica_divergence", ReplicaDivergenceParams)
+sagemaker_all_zero = attachable("sagemaker_all_zero", SagemakerAllZeroParams)
+sagemaker_batch_size = attachable("sagemaker_batch_size", SagemakerBatchSizeParams)
+sagemaker_check_input_images = attachable("sagemaker_check_input_images", SagemakerCheckInputImagesParams)
 sagemaker_class_imbalance = attachable("sagemaker_class_imbalance", SagemakerClassImbalanceParams)
+sagemaker_confusion = attachable("sagemaker_confusion", SagemakerConfusionParams)
+sagemaker_cpu_bottleneck = attachable("sagemaker_cpu_bottleneck", SagemakerCpuBottleneckParams)
+sagemaker_create_xgboost_report = attachable(
+    "sagemaker_create_xgboost_report", SagemakerCreateXgboostReportParams
+)
+sagemaker_dataloader = attachable("sagemaker_dataloader", SagemakerDataloaderParams)
+sagemaker_dead_relu = attachable("sagemaker_dead_relu", SagemakerDeadReluParams)
+sagemaker_exploding_tensor = attachable("sagemaker_exploding_tensor", SagemakerExplodingTensorParams)
+sagemaker_feature_importance_overweight = attachable(
+    "sagemaker_feature_importance_overweight", SagemakerFeatureImportanceOverweightParams
+)
+sagemaker_gpu_memory_increase = attachable("sagemaker_gpu_memory_increase", SagemakerGpuMemoryIncreaseParams)
+sagemaker_io_bottleneck = attachable("sagemaker_io_bottleneck", SagemakerIoBottleneckParams)
+sagemaker_load_balancing = attachable("sagemaker_load_balancing", SagemakerLoadBalancingParams)
 sagemaker_loss_not_decreasing = attachable("sagemaker_loss_not_decreasing", SagemakerLossNotDecreasingParams)
+sagemaker_low_gpu_utilization = attachable("sagemaker_low_gpu_utilization", SagemakerLowGpuUtilizationParams)
+sagemaker_max_initialization_time = attachable(
+    "sagemaker_max_initialization_time", SagemakerMaxInitializationTimeParams
+)
+sagemaker_nlp_sequence_ratio = attachable("sagemaker_nlp_sequence_ratio", SagemakerNlpSequenceRatioParams)
+sagemaker_overall_framework_metrics = attachable(
+    "sagemaker_overall_framework_metrics", SagemakerOverallFrameworkMetricsParams
+)
+sagemaker_overall_system_usage = attachable(
+    "sagemaker_overall_system_usage", SagemakerOverallSystemUsageParams
+)
 sagemaker_overfit = attachable("sagemaker_overfit", SagemakerOverfitParams)
+sagemaker_overtraining = attachable("sagemaker_overtraining", SagemakerOvertrainingParams)
 sagemaker_poor_weight_initialization = attachable(
     "sagemaker_poor_weight_initialization", SagemakerPoorWeightInitializationParams
 )
+sagemaker_profiler_report = attachable("sagemaker_profiler_report", PROFILER_REPORT_PARAMS)
+sagemaker_saturated_activation = attachable(
+    "sagemaker_saturated_activation", SagemakerSaturatedActivationParams
+)
+sagemaker_similar_across_runs = attachable("sagemaker_similar_across_runs", SagemakerSimilarAcrossRunsParams)
+sagemaker_stalled_training = attachable("sagemaker_stalled_training", SagemakerStalledTrainingParams)
+sagemaker_step_outlier = attachable("sagemaker_step_outlier", SagemakerStepOutlierParams)
+sagemaker_tensor_variance = attachable("sagemaker_tensor_variance", SagemakerTensorVarianceParams)
+sagemaker_tree_depth = attachable("sagemaker_tree_depth", SagemakerTreeDepthParams)
+sagemaker_unchanged_tensor = attachable("sagemaker_unchanged_tensor", SagemakerUnchangedTensorParams)
 sagemaker_vanishing_gradient = attachable("sagemaker_vanishing_gradient", SagemakerVanishingGradientParams)
+sagemaker_weight_update_ratio = attachable("sagemaker_weight_update_ratio", SagemakerWeightUpdateRatioParams)
 saturated_activation = attachable("saturated_activation", SaturatedActivationParams)
 scaler_skips = attachable("scaler_skips", ScalerSkipsParams)
 similar_across_runs = attachable("similar_across_runs", SimilarAcrossRunsParams)
@@ -101,6 +182,7 @@ tensor_variance = attachable("tensor_variance", TensorVarianceParams)
 token_ratio = attachable("token_ratio", TokenRatioParams)
 tree_depth = attachable("tree_depth", TreeDepthParams)
 unchanged_tensor = attachable("unchanged_tensor", UnchangedTensorParams)
+unlike_earlier_runs = attachable("unlike_earlier_runs", UnlikeEarlierRunsParams)
 vanishing_gradient = attachable("vanishing_gradient", VanishingGradientParams)
 weight_not_updating = attachable("weight_not_updating", WeightNotUpdatingParams)
 weight_update_ratio = attachable("weight_update_ratio", WeightUpdateRatioParams)
@@ -119,6 +201,8 @@ __all__ = [
     "frozen_batch_norm",
     "gpu_memory_increase",
     "gradient_norm_spike",
+    "gradients_cease",
+    "hyperparameter_jump",
     "initialization_time",
     "input_image_mean",
     "io_bottleneck",
@@ -126,21 +210,51 @@ __all__ = [
     "load_balance",
     "loss_not_decreasing",
     "loss_spike",
+    "lost_progress",
     "low_gpu_utilization",
     "memory_growth",
     "missing_zero_grad",
     "nan_or_inf",
+    "non_finite_values",
     "number_format_headroom",
     "oscillating_loss",
     "overfit",
     "overtraining",
     "poor_initialization",
     "replica_divergence",
+    "sagemaker_all_zero",
+    "sagemaker_batch_size",
+    "sagemaker_check_input_images",
     "sagemaker_class_imbalance",
+    "sagemaker_confusion",
+    "sagemaker_cpu_bottleneck",
+    "sagemaker_create_xgboost_report",
+    "sagemaker_dataloader",
+    "sagemaker_dead_relu",
+    "sagemaker_exploding_tensor",
+    "sagemaker_feature_importance_overweight",
+    "sagemaker_gpu_memory_increase",
+    "sagemaker_io_bottleneck",
+    "sagemaker_load_balancing",
     "sagemaker_loss_not_decreasing",
+    "sagemaker_low_gpu_utilization",
+    "sagemaker_max_initialization_time",
+    "sagemaker_nlp_sequence_ratio",
+    "sagemaker_overall_framework_metrics",
+    "sagemaker_overall_system_usage",
     "sagemaker_overfit",
+    "sagemaker_overtraining",
     "sagemaker_poor_weight_initialization",
+    "sagemaker_profiler_report",
+    "sagemaker_saturated_activation",
+    "sagemaker_similar_across_runs",
+    "sagemaker_stalled_training",
+    "sagemaker_step_outlier",
+    "sagemaker_tensor_variance",
+    "sagemaker_tree_depth",
+    "sagemaker_unchanged_tensor",
     "sagemaker_vanishing_gradient",
+    "sagemaker_weight_update_ratio",
     "saturated_activation",
     "scaler_skips",
     "similar_across_runs",
@@ -152,6 +266,7 @@ __all__ = [
     "token_ratio",
     "tree_depth",
     "unchanged_tensor",
+    "unlike_earlier_runs",
     "vanishing_gradient",
     "weight_not_updating",
     "weight_update_ratio",

@@ -125,6 +125,15 @@ WrittenAction = Annotated[
 ]
 
 
+def _hint(name: str) -> str:
+    """What to write for the name of a rule that there is not; empty where nothing is like it."""
+    for rule in RULES.values():
+        if getattr(rule.params_type, "amazon", "") == name:
+            return f"Amazon's rule of that name is {rule.name}"
+    close = difflib.get_close_matches(name, {**RULES, **KINDS}, n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
 class TensorScope(_Model):
     """Which tensors a rule config judges. What is left out does not narrow."""
 
@@ -234,10 +243,7 @@ class RuleConfig(_Model):
         try:
             find_rule(value)
         except RuleError as error:
-            close = difflib.get_close_matches(value, {**RULES, **KINDS}, n=1)
-            raise ValueError(
-                f"{error.what}; {f'did you mean {close[0]}?' if close else error.mend}"
-            ) from error
+            raise ValueError(f"{error.what}; {_hint(value) or error.mend}") from error
         return value
 
     @field_validator("params")
@@ -246,7 +252,7 @@ class RuleConfig(_Model):
         can_be_kept(value)
         if "rule" in info.data:
             value = with_source(info.data["rule"], value)
-            find_rule(info.data["rule"]).params_type.model_validate(value)
+            find_rule(info.data["rule"]).params_type.model_validate(value, context=info.context)
         return value
 
     @field_validator("message")

@@ -41,7 +41,11 @@ class Explanation(BaseModel):
     what_to_try: tuple[str, ...]
 
     def as_text(self) -> str:
-        """A block of lines for a terminal or a message."""
+        """A block of lines for a message."""
+        return "\n".join(self.as_lines())
+
+    def as_lines(self) -> list[str]:
+        """The lines of the block, for a terminal. Names in them come from programs, and may hold ends of lines."""
         lines = [
             self.title,
             f"  seen    {self.seen}",
@@ -54,7 +58,7 @@ class Explanation(BaseModel):
                 f"  {name:7} {sentence}" if place == 0 else _INDENT + sentence
                 for place, sentence in enumerate(sentences)
             ]
-        return "\n".join(lines)
+        return lines
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from watchstep.tensors import MODES, Mode
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, is_matrix_of, rows_where
 from watchstep_rules.figures.lasting_flags import Flags, both
+from watchstep_rules.figures.loss_series import NOTHING
 from watchstep_rules.figures.robust import medians_of_known
 from watchstep_rules.finding import Finding, finding_at
 
@@ -339,7 +340,7 @@ def _risen(
     for row in map(int, rows[np.argsort(block.step[rows], kind="stable")]):
         mode, step, size = block.mode_name(row), int(block.step[row]), abs(float(block.statistics.mean[row]))
         began = first.setdefault(f"{block.info(row).name}@{block.worker[row]}/{mode}", size)
-        away = began > 0 and size >= params.loss_growth * began
+        away = began > NOTHING and size >= params.loss_growth * began
         before = now.get(mode, (-1, False))
         now[mode] = (step, away or (before[0] == step and before[1]))
         risen.see(mode, now[mode][0], flag=now[mode][1])

@@ -11,13 +11,15 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures import constant_prediction
-from watchstep_rules.figures.constant_prediction import LabelState, against_labels
+from watchstep_rules.figures.constant_prediction import AgainstLabels, LabelState, against_labels
 from watchstep_rules.figures.loss_progress import Beginning, Progress, lookback, progress
 from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.figures.trend import Trend, as_flags, improvement
 from watchstep_rules.finding import Finding, finding_at
 
 _MOST_NOISE = 0.4
 _ROUNDING = 1e-9
+_UNSURE = 0.5  # standard errors by which a loss may have fallen, and still be said to stay
 
 
 class LossNotDecreasingParams(Params):
@@ -38,17 +40,24 @@ class LossNotDecreasingParams(Params):
         gt=1,
         description="The same of one that exploded, where labels do not tell that it is worse than a constant.",
     )
-    noise: float = Field(
-        0.15, gt=0, description="Relative noise up to which a loss is judged by its beginning alone."
+    certainty: float = Field(
+        5.0,
+        gt=0,
+        description="Standard errors of its trend that a fall by min_fall must be, where labels do not tell what a loss is worth.",
     )
 
 
 class LossNotDecreasingState(State):
-    """The beginning of each series, by ``name/mode``; the step of each loss's first row; the labels so far."""
+    """The beginning of each series, by ``name/mode``; the step of each loss's first row; the labels so far.
+
+    Also the trends of metrics and validation losses, and since which step one of them has improved.
+    """
 
     series: dict[str, Beginning] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
     labels: LabelState = LabelState()
+    others: dict[str, Trend] = Field(default_factory=dict)
+    improved: int | None = None
 
 
 class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
@@ -61,7 +70,19 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         level >= (1 - min_fall) * start                nor has it moved
 
     or, instead of the second, where labels are recorded: the mean of the whole patience is what the best constant prediction
-    gives (within 3 %), and at least half of ``start``. Or it rises and goes on: ``level >= growth * start`` and ``level - earlier > 3 u``.
+    gives (at most 3 % above, and no more than its standard error below), and at least half of ``start``. Or it rises and goes
+    on: ``level - earlier > 3 u``, and ``level`` is ``growth * start`` and more than what a constant gives, or ``far * start``
+    where labels do not tell.
+
+    What a constant gives depends on the function that computes the loss, which is recorded: cross-entropy or squared error. Where
+    the function is not known, labels that are classes are taken to be learnt by cross-entropy.
+
+    *Little progress is progress.* A line through all losses since the first ones is fitted. If it ever fell by four
+    standard errors the loss learns, however little. Where labels do not tell what the loss is worth, and it has any noise, it is
+    said to stay only after twice the patience, once a fall by ``min_fall`` would be ``certainty`` standard errors of that line, and while it
+    has fallen by half of one at most: noise of 2 % of the loss takes 200 losses, noise of 5 % some 300 and noise of 8 % 800. There an accuracy, a reward or another metric of which more is
+    better, or a validation loss, that has improved by three standard errors and a twentieth is progress as well. Where labels do
+    tell, a mean more than one standard error below the best constant prediction is.
 
     First losses whose median is ten times the first one, and whose highest is ten times that median, hold an explosion: then
     ``start`` is the first. Such a loss has not come back where it does not fall and the median of the patience is
@@ -69,10 +90,14 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
 
     A loss that fell by much and is flat has converged, and one that falls by little but steadily is slow: both are left
     alone. So is one that has been clearly lower before (two sides of a game), that was ever below zero (a policy's
-    gain, a log-likelihood), that is well below any constant prediction (a model that begins trained), that has labels
-    of one kind only, and one of several losses, unless its name says that it is the sum. Noise hides whether a loss fell: one that is
-    noisier than the parameter is judged only where labels tell that it is worse than any constant prediction (then it has
-    stayed where it began if it is within two standard errors), and one whose noise is four tenths of it or more, not at all.
+    gain, a log-likelihood), that is better than a constant prediction (a model that begins trained), that has labels
+    of one kind only, and one of several losses, unless its name says that it is the sum. An attempt that resumes a run (its
+    first loss is of a later step) began elsewhere, and a start below 1e-6 is none: of both the start is not used. A loss whose
+    noise is four tenths of it or more is not judged at all.
+
+    What it cannot tell apart: a plateau before a network takes off, if it is longer than the patience and has no slope, and a
+    task that cannot be learnt, from a fault; a loss that is not the one that training lowers (a value's error in reinforcement
+    learning) where no metric beside it improves; labels that are recorded but not what the loss is about.
 
     SageMaker's LossNotDecreasing asks for 0.1 % in 10 steps, which noise alone decides; 5 % is half of what separates a
     network that only shifts its output's bias from one that uses its input (labels of 10 classes: entropy 2.30, at
@@ -81,9 +106,14 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     """
 
     name = "loss_not_decreasing"
+    version = 2
     summary = "the training loss makes no progress from where it began"
     needs = Needs(
-        collections=("losses", "labels"), roles=("loss", "label"), probes=("class_counts",), about=("loss",)
+        collections=("losses", "labels", "metrics"),
+        roles=("loss", "label", "metric"),
+        probes=("class_counts",),
+        about=("loss",),
+        evidence_rows=0,
     )
     merge = "sealed"
     usual_causes = (
@@ -117,19 +147,28 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         losses = loss_series(context, block, "train")
         labels, baselines = constant_prediction.follow(state.labels, block)
         names = first_steps(state.names, losses)
+        others, improved = improvement(state.others, state.improved, context, block)
         kept, findings = dict(state.series), {}
         for series in losses:
             seen, kept[series.key] = progress(
                 series, kept.get(series.key, Beginning()), params.warmup, params.patience
             )
-            known = constant_prediction.at(baselines, series.steps)
-            stays, rises = _verdict(params, seen, known)
+            said = against_labels(
+                seen.mean,
+                seen.mean_error,
+                constant_prediction.at(baselines, series.steps),
+                constant_prediction.least_at(baselines, series.steps),
+                series.function,
+            )
+            stays, rises = _verdict(params, seen, said, as_flags(improved, series.steps))
             whole = is_whole(series, names)
             for place in np.flatnonzero((stays | rises) & whole):
                 findings[int(series.rows[place])] = self._finding(
                     block, params, series, seen, int(place), rises=bool(rises[place])
                 )
-        state = LossNotDecreasingState(series=kept, names=names, labels=labels)
+        state = LossNotDecreasingState(
+            series=kept, names=names, labels=labels, others=others, improved=improved
+        )
         return state, [findings[row] for row in sorted(findings)]
 
     def _finding(
@@ -153,23 +192,26 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
 
 
 def _verdict(
-    params: LossNotDecreasingParams, seen: Progress, known: list[tuple[float, ...] | None]
+    params: LossNotDecreasingParams, seen: Progress, said: AgainstLabels, improved: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """At which rows a loss stays where it began, and at which it rises far above."""
     level, start, unsure = seen.level, seen.start, seen.uncertainty
-    measure = ~seen.signed & (start > 0) & (level > 0)
-    said = against_labels((seen.earlier + level) / 2, known)
+    unknown = np.isnan(said.own)
+    measure = ~seen.signed & (start > 0) & (level > 0) & ~(unknown & improved)
     flat = np.abs(level - seen.earlier) <= 2 * unsure + _ROUNDING * level
     was_lower = level - seen.lowest > 4 * seen.noise / np.sqrt(20) + params.min_fall * level
-    clear = seen.noise <= params.noise * level
+    settled = (params.certainty * seen.error <= params.min_fall * level) & (seen.confidence <= _UNSURE)
+    settled &= (seen.seen >= params.warmup + 2 * params.patience) | (seen.noise <= _ROUNDING * level)
     of_noise = 2 * seen.noise * math.sqrt(1 / params.warmup + 1 / seen.half)
     fallen = start - level
-    as_began = (fallen <= params.min_fall * start) & clear | (fallen <= of_noise) & said.above
-    at_constant = said.constant & (level >= start / 2)
-    learnt = level - unsure < 0.9 * said.lowest
+    as_began = (fallen <= params.min_fall * start) & settled & unknown
+    as_began |= (fallen <= np.maximum(params.min_fall * start, of_noise)) & said.above
+    better = seen.mean + seen.mean_error < said.least
+    stuck = (as_began & ~seen.fell & ~better) | (said.constant & (level >= start / 2))
     plain = seen.noise <= _MOST_NOISE * level
-    stays = measure & said.told & plain & flat & (as_began | at_constant) & ~was_lower & ~learnt
-    rises = measure & (level >= params.growth * start) & (level - seen.earlier > 3 * unsure)
+    stays = measure & said.told & plain & flat & stuck & ~was_lower
+    bar = np.where(said.above, params.growth, params.far)
+    rises = measure & (level >= bar * start) & (level - seen.earlier > 3 * unsure)
     high = (seen.middle >= params.growth * start) & said.above
     high |= (seen.middle >= params.far * start) & plain
     lost = measure & (seen.peak > 0) & high & (seen.earlier - level <= 2 * unsure)

@@ -1,8 +1,8 @@
-"""A tensor that holds NaN or infinity."""
+"""NaN or infinity that damages a training: in what the optimizer applies, or in what its updates leave behind."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,189 +11,291 @@ from pydantic import Field
 from watchstep import tensors
 from watchstep.block import Block
 from watchstep.block_view import view
-from watchstep.tensors import TensorInfo
+from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Advice, Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.nonfinite import (
+    BAD_BATCH,
+    CHECK_BATCHES,
+    GAPS,
+    LOOK_AT_INPUT,
+    counts_of,
+    is_given,
+    nonfinite,
+)
 from watchstep_rules.figures.series import SeriesRows
+from watchstep_rules.figures.trails import Trail
 from watchstep_rules.finding import Finding, finding_at
 
-_DOWNSTREAM = ("input", "output", "loss", "gradient")
-_STATE = ("weight", "bias")
+_TRAIN = MODES.index("train")
+_APPLIED = "gradients:nonfinite_applied"
+_MISSING = "updates:missing"
+_CHECK = ":finite_check"
+_GRADIENT = ":gradient"
+_PARAMETERS = ("weight", "bias")
+_OF_UPDATES = ("weight", "bias", "gradient", "update", "finite_check")
 _MOST_NAMED = 3
-_BAD_BATCH = "The data hold NaN or infinity, or a value far beyond all others."
-_LOOK_AT_INPUT = "Look at model:input at this step: where it holds NaN or infinity, check batches with torch.isfinite before they are fed."
-_GAPS = "The batch of this step was bad, as measured: values are missing in the data, or what prepares them is at fault."
-_CHECK_BATCHES = (
-    "Find the examples by torch.isfinite, before batches are fed; leave them out, or fill their gaps."
-)
 
-
-_Pass = tuple[int, int, int]
-"""Step, worker and mode."""
+_Place = tuple[int, int]
+"""Step and worker."""
 
 
 class NanOrInfParams(Params):
     """Parameters of `NanOrInf`."""
 
-    max_elements: int = Field(0, ge=0, description="How many such elements are tolerated in one tensor.")
-    only_nan: bool = Field(False, description="Leave infinities out, as SageMaker's ExplodingTensor can.")
-    allow_negative_infinity_in: tuple[str, ...] = Field(
-        ("output", "input"),
-        description="Roles in which -inf is legitimate: attention masks and log-probabilities use it.",
-    )
-    judge_inputs: bool = Field(
-        False,
-        description="Whether what a model is given is judged too; else it only says why something after it is bad.",
+    steps_without_update: int = Field(
+        50,
+        ge=1,
+        description="So many training steps in a row without a finite update are damage: one by one they are skipped batches.",
     )
 
 
 class NanOrInfState(State):
-    """Series of logged losses that have been finite."""
+    """What is remembered.
 
-    finite: tuple[str, ...] = ()
+    Attributes:
+        damaged: of each series of weights that is damaged, how many non-finite elements it had before.
+        updating: workers of which something was recorded that only updates show.
+        without: of each other worker, how many steps in a row had no finite loss, and the last of them.
+    """
+
+    damaged: dict[str, float] = Field(default_factory=dict)
+    updating: tuple[int, ...] = ()
+    without: dict[int, tuple[int, int]] = Field(default_factory=dict)
 
 
 class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
-    """Fires when ``nan + pos_inf + neg_inf > max_elements`` for any tensor.
+    """Fires when NaN or infinity damages a training, which does not come back from it by itself.
 
-    Non-finite numbers never leave a training by themselves, so one element is enough; that is the test of SageMaker's
-    ExplodingTensor rule. Unlike it, -inf in activations is left out: masked attention puts it there on purpose.
-    What the model is given is no finding alone, for a model may fill gaps; where it is bad, and something after it at the same step
-    while weights are not, the finding says so. A loss that the program logs itself counts as infinite only after it was finite: ``best_loss = inf`` is how many
-    programs begin. A step that a gradient scaler skips for overflow records no gradients, so mixed precision raises no alarm.
+    That is: the optimizer applies a gradient that is not finite; a trained parameter, what the optimizer keeps for it, or a running statistic
+    of a normalization layer holds more non-finite elements than before; or ``steps_without_update`` training steps in a row had no finite
+    update. A loss or an output that is not finite is no damage (`non_finite_values` reports it): a batch without labels has the loss NaN and the
+    gradient zero, programs and gradient scalers skip updates, and masks are infinite on purpose.
+
+    A gradient is judged where its update is made. One that the program or a `torch.amp.GradScaler` skips is not recorded; one that the optimizer
+    itself leaves out is recognized by parameters and state that stay finite after the update, in host memory. Of a run that records nothing of
+    updates, steps without a finite loss are counted instead.
     """
 
     name = "nan_or_inf"
-    summary = "a weight, gradient, activation or loss holds NaN or infinity"
+    summary = "NaN or infinity damages training: an update applies it, or parameters, optimizer state or running statistics hold it"
     needs = Needs(
-        collections=("losses", "gradients", "weights", "biases", "activations", tensors.INPUTS),
-        evidence=(tensors.INPUTS,),
+        collections=(
+            "losses",
+            "gradients",
+            "weights",
+            "biases",
+            "updates",
+            tensors.FINITE_CHECKS,
+            tensors.INPUTS,
+            tensors.METRICS,
+        ),
+        evidence=(tensors.INPUTS, tensors.METRICS, "updates"),
+        evidence_rows=0,
     )
     merge = "per_worker"
     usual_causes = (
         "The learning rate is too high: weights and then the loss grow without bound.",
         "The loss takes the logarithm of zero, divides by zero, or takes the root of zero.",
-        _BAD_BATCH,
+        BAD_BATCH,
         "Half precision overflows: float16 ends at 65504.",
     )
     what_to_try = (
         "Look at the first tensor of this step in the order of the flow; what comes after it follows.",
         "Lower the learning rate, warm it up, or clip gradients with torch.nn.utils.clip_grad_norm_.",
         "Use losses on logits, such as cross_entropy and binary_cross_entropy_with_logits; add an epsilon under roots and logarithms.",
-        _LOOK_AT_INPUT,
+        LOOK_AT_INPUT,
         "Find the operation with torch.autograd.detect_anomaly.",
         "Under float16 use torch.amp.GradScaler, or take bfloat16.",
     )
     params_type = NanOrInfParams
     state_type = NanOrInfState
 
-    def needed(self, params: NanOrInfParams) -> Needs:
-        """Inputs are judged where that is asked for."""
-        return replace(self.needs, evidence=()) if params.judge_inputs else self.needs
+    def lookback(self, params: NanOrInfParams) -> int:  # noqa: ARG002 - the contract's
+        """What each parameter held before, and that it has a gradient."""
+        return 1
 
     def evaluate(
         self,
         params: NanOrInfParams,
         state: NanOrInfState,
-        context: Block,  # noqa: ARG002 - the contract's
+        context: Block,
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[NanOrInfState, list[Finding]]:
-        """Judge each row by itself; of a logged loss, whether it was finite before."""
-        held = block.statistics
-        bad = held.nan.copy()
-        still_at_its_start, state = _not_yet_finite(block, state)
-        if not params.only_nan:
-            masked = rows_where(block, has_role, *params.allow_negative_infinity_in)
-            infinite = held.pos_inf + np.where(masked, 0, held.neg_inf)
-            bad += np.where(still_at_its_start, 0, infinite)
-        hit = bad > params.max_elements
-        upstream = _bad_inputs(block, np.flatnonzero(hit))
-        if not params.judge_inputs:
-            hit = hit & ~rows_where(block, _is_given)
-        return state, [
-            self._finding(params, block, row, int(bad[row]), upstream.get(_pass_of(block, row), []))
-            for row in np.flatnonzero(hit).tolist()
-        ]
+        """Judge each row by itself, weights by the row before, and losses alone by how long they are not finite."""
+        bad = nonfinite(block)
+        found: dict[int, Finding] = {}
+        for row, value, threshold, message in (
+            *_applied(block, bad),
+            *_checked(block, bad),
+            *_missing(block, params.steps_without_update),
+        ):
+            found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
+        damaged, weights = _weights(state, context, block, bad)
+        updating, without, losses = _losses(state, block, params.steps_without_update)
+        for row, value, threshold, message in (*weights, *losses):
+            found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
+        inputs = _Inputs(block, bad) if found else None
+        findings = [found[row] if inputs is None else inputs.told(found[row], row) for row in sorted(found)]
+        return NanOrInfState(damaged=damaged, updating=updating, without=without), findings
 
     def advice(self, finding: Finding) -> Advice:
-        """An output that is the first bad tensor of its step had finite weights: what came into it is the likeliest cause.
-
-        Where that was measured and was bad, it is told as what was seen, and advised on.
-        """
+        """Where the model's input was measured and was bad, that comes first."""
         usual = super().advice(finding)
-        if finding.upstream:
-            causes = (cause for cause in usual.usual_causes if cause != _BAD_BATCH)
-            tries = (one for one in usual.what_to_try if one != _LOOK_AT_INPUT)
-            return Advice((_GAPS, *causes), (_CHECK_BATCHES, *tries))
-        if finding.role not in ("output", "input"):
+        if not finding.upstream:
             return usual
-        causes = (cause for cause in usual.usual_causes if cause != _BAD_BATCH)
-        tries = (one for one in usual.what_to_try if one != _LOOK_AT_INPUT)
-        return Advice((_BAD_BATCH, *causes), (_LOOK_AT_INPUT, *tries))
+        causes = (cause for cause in usual.usual_causes if cause != BAD_BATCH)
+        tries = (one for one in usual.what_to_try if one != LOOK_AT_INPUT)
+        return Advice((GAPS, *causes), (CHECK_BATCHES, *tries))
 
-    def _finding(
-        self, params: NanOrInfParams, block: Block, row: int, bad: int, inputs: list[int]
-    ) -> Finding:
-        info = block.info(row)
-        upstream = inputs if info.role in _DOWNSTREAM and not _is_given(info) else []
-        message = f"{_seen(block, row)}, {params.max_elements} tolerated"
-        if upstream:
-            message += "; the input held " + ", and ".join(
-                _seen(block, one) for one in upstream[:_MOST_NAMED]
+
+_Hit = tuple[int, float, float, str]
+"""Row, value, threshold and message."""
+
+
+def _applied(block: Block, bad: NDArray[np.int64]) -> Iterator[_Hit]:
+    """Gradients that are not finite, of updates that are made; not those that the optimizer is known to have left out."""
+    applied: dict[_Place, bool] = {}
+    for row in np.flatnonzero(rows_where(block, _is_metric, _APPLIED)).tolist():
+        place = _place(block, row)
+        applied[place] = applied.get(place, False) or bool(block.statistics.mean[row] > 0)
+    gradients = rows_where(block, has_role, "gradient") & (block.mode == _TRAIN) & (bad > 0)
+    for row in np.flatnonzero(gradients).tolist():
+        if applied.get(_place(block, row), True):
+            yield row, float(bad[row]), 0.0, f"{counts_of(block, row)}, which the optimizer applies"
+
+
+def _checked(block: Block, bad: NDArray[np.int64]) -> Iterator[_Hit]:
+    """What updates left behind, where more of it is not finite than at the start."""
+    checks = np.flatnonzero(rows_where(block, has_role, "finite_check") & (bad > 0))
+    column = block.probes.get("nonfinite_at_start")
+    for row in checks.tolist():
+        start = 0.0 if column is None or np.isnan(column[row]) else float(column[row])
+        if bad[row] > start:
+            counted = counts_of(block, row).removesuffix(_CHECK)
+            yield row, float(bad[row]), start, f"{counted} after the update, {start:g} at the start"
+
+
+def _missing(block: Block, most: int) -> Iterator[_Hit]:
+    """Steps in a row without a finite update, as the recorder counts them."""
+    for row in np.flatnonzero(rows_where(block, _is_metric, _MISSING)).tolist():
+        count = float(block.statistics.mean[row])
+        if count >= most:
+            yield (
+                row,
+                count,
+                float(most),
+                f"{block.info(row).name}: {count:g} training steps in a row without a finite update, {most} make it damage",
             )
-        found = finding_at(
-            self.name, block, row, value=float(bad), threshold=float(params.max_elements), message=message
-        )
-        return found.model_copy(update={"upstream": tuple(block.info(one).name for one in upstream)})
 
 
-def _seen(block: Block, row: int) -> str:
-    held = block.statistics
-    kinds = [(held.nan[row], "NaN"), (held.pos_inf[row], "+inf"), (held.neg_inf[row], "-inf")]
-    seen = ", ".join(f"{int(number)} {kind}" for number, kind in kinds if number)
-    return f"{seen} among {int(held.count[row])} elements of {block.info(row).name}"
-
-
-def _bad_inputs(block: Block, bad: NDArray[np.intp]) -> dict[_Pass, list[int]]:
-    """Rows of what models were given that are bad, by the pass that they were given to, where no weight was bad before."""
-    given = bad[rows_where(block, _is_given)[bad]]
-    if not len(given):
-        return {}
-    state = bad[rows_where(block, has_role, *_STATE)[bad]]
-    spoilt = {_pass_of(block, row)[:2] for row in state.tolist()}
-    found: dict[_Pass, list[int]] = {}
-    for row in given.tolist():
-        place = _pass_of(block, row)
-        if place[:2] not in spoilt:
-            found.setdefault(place, []).append(row)
-    return found
-
-
-def _pass_of(block: Block, row: int) -> _Pass:
-    return int(block.step[row]), int(block.worker[row]), int(block.mode[row])
-
-
-def _is_given(info: TensorInfo) -> bool:
-    return tensors.INPUTS in info.collections
-
-
-def _is_logged(info: TensorInfo) -> bool:
-    return info.role == "loss" and not info.derived
-
-
-def _not_yet_finite(block: Block, state: NanOrInfState) -> tuple[NDArray[np.bool_], NanOrInfState]:
-    """Which rows are of a logged loss that has never been finite, and the state after them."""
-    logged = rows_where(block, _is_logged)
-    waiting = np.zeros(len(block), np.bool_)
-    rows = np.flatnonzero(logged)
-    is_finite = block.statistics.finite[rows] > 0
-    by_series = SeriesRows.of(view(block, rows), by_mode=True)
-    known, begun = set(state.finite), {}
+def _weights(
+    state: NanOrInfState, context: Block, block: Block, bad: NDArray[np.int64]
+) -> tuple[dict[str, float], list[_Hit]]:
+    """Weights and biases that hold more than the row before, until they hold no more than that again."""
+    damaged = dict(state.damaged)
+    parameters = rows_where(block, has_role, *_PARAMETERS)
+    if not damaged and not (bad[parameters] > 0).any():
+        return damaged, []
+    rows = np.flatnonzero(parameters)
+    chosen = view(block, rows)
+    trail = Trail.of(context, chosen)
+    before = trail.back(trail.column(nonfinite), 1)
+    by_series = SeriesRows.of(chosen)
+    hits: list[_Hit] = []
     for name, places in zip(by_series.names, by_series.rows(), strict=True):
-        if name not in known:
-            finite = np.logical_or.accumulate(is_finite[places])
-            waiting[rows[places]] = ~finite
-            if finite[-1]:
-                begun[int(places[np.argmax(finite)])] = name
-    return waiting, NanOrInfState(finite=(*state.finite, *(begun[place] for place in sorted(begun))))
+        if name not in damaged and not (bad[rows[places]] > 0).any():
+            continue
+        for place in places.tolist():
+            row = int(rows[place])
+            if name not in damaged:
+                if not bad[row] > before[place] or not _is_trained(context, block, row):
+                    continue
+                damaged[name] = float(before[place])
+            if bad[row] <= damaged[name]:
+                del damaged[name]
+                continue
+            hits.append(
+                (row, float(bad[row]), damaged[name], f"{counts_of(block, row)}, {damaged[name]:g} before")
+            )
+    return damaged, hits
+
+
+def _is_trained(context: Block, block: Block, row: int) -> bool:
+    """Whether a parameter has a gradient; where no gradient was recorded at all, it may have."""
+    name, worker = block.info(row).name + _GRADIENT, int(block.worker[row])
+    any_gradient = False
+    for rows in (context, view(block, np.arange(row))):
+        gradients = rows_where(rows, has_role, "gradient") & (rows.worker == worker)
+        any_gradient = any_gradient or bool(gradients.any())
+        if (gradients & rows_where(rows, _is_named, name)).any():
+            return True
+    return not any_gradient
+
+
+def _losses(
+    state: NanOrInfState, block: Block, most: int
+) -> tuple[tuple[int, ...], dict[int, tuple[int, int]], list[_Hit]]:
+    """Of workers that record nothing of updates, steps in a row none of whose losses is finite."""
+    updates = rows_where(block, has_role, *_OF_UPDATES) | rows_where(block, _is_metric, _MISSING)
+    first = dict.fromkeys(state.updating, -1)
+    for worker in np.unique(block.worker[updates]).tolist():
+        first.setdefault(worker, int(np.argmax(updates & (block.worker == worker))))
+    losses = np.flatnonzero(rows_where(block, has_role, "loss") & (block.mode == _TRAIN))
+    without = dict(state.without)
+    hits: list[_Hit] = []
+    is_finite = (block.statistics.finite > 0) | (block.statistics.count == 0)
+    for row in losses.tolist() if without or not is_finite[losses].all() else ():
+        step, worker = _place(block, row)
+        if is_finite[row] or first.get(worker, row) < row:
+            without.pop(worker, None)
+            continue
+        count, last = without.get(worker, (0, -1))
+        count += step != last
+        without[worker] = (count, step)
+        if count >= most:
+            message = (
+                f"no loss was finite in {count} training steps in a row, and nothing was recorded of updates, "
+                f"{most} make it damage: {counts_of(block, row)}"
+            )
+            hits.append((row, float(count), float(most), message))
+    updating = tuple(sorted(first))
+    return updating, {worker: held for worker, held in sorted(without.items()) if worker not in first}, hits
+
+
+class _Inputs:
+    """What models were given, where it was not finite at steps whose weights were."""
+
+    def __init__(self, block: Block, bad: NDArray[np.int64]) -> None:
+        self._block = block
+        self._rows: dict[_Place, list[int]] = {}
+        spoilt = rows_where(block, has_role, *_PARAMETERS) & (bad > 0)
+        places = {_place(block, row) for row in np.flatnonzero(spoilt).tolist()}
+        given = rows_where(block, is_given) & (block.mode == _TRAIN) & (bad > 0)
+        for row in np.flatnonzero(given).tolist():
+            if _place(block, row) not in places:
+                self._rows.setdefault(_place(block, row), []).append(row)
+
+    def told(self, finding: Finding, row: int) -> Finding:
+        """The finding, with what its step's models were given."""
+        rows = self._rows.get(_place(self._block, row))
+        if not rows or finding.role in _PARAMETERS:
+            return finding
+        seen = ", and ".join(counts_of(self._block, one) for one in rows[:_MOST_NAMED])
+        names = tuple(self._block.info(one).name for one in rows)
+        return finding.model_copy(
+            update={"message": f"{finding.message}; the input held {seen}", "upstream": names}
+        )
+
+
+def _place(block: Block, row: int) -> _Place:
+    return int(block.step[row]), int(block.worker[row])
+
+
+def _is_named(info: TensorInfo, name: str) -> bool:
+    return info.name == name
+
+
+def _is_metric(info: TensorInfo, name: str) -> bool:
+    return info.role == "metric" and (info.name == name or info.name.endswith(f".{name}"))

@@ -15,7 +15,7 @@ from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures import constant_prediction
 from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.figures.constant_prediction import LabelState
-from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.figures.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
 from watchstep_rules.figures.robust import medians, quantiles
 from watchstep_rules.finding import Finding, finding_at
 
@@ -46,7 +46,7 @@ class OscillatingLossParams(Params):
 
 
 class Origin(NamedTuple):
-    """What is kept of a series: losses so far, the first one, the highest of the first ten, whether any was below zero."""
+    """What is kept of a series: losses so far, the first one (0 where it is next to nothing), the highest of the first ten, whether any was below zero."""
 
     seen: int = 0
     first: float | None = None
@@ -90,7 +90,10 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
     zero, and one of several losses unless its name says that it is the sum, are left alone. Overshoot and alternation
     around a ravine are what gradient descent does above ``2 / curvature`` (Cohen et al., ICLR 2021). SageMaker has no such rule;
     AutoTrainer (ICSE 2021) counts turns of the accuracy. Slow swings, as of cyclic learning rates and of games, turn too
-    seldom for any of these unless their cause is seen.
+    seldom for any of these unless their cause is seen. A first loss below 1e-6 sets no threshold.
+
+    What it cannot tell apart: batches of a few kinds that come by turns on purpose, such as tasks or lengths, from steps that go from side to side; a
+    loss that grew to thirty times its first value because its targets did, from one that overshoots.
     """
 
     name = "oscillating_loss"
@@ -177,12 +180,17 @@ def _origins(series: LossSeries, past: Origin) -> list[Origin]:
         finite = np.isfinite(value)
         past = Origin(
             past.seen + 1,
-            value if past.first is None and finite else past.first,
+            _as_first(value) if past.first is None and finite else past.first,
             max(past.high, value) if finite and past.seen < 10 else past.high,
             past.signed or value < 0,
         )
         found.append(past)
     return found
+
+
+def _as_first(value: float) -> float:
+    """A first loss that is next to nothing sets no threshold."""
+    return value if abs(value) > NOTHING else 0.0
 
 
 class _Ends(NamedTuple):
@@ -240,7 +248,7 @@ def _overshoots(
     first = np.array([np.nan if each.first is None else each.first for each in origin])
     bar = np.array(
         [
-            params.above_labels * max(one, losses[-1]) if losses else params.above_first * one
+            params.above_labels * max(one, losses[-1]) if losses else params.above_first * one or np.inf
             for one, losses in zip(first.tolist(), known, strict=True)
         ]
     )
@@ -263,7 +271,7 @@ def _swings_wide(
     first = [np.nan if each.first is None else each.first for each in origin]
     guess = np.array(
         [
-            min(losses, key=lambda loss: abs(loss - one)) if losses else one
+            min(losses, key=lambda loss: abs(loss - one)) if losses else one or np.inf
             for one, losses in zip(first, known, strict=True)
         ]
     )
@@ -326,5 +334,5 @@ def _evaluations(series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
         return np.where(swings, median, np.nan)
 
     first = np.array([np.nan if each.first is None else each.first for each in origin])
-    found: NDArray[np.bool_] = series.trailing(_EVALUATIONS, turns) >= 0.1 * first
+    found: NDArray[np.bool_] = (series.trailing(_EVALUATIONS, turns) >= 0.1 * first) & (first != 0)
     return found

@@ -82,6 +82,9 @@ class Overfit(Rule[OverfitParams, OverfitState]):
     alone a loss that is close to zero, where a few doubtful examples double it.
 
     A training loss is taken of the same name, or the only one.
+
+    What it cannot tell apart: a validation loss that rises because a few examples are wrong with more and more certainty, while the share that is
+    right still grows, from a model that gets worse; a validation set that is changed on purpose.
     """
 
     name = "overfit"

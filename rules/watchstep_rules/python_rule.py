@@ -14,11 +14,12 @@ from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, RuleError
 from watchstep_rules.contract import Merge, Needs, Params, Rule, State
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.sandbox.frames import kept
+from watchstep_rules.sandbox.frames import SHORT, Bounds, kept
 from watchstep_rules.sandbox.isolation import Isolation, why_not
 from watchstep_rules.sandbox.pool import POOL
 from watchstep_rules.sandbox.process import Program
-from watchstep_rules.sandbox.wire import to_bytes
+from watchstep_rules.sandbox.rule_time import out_of_time, rule_time_charged, rule_time_left
+from watchstep_rules.sandbox.wire import MAX_FINDINGS, to_bytes, unpack_findings
 
 MAX_SOURCE = 256 * 1024
 """Longest source, in characters."""
@@ -29,6 +30,7 @@ MAX_STATE = 1024 * 1024
 MAX_VERSION = 2**31
 """Highest version of a class."""
 
+_REPLY = Bounds(SHORT.document, MAX_FINDINGS)
 _MAX_WHOLE = 2**128
 _MAX_ROWS = 20_000
 _MAX_MESSAGE = 500
@@ -158,7 +160,10 @@ class Python(Rule[PythonParams, PythonState]):
             RuleError: the class failed, took more than it may, or says what cannot be.
         """
         findings: list[Finding] = []
-        with POOL.child(params.program) as child:
+        POOL.check_memory(params.program.called, params.memory_mb)
+        if rule_time_left() <= 0:
+            raise out_of_time(params.program.called)
+        with rule_time_charged(), POOL.child(params.program) as child:
             reason = why_not(child.isolation)
             if reason:
                 raise RuleError(f"{params.program.called}: {reason}", "see docs/python-rules.md, 'Isolation'")
@@ -166,9 +171,12 @@ class Python(Rule[PythonParams, PythonState]):
                 request = {
                     "ask": "evaluate", "params": params.params, "version": state.version, "state": state.data, "now": now,
                 }  # fmt: skip
-                said = child.ask(request, (to_bytes(context), to_bytes(part)), params.seconds)
-                state = _state(params, said, child.isolation)
-                findings.extend(_findings(params, said, part))
+                seconds = min(params.seconds, rule_time_left())
+                if seconds <= 0:
+                    raise out_of_time(params.program.called)
+                reply = child.ask(request, (to_bytes(context), to_bytes(part)), seconds, _REPLY)
+                state = _state(params, reply.document, child.isolation)
+                findings.extend(_findings(params, reply.payload, part))
                 context = concatenate([context, part]).tail(params.about.lookback)
         return state, findings
 
@@ -195,8 +203,8 @@ def described(program: Program, params: str) -> tuple[About, Isolation]:
 
 def _ask(program: Program, params: str) -> tuple[About, Isolation]:
     _check_demand(program)
-    with POOL.child(program) as child:
-        said = child.ask({"ask": "describe", "params": json.loads(params)}, (), _DESCRIBE_SECONDS)
+    with POOL.child(program, "checks") as child:
+        said = child.ask({"ask": "describe", "params": json.loads(params)}, (), _DESCRIBE_SECONDS).document
         isolation = child.isolation
     try:
         about = About.model_validate(said)
@@ -262,42 +270,18 @@ def _check_state(program: Program, data: dict[str, Any]) -> None:
                 raise _impossible(program, "its state has a whole number of more than 128 bits")
 
 
-def _findings(params: PythonParams, said: dict[str, Any], block: Block) -> list[Finding]:
+def _findings(params: PythonParams, payload: bytearray, block: Block) -> list[Finding]:
     """The findings, each at a row of the block; what describes the row is the block's own."""
-    listed = said.get("findings")
-    if not isinstance(listed, list) or len(listed) > len(block):
-        raise _impossible(params.program, "it gives more findings than rows, or no list of them")
-    found = []
-    for entry in listed:
-        match entry:
-            case [int(row), int() | float() as value, int() | float() as threshold, str(message)] if (
-                0 <= row < len(block)
-                and not isinstance(row, bool)
-                and _is_number(value)
-                and _is_number(threshold)
-            ):
-                found.append(
-                    finding_at(
-                        Python.name,
-                        block,
-                        row,
-                        value=_number(value),
-                        threshold=_number(threshold),
-                        message=kept(message[:_MAX_MESSAGE]),
-                    )
-                )
-            case _:
-                raise _impossible(params.program, "a finding is not a row, two numbers and a message")
-    return found
-
-
-def _is_number(value: float) -> bool:
-    """A whole number may be larger than any float."""
-    return isinstance(value, float) or abs(value) <= _MAX_WHOLE
-
-
-def _number(value: float) -> float:
-    return math.inf if math.isnan(value) else float(value)
+    try:
+        found = unpack_findings(payload, len(block))
+    except ValueError as error:
+        raise _impossible(params.program, str(error)) from error
+    return [
+        finding_at(
+            Python.name, block, entry.row, value=entry.value, threshold=entry.threshold, message=entry.message
+        )
+        for entry in found
+    ]
 
 
 def _impossible(program: Program, what: str) -> RuleError:

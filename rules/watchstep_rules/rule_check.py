@@ -13,7 +13,7 @@ from watchstep.tensors import SYSTEM
 from watchstep_rules import name_pattern
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import sources_from
-from watchstep_rules.rule_file import RuleFile, faults_in, read
+from watchstep_rules.rule_file import RuleFile, read, validated
 from watchstep_rules.yaml_places import Loc
 
 MANY_STEPS = 10_000
@@ -78,8 +78,7 @@ def check_text(text: str, source: str, folder: Path) -> Checked:
         for key, line in places.twice()
     ]
     with sources_from(folder):
-        faults = faults_in(data)
-        file = RuleFile.model_validate(data) if not faults else None
+        file, faults = validated(data)
     remarks += [Remark("error", places.line(fault.loc), fault.place, fault.text) for fault in faults]
     if file is not None:
         for loc, warning in _warnings(file):

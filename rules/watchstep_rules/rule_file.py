@@ -13,12 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from watchstep.errors import RuleError
+from watchstep.rule_files import AskedRules
+from watchstep_rules.capture_needs import element_probes
 from watchstep_rules.config import Name, RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.judging.inhibition import can_be_inhibited, circles
 from watchstep_rules.presets import PRESETS
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs, sources_from
 from watchstep_rules.registry import RULES
+from watchstep_rules.sandbox.pool import POOL
+from watchstep_rules.sql_rule import QUERIES_CHECKED
 from watchstep_rules.yaml_places import Loc, Places
 from watchstep_rules.yaml_reading import data_of
 
@@ -166,16 +170,19 @@ def _of_target(name: str, configs: Sequence[RuleConfig], loc: Loc) -> list[Fault
     return []
 
 
-def faults_in(data: Any) -> list[Fault]:
-    """All that is wrong with a rule file's data."""
+def validated(data: Any) -> tuple[RuleFile | None, list[Fault]]:
+    """A rule file of data, its queries checked; None, and all that is wrong with it, where it is not valid.
+
+    Raises:
+        BusyError: a query cannot be checked now.
+    """
     if not isinstance(data, dict):
-        return [Fault((), "no mapping: start it with 'rules:' and a list below")]
+        return None, [Fault((), "no mapping: start it with 'rules:' and a list below")]
     try:
-        RuleFile.model_validate(data)
+        return RuleFile.model_validate(data, context=QUERIES_CHECKED), []
     except ValidationError as error:
         faults = [Fault(found["loc"], in_words(found["msg"])) for found in error.errors()]
-        return list(dict.fromkeys([*faults, *_clashes(_names(data))]))
-    return []
+        return None, list(dict.fromkeys([*faults, *_clashes(_names(data))]))
 
 
 def in_words(message: str) -> str:
@@ -217,6 +224,7 @@ def check(data: Any, source: str) -> tuple[RuleConfig, ...]:
     """Check rule configs that are data already.
 
     Raises:
+        BusyError: a query cannot be checked now.
         RuleError: they are not valid; the message names the first place.
     """
     return _checked(data, source, None)
@@ -245,9 +253,9 @@ def read(text: str, source: str) -> tuple[Any, Places]:
 
 
 def _checked(data: Any, source: str, places: Places | None) -> tuple[RuleConfig, ...]:
-    faults = faults_in(data)
-    if not faults:
-        return RuleFile.model_validate(data).all_rules
+    file, faults = validated(data)
+    if file is not None:
+        return file.all_rules
     first = faults[0]
     line = f"line {places.line(first.loc)}: " if places is not None else ""
     more = f" (and {len(faults) - 1} more: 'watchstep rules check' lists all)" if len(faults) > 1 else ""
@@ -283,14 +291,18 @@ def text_of(path: str | Path) -> str:
         raise RuleError(f"rule file {path}: cannot be read ({error})", "check the path") from error
 
 
-def load_as_data(path: str | Path) -> list[dict[str, Any]]:
+def load_as_data(path: str | Path) -> AskedRules:
     """Read a rule file for the SDK, which takes it as data: the entry point ``watchstep.rule_files``.
 
     Raises:
         RuleError: as `load`.
     """
-    with no_programs(NOT_FROM_RECORDERS):
-        return [config.as_data() for config in load(path)]
+    try:
+        with no_programs(NOT_FROM_RECORDERS):
+            configs = load(path)
+            return AskedRules(tuple(config.as_data() for config in configs), element_probes(configs))
+    finally:
+        POOL.close()  # a training process evaluates no rule: what checked its queries would only take memory
 
 
 def _place(error: yaml.YAMLError) -> str:

@@ -13,9 +13,10 @@ from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures import constant_prediction
 from watchstep_rules.figures.chosen_tensors import is_matrix_of, rows_where
-from watchstep_rules.figures.constant_prediction import LabelState, against_labels
+from watchstep_rules.figures.constant_prediction import AgainstLabels, LabelState, against_labels
 from watchstep_rules.figures.loss_progress import Beginning, Progress, lookback, progress
 from watchstep_rules.figures.loss_series import first_steps, is_whole, loss_series
+from watchstep_rules.figures.trend import Trend, as_flags, improvement
 from watchstep_rules.finding import Finding, finding_at
 
 _RECORDS = 5
@@ -38,13 +39,15 @@ class SlowConvergenceParams(Params):
 
 
 class SlowConvergenceState(State):
-    """As of the loss; of the fastest weight's relative updates the last five; and how large inputs are, 0 where that is not known."""
+    """As of `LossNotDecreasing`; of the fastest weight's relative updates the last five; and how large inputs are, 0 where that is not known."""
 
     series: dict[str, Beginning] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
     labels: LabelState = LabelState()
     updates: tuple[float, ...] = ()
     inputs: float = 0.0
+    others: dict[str, Trend] = Field(default_factory=dict)
+    improved: int | None = None
 
 
 class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
@@ -65,15 +68,21 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
     change a weight by a twentieth. While the learning rate warms up, updates grow: where the newest are twice the
     oldest of the five, nothing is said. No update at all is another rule's.
 
-    Left alone are the losses that `LossNotDecreasing` leaves alone, so a fine-tuning of a trained model, where labels or
-    the loss's noise show it: a loss below that of any constant prediction that hardly varies between batches is scaled, and not learnt.
+    Left alone are the losses that `LossNotDecreasing` leaves alone, so a fine-tuning of a trained model, where labels show it: its
+    loss is below that of the best constant prediction. A loss whose function is not known, that is below and hardly varies between
+    batches, is scaled, and not learnt. Where labels do not tell, a metric or a validation loss that has improved is progress. An
+    attempt that resumes a run is not judged.
+
+    What it cannot tell apart: small steps that a fine-tuning takes on purpose from small steps by mistake, where neither labels nor a
+    metric show that the model is good; a schedule that begins slowly, beyond the patience, from a rate that is too low.
     """
 
     name = "slow_convergence"
+    version = 2
     summary = "the training loss hardly falls, because weights take very small steps"
     needs = Needs(
-        collections=("losses", "labels", "updates", "inputs"),
-        roles=("loss", "label", "update", "input"),
+        collections=("losses", "labels", "metrics", "updates", "inputs"),
+        roles=("loss", "label", "metric", "update", "input"),
         probes=("update_ratio", "class_counts"),
         about=("loss",),
         evidence_rows=_RECORDS,
@@ -110,15 +119,23 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         names = first_steps(state.names, losses)
         updates, recent = _updates(state.updates, block)
         inputs, sizes = _inputs(state.inputs, block)
+        others, improved = improvement(state.others, state.improved, context, block)
         kept, findings = dict(state.series), {}
         for series in losses:
             seen, kept[series.key] = progress(
                 series, kept.get(series.key, Beginning()), params.warmup, params.patience
             )
-            known = constant_prediction.at(baselines, series.steps)
+            said = against_labels(
+                seen.level,
+                seen.mean_error,
+                constant_prediction.at(baselines, series.steps),
+                constant_prediction.least_at(baselines, series.steps),
+                series.function,
+            )
             size = _at(sizes, series.steps)
             update = _at(recent, series.steps) * np.where((size > 0) & (size < _UNSCALED), size, 1.0)
-            slow = _slow(params, seen, known, update) & is_whole(series, names)
+            slow = _slow(params, seen, said, update, is_plain=bool(series.function))
+            slow &= is_whole(series, names) & ~(np.isnan(said.own) & as_flags(improved, series.steps))
             for place in map(int, np.flatnonzero(slow)):
                 message = (
                     f"{series.name} has gone from {seen.start[place]:.4g} to {seen.level[place]:.4g}, and no weight "
@@ -133,21 +150,31 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
                     threshold=float((1 - params.max_fall) * seen.start[place]),
                     message=message,
                 )
-        state = SlowConvergenceState(series=kept, names=names, labels=labels, updates=updates, inputs=inputs)
+        state = SlowConvergenceState(
+            series=kept,
+            names=names,
+            labels=labels,
+            updates=updates,
+            inputs=inputs,
+            others=others,
+            improved=improved,
+        )
         return state, [findings[row] for row in sorted(findings)]
 
 
 def _slow(
     params: SlowConvergenceParams,
     seen: Progress,
-    known: list[tuple[float, ...] | None],
+    said: AgainstLabels,
     update: Floats,
+    *,
+    is_plain: bool,
 ) -> NDArray[np.bool_]:
     level, start = seen.level, seen.start
-    said = against_labels(level, known)
-    learns = (level >= 0.9 * said.lowest) | (seen.noise <= _STEADY * level)
+    learns = np.isnan(said.own) | (level >= 0.9 * said.own)
+    learns |= (seen.noise <= _STEADY * level) & (not is_plain)
     measure = ~seen.signed & (start > 0) & (level > 0) & said.told & learns
-    clear = seen.noise <= np.where(said.lowest > 0, 0.4, 0.25) * level
+    clear = seen.noise <= np.where(said.own > 0, 0.4, 0.25) * level
     hardly = (start - level <= params.max_fall * start) & (level <= 1.5 * start)
     step = seen.earlier - level
     takes_off = (seen.before_that - seen.earlier > 0) & (step > 1.5 * (seen.before_that - seen.earlier))

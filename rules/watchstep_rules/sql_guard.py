@@ -24,10 +24,6 @@ TABLES = ("statistics", "tensors", "losses")
 MAX_QUERY = 10_000
 """Longest query, in characters."""
 
-OLDEST = (1, 5)
-"""The first DuckDB that parses queries within queries in the time that their text needs: 1.4 takes gigabytes for ten, each of
-which is made ``WITH`` the one in it. Earlier ones count no texts against their memory limit."""
-
 _OPERATORS = "+ - * / // % ** ^ || ~~ !~~ ~~* !~~* ~ !~ regexp_full_match"
 _NUMBERS = (
     "abs acos acosh asin asinh atan atan2 atanh cbrt ceil ceiling cos cosh cot degrees even exp floor gcd greatest "
@@ -97,15 +93,10 @@ def guarded(query: str) -> Guarded:
 
     Raises:
         ValueError: it is no single SELECT, or names what it may not; the message says what.
-        ImportError: DuckDB is not installed.
+        MemoryError: parsing it takes more than this process may.
     """
     import duckdb
 
-    if tuple(int(part) for part in duckdb.__version__.split(".")[:2]) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        raise ValueError(
-            f"duckdb is {duckdb.__version__}, at least {needed} is needed: pip install -U 'watchstep[sql]'"
-        )
     if len(query) > MAX_QUERY:
         raise ValueError(f"the query has {len(query)} characters, at most {MAX_QUERY} are taken")
     connection = locked_database(duckdb)
@@ -146,6 +137,7 @@ def locked_database(module: Any, memory_mb: int = 64) -> duckdb.DuckDBPyConnecti
             "autoload_known_extensions": "false",
             "allow_community_extensions": "false",
             "allow_unsigned_extensions": "false",
+            "temp_directory": "",  # a query that would spill is over its memory limit
             "max_temp_directory_size": "0B",
             "memory_limit": f"{memory_mb}MiB",
             "threads": "1",

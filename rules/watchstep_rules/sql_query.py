@@ -1,20 +1,21 @@
-"""A guarded query over the rows of some steps, again and again: DuckDB over Arrow, bounded in memory, time and rows."""
+"""In the child: a guarded query over the rows of some steps, again and again, bounded in memory, time and rows.
+
+The text is the user's, so nothing here runs in the service's own process; see `watchstep_rules.sql_process`. DuckDB's own
+limits come first: they end a query and leave the process. The limit of the process's address space and its parent's deadline
+hold where DuckDB does not count.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from watchstep.block import STAGES, Block
-from watchstep.errors import RuleError
-from watchstep.reading.columns import COUNTED, Columns
-from watchstep.reading.sql_tables import catalogue_table, statistics_batch, statistics_schema
-from watchstep.segment_checks import PROBE
-from watchstep.tensors import LOSSES, MODES, TensorInfo
+from watchstep.tensors import LOSSES
+from watchstep_rules.sandbox.wire import MAX_MESSAGE, FoundRow
 from watchstep_rules.sql_guard import Guarded, first_line, guarded, locked_database
 
 if TYPE_CHECKING:
@@ -26,11 +27,26 @@ MAX_ROWS = 10_000
 RESULT = ("tensor", "worker", "mode", "step", "value", "threshold", "message")
 """The columns that a query may give; ``tensor`` is the one that it must."""
 
-_ALWAYS = frozenset(("step", "mode", "worker", "tensor", "mean"))
 _WORDS = ("tensor", "mode", "message")
 _NUMBER = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT",
            "UHUGEINT", "FLOAT", "DOUBLE", "DECIMAL", "BOOLEAN")  # fmt: skip
 _WHOLE = ("worker", "step")
+_TOO_LARGE = "Requested allocation size"
+"""DuckDB calls an allocation that is larger than any an internal error."""
+
+
+class QueryError(Exception):
+    """The query failed; the message says why.
+
+    Args:
+        what: in one line.
+        over: whether it took more than it may: ``memory``, ``seconds``, ``size`` of what it gives; empty where it has an
+            error.
+    """
+
+    def __init__(self, what: str, over: str = "") -> None:
+        super().__init__(what)
+        self.over = over
 
 
 @dataclass(frozen=True)
@@ -41,62 +57,110 @@ class Limits:
     seconds: float
 
 
-@lru_cache(maxsize=256)
-def checked(query: str) -> tuple[str, ...]:
-    """Bind a query to empty tables, and run it over them.
+@dataclass(frozen=True)
+class Window:
+    """Rows of a table that belong to one judged step and the steps before it.
 
-    Returns:
-        The names of the columns that it gives.
-
-    Raises:
-        ValueError: it may not be run, has an error, or gives columns that make no finding; the message says which.
+    Attributes:
+        step: the judged step.
+        first: the first row.
+        begin: the first row of the step.
+        end: after the last row of the step.
     """
-    with bounded(query, Block.empty(), Limits(64, 1.0)) as bound:
-        names = bound.columns()
+
+    step: int
+    first: int
+    begin: int
+    end: int
+
+
+class Interrupter:
+    """Interrupts a connection's query after some seconds.
+
+    Its thread is started once, while threads may still be started.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._connection: Any = None
+        self._deadline = 0.0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @contextmanager
+    def after(self, connection: Any, seconds: float) -> Iterator[None]:
+        """Interrupt the connection's query unless the block ends before."""
+        with self._changed:
+            self._connection, self._deadline = connection, time.monotonic() + seconds
+            self._changed.notify()
         try:
-            bound.run(0, 0, 0)
-        except RuleError as error:
-            raise ValueError(error.what.removeprefix("SQL at step 0: ")) from None
-        return names
+            yield
+        finally:
+            with self._changed:  # an interrupt under way must not meet the next query
+                self._connection = None
+
+    def _serve(self) -> None:
+        with self._changed:
+            while True:
+                left = self._deadline - time.monotonic()
+                if self._connection is None:
+                    self._changed.wait()
+                elif left > 0:
+                    self._changed.wait(left)
+                else:
+                    self._connection.interrupt()
+                    self._connection = None
 
 
 @contextmanager
-def bounded(query: str, rows: Block, limits: Limits) -> Iterator[Bound]:
-    """A query over some rows, in a database that lives as long as the ``with`` block.
+def errors_of_queries(limits: Limits) -> Iterator[None]:
+    """What DuckDB raises, as a `QueryError`.
+
+    Args:
+        limits: to name in the message.
+    """
+    import duckdb
+
+    try:
+        yield
+    except duckdb.InterruptException:
+        raise QueryError(f"took more than {limits.seconds:g} s", "seconds") from None
+    except (duckdb.OutOfMemoryException, MemoryError):
+        raise QueryError(f"took more than {limits.memory_mb} MiB", "memory") from None
+    except duckdb.Error as error:
+        if isinstance(error, duckdb.InternalException) and _TOO_LARGE in str(error):
+            raise QueryError(f"took more than {limits.memory_mb} MiB", "memory") from None
+        raise QueryError(first_line(error)) from None
+
+
+class Bound:
+    """A query with its tables, in a database of its own. Close it.
 
     Args:
         query: its text.
-        rows: steps ascending.
+        table: ``statistics``, with the columns that it may read; steps ascending.
+        catalogue: ``tensors``; None where the query reads neither that nor ``losses``.
         limits: for each step.
 
     Raises:
         ValueError: the query may not be run.
     """
-    try:
-        held = guarded(query)
+
+    def __init__(self, query: str, table: pa.Table, catalogue: pa.Table | None, limits: Limits) -> None:
         import duckdb
-    except ImportError:
-        raise ValueError("duckdb is not installed; install it with: pip install 'watchstep[sql]'") from None
-    connection = locked_database(duckdb, limits.memory_mb)
-    try:
-        table = rows_as_table(rows, held)
-        connection.register("statistics", table)
-        if held.tables & {"tensors", "losses"}:
-            _register_tensors(connection, rows.catalogue)
-        connection.execute("SET lock_configuration = true")
-        yield Bound(connection, held, table, limits)
-    finally:
-        connection.close()
 
-
-class Bound:
-    """A query with its tables."""
-
-    def __init__(self, connection: Any, query: Guarded, table: pa.Table, limits: Limits) -> None:
-        self._connection = connection
-        self._text = f"SELECT * FROM (\n{query.text}\n) LIMIT {MAX_ROWS + 1}"  # noqa: S608 - guarded
+        self.query: Guarded = guarded(query)
+        self._text = f"SELECT * FROM (\n{self.query.text}\n) LIMIT {MAX_ROWS + 1}"  # noqa: S608 - guarded
         self._table = table
         self._limits = limits
+        self._connection = locked_database(duckdb, limits.memory_mb)
+        self._connection.register("statistics", table)
+        if catalogue is not None:
+            _register_tensors(self._connection, catalogue)
+        self._connection.execute("SET lock_configuration = true")
+
+    def close(self) -> None:
+        """Close the database."""
+        self._connection.close()
 
     def columns(self) -> tuple[str, ...]:
         """The columns that the query gives; nothing is run.
@@ -104,78 +168,84 @@ class Bound:
         Raises:
             ValueError: it does not fit the tables, or gives columns that make no finding.
         """
-        import duckdb
-
         try:
-            given = self._connection.sql(self._text)
-            names, kinds = [str(name).lower() for name in given.columns], [str(kind) for kind in given.types]
-        except duckdb.Error as error:
-            raise ValueError(first_line(error)) from None
+            with errors_of_queries(self._limits):
+                given = self._connection.sql(self._text)
+                names, kinds = (
+                    [str(name).lower() for name in given.columns],
+                    [str(kind) for kind in given.types],
+                )
+        except QueryError as error:
+            raise ValueError(str(error)) from None
         _check_result(names, kinds)
         return tuple(names)
 
-    def run(self, first: int, end: int, step: int) -> list[dict[str, Any]]:
+    def run(self, interrupter: Interrupter, first: int, end: int) -> list[dict[str, Any]]:
         """What the query gives over rows first … end - 1, which belong to one judged step and its window.
 
         Raises:
-            RuleError: it failed, or took more than it may.
+            QueryError: it failed, or took more than it may.
         """
-        import duckdb
-
         self._connection.register("statistics", self._table.slice(first, end - first))
-        with interrupted_after(self._connection, self._limits.seconds):
-            try:
-                cursor = self._connection.execute(self._text)
-                found = (
-                    cursor.fetchall()
-                )  # the text has a LIMIT; a result that is not read to its end blocks the next
-            except duckdb.InterruptException:
-                raise _over(step, f"took more than {self._limits.seconds:g} s", "params.seconds") from None
-            except duckdb.OutOfMemoryException:
-                raise _over(
-                    step, f"took more than {self._limits.memory_mb} MiB", "params.memory_mb"
-                ) from None
-            except duckdb.Error as error:
-                raise RuleError(f"SQL at step {step}: {first_line(error)}", "correct the query") from None
+        with errors_of_queries(self._limits), interrupter.after(self._connection, self._limits.seconds):
+            cursor = self._connection.execute(self._text)
+            found = (
+                cursor.fetchall()
+            )  # the text has a LIMIT; a result that is not read to its end blocks the next
         if len(found) > MAX_ROWS:
-            raise RuleError(
-                f"SQL at step {step}: gave more than {MAX_ROWS} rows", "let it give one for each tensor"
-            )
+            raise QueryError(f"gave more than {MAX_ROWS} rows; let it give one for each tensor", "size")
         names = [str(column[0]).lower() for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in found]
 
+    def findings(self, interrupter: Interrupter, window: Window) -> list[FoundRow]:
+        """One finding for each row of the step that the query names, in the order of the rows.
 
-def rows_as_table(rows: Block, query: Guarded) -> pa.Table:
-    """The table ``statistics``, with the columns that a query may read."""
-    import pyarrow as pa
-
-    schema = statistics_schema(query.probes if query.columns is not None else sorted(rows.probes))
-    if query.columns is not None:
-        wanted = query.columns | _ALWAYS
-        schema = pa.schema([entry for entry in schema if entry.name.lower() in wanted])
-    words: dict[str, list[str]] = {
-        "mode": list(MODES),
-        "stage": list(STAGES),
-        "tensor": [info.name for info in rows.catalogue],
-    }
-    return pa.Table.from_batches([statistics_batch(_columns(rows, query.probes), schema, words)])
-
-
-def _columns(rows: Block, probes: tuple[str, ...]) -> Columns:
-    import numpy as np
-
-    held: Columns = {name: getattr(rows, name) for name in ("step", "mode", "worker", "tensor", "time_ns")}
-    held |= dict(vars(rows.places))
-    held |= {name: getattr(rows.statistics, name) for name in COUNTED}
-    held |= {PROBE + name: np.full(len(rows), np.nan) for name in probes}
-    held |= {PROBE + name: column for name, column in rows.probes.items()}
-    return held
+        Raises:
+            QueryError: it failed, or took more than it may.
+        """
+        given = self.run(interrupter, window.first, window.end)
+        if not given:
+            return []
+        at_step = self._table.slice(window.begin, window.end - window.begin)
+        names, workers, modes = (at_step[name].to_pylist() for name in ("tensor", "worker", "mode"))
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(names):
+            places.setdefault(name, []).append(place)
+        meant: dict[int, dict[str, Any]] = {}
+        for entry in given:
+            if entry.get("step", window.step) != window.step:
+                continue
+            for place in places.get(entry["tensor"], []):
+                if entry.get("worker") not in {None, workers[place]}:
+                    continue
+                if entry.get("mode") not in {None, modes[place]}:
+                    continue
+                meant.setdefault(place, entry)
+                break
+        return [_found(window.begin + place, names[place], meant[place]) for place in sorted(meant)]
 
 
-def _register_tensors(connection: Any, catalogue: tuple[TensorInfo, ...]) -> None:
+def _found(row: int, name: str, entry: dict[str, Any]) -> FoundRow:
+    try:
+        value, threshold = _number(entry.get("value", 0.0)), _number(entry.get("threshold", 0.0))
+    except OverflowError as error:
+        raise QueryError(f"gave a number that no float holds ({error})") from None
+    message = str(entry.get("message") or "")[:MAX_MESSAGE]
+    if not message:
+        figures = [f"{word} {_number(entry[word]):.3g}" for word in ("value", "threshold") if word in entry]
+        message = f"the query gives {name}" + (f": {', '.join(figures)}" if figures else "")
+    return FoundRow(row, value, threshold, message)
+
+
+def _number(value: Any) -> float:
+    """A figure that does not exist (NULL, NaN) is stored as infinity, which JSON and a comparison can hold."""
+    number = float("nan") if value is None else float(value)
+    return float("inf") if number != number else number  # noqa: PLR0124 - NaN
+
+
+def _register_tensors(connection: Any, catalogue: pa.Table) -> None:
     """Only tensors of the window are shown: which others are known depends on when rows came."""
-    infos = sorted(catalogue, key=lambda info: info.name)
-    connection.register("catalogue", catalogue_table(infos))
+    connection.register("catalogue", catalogue)
     connection.execute(
         "CREATE VIEW tensors AS SELECT * FROM catalogue WHERE name IN (SELECT tensor FROM statistics)"
     )
@@ -201,20 +271,3 @@ def _check_result(names: list[str], kinds: list[str]) -> None:
         if not wanted:
             due = "text" if name in _WORDS else "a whole number" if name in _WHOLE else "a number"
             raise ValueError(f"the query gives {name!r} as {kind[:80]}; it must be {due}")
-
-
-def _over(step: int, what: str, param: str) -> RuleError:
-    return RuleError(f"SQL at step {step}: {what}", f"make the query or its window smaller, or raise {param}")
-
-
-@contextmanager
-def interrupted_after(connection: Any, seconds: float) -> Iterator[None]:
-    """Interrupt a connection's query after some seconds, unless it has ended."""
-    timer = threading.Timer(seconds, connection.interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # an interrupt under way must not meet the next query

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from watchstep.block import Block, concatenate
 from watchstep.errors import RuleError
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.finding import Finding, finding_at
-from watchstep_rules.sql_guard import MAX_QUERY, guarded
-from watchstep_rules.sql_query import Limits, bounded, checked
+from watchstep_rules.sandbox.pool import BusyError
+from watchstep_rules.sandbox.process import StartError
+from watchstep_rules.sql_guard import MAX_QUERY
+from watchstep_rules.sql_process import checked, judged
+from watchstep_rules.sql_query import Limits, Window
 
-_MAX_MESSAGE = 500
 _MAX_FAILURE = 400
+
+QUERIES_CHECKED = {"queries": "checked"}
+"""Validation context under which a query is checked in a process: where a rule config is written, not where it is read."""
 
 
 class SqlParams(Params):
@@ -37,8 +38,15 @@ class SqlParams(Params):
 
     @field_validator("query")
     @classmethod
-    def _may_be_run(cls, value: str) -> str:
-        checked(value)
+    def _may_be_run(cls, value: str, info: ValidationInfo) -> str:
+        if info.context != QUERIES_CHECKED:
+            return value  # it is checked before it is run
+        try:
+            checked(value)
+        except BusyError:
+            raise
+        except StartError:
+            pass  # the machine is at fault, not the query
         return value
 
 
@@ -62,6 +70,8 @@ class Sql(Rule[SqlParams, SqlState]):
     another step is left out, for it was judged when its time came. Where several workers or modes have the tensor, the
     columns ``worker`` and ``mode`` say which is meant; without them it is the first.
 
+    Queries are run in a child process, which cannot take more memory or time than it may.
+
     A step at which the query fails is not judged; it is counted, told as the rule's health, and the others are judged.
 
     Nothing else goes in: no function reads a clock, a file, a setting or chance, so the same rows give the same findings.
@@ -79,8 +89,12 @@ class Sql(Rule[SqlParams, SqlState]):
         return 2 * (params.window - 1)
 
     def needed(self, params: SqlParams) -> Needs:
-        """The probes that the query names."""
-        return Needs(collections=(), probes=guarded(params.query).probes)
+        """The probes that the query names; none where it cannot be checked now, which is told when it is evaluated."""
+        try:
+            probes = checked(params.query).probes
+        except (ValueError, RuleError):
+            probes = ()
+        return Needs(collections=(), probes=probes)
 
     def problem(self, state: SqlState) -> str:
         """At how many steps the query failed."""
@@ -102,60 +116,26 @@ class Sql(Rule[SqlParams, SqlState]):
             return state, []
         rows = concatenate([context, block])
         rows = rows.take(np.argsort(rows.step, kind="stable"))
-        judged = np.unique(block.step)
+        judged_steps = np.unique(block.step)
+        steps = judged_steps.tolist()
+        begins, ends = (np.searchsorted(rows.step, judged_steps, side).tolist() for side in ("left", "right"))
+        firsts = np.searchsorted(rows.step, judged_steps - params.window + 1, side="left").tolist()
+        windows = [Window(*window) for window in zip(steps, firsts, begins, ends, strict=True)]
         findings: list[Finding] = []
-        with bounded(params.query, rows, Limits(params.memory_mb, params.seconds)) as query:
-            for step in judged.tolist():
-                first = int(np.searchsorted(rows.step, step - params.window + 1, side="left"))
-                begin, end = np.searchsorted(rows.step, (step, step + 1)).tolist()
-                try:
-                    given = query.run(first, end, step)
-                except RuleError as error:
-                    state = _failed(state, error)
-                    continue
-                findings.extend(_findings(rows, np.arange(begin, end), step, given))
+        for outcome in judged(params.query, rows, windows, Limits(params.memory_mb, params.seconds)):
+            if isinstance(outcome, RuleError):
+                state = _failed(state, outcome)
+            else:
+                findings += [
+                    finding_at(
+                        Sql.name, rows, found.row,
+                        value=found.value, threshold=found.threshold, message=found.message,
+                    )
+                    for found in outcome
+                ]  # fmt: skip
         return state, findings
 
 
 def _failed(state: SqlState, error: RuleError) -> SqlState:
     said = str(error).encode(errors="replace").decode().replace("\0", "\ufffd")
     return SqlState(failed_steps=state.failed_steps + 1, last_failure=said[:_MAX_FAILURE])
-
-
-def _findings(
-    rows: Block, at_step: NDArray[np.intp], step: int, given: list[dict[str, Any]]
-) -> list[Finding]:
-    """One finding for each row of the step that the query names, in the order of the rows."""
-    if not given:
-        return []
-    places: dict[str, list[int]] = {}
-    for row in at_step.tolist():
-        places.setdefault(rows.info(row).name, []).append(row)
-    meant: dict[int, dict[str, Any]] = {}
-    for entry in given:
-        if entry.get("step", step) != step:
-            continue
-        for row in places.get(entry["tensor"], []):
-            if entry.get("worker") not in {None, int(rows.worker[row])}:
-                continue
-            if entry.get("mode") not in {None, rows.mode_name(row)}:
-                continue
-            meant.setdefault(row, entry)
-            break
-    return [_finding(rows, row, meant[row]) for row in sorted(meant)]
-
-
-def _finding(rows: Block, row: int, entry: dict[str, Any]) -> Finding:
-    value, threshold = _number(entry.get("value", 0.0)), _number(entry.get("threshold", 0.0))
-    name = rows.info(row).name
-    message = str(entry.get("message") or "")[:_MAX_MESSAGE]
-    if not message:
-        figures = [f"{word} {_number(entry[word]):.3g}" for word in ("value", "threshold") if word in entry]
-        message = f"the query gives {name}" + (f": {', '.join(figures)}" if figures else "")
-    return finding_at(Sql.name, rows, row, value=value, threshold=threshold, message=message)
-
-
-def _number(value: Any) -> float:
-    """A figure that does not exist (NULL, NaN) is told as infinity, which JSON and a comparison can hold."""
-    number = math.nan if value is None else float(value)
-    return math.inf if math.isnan(number) else number

@@ -1,7 +1,8 @@
 """How large the plan of a SQL query may get: DuckDB bounds a query's run in memory and time, not its planning.
 
 A short query can be planned as millions of joins, where each table that it makes reads the one before it twice, or as
-millions of sums, where each column does. So both are counted before it is planned, as if what is made stood where it is named.
+millions of sums, where each column does, or as thousands of columns, where each ``*`` stands for those of a table. So these are
+counted before it is planned, as if what is made stood where it is named.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ MAX_NAMED = 64
 """Tables that a query may name, also where nothing reads what is made of them."""
 
 MAX_EXPRESSIONS = 5_000
-"""Expressions that one SELECT may have, a column that it makes counted as often as it is named."""
+"""Expressions that a query may have, a column that it makes counted as often as it is named, and ``*`` as its columns."""
+
+TABLE_COLUMNS = 32
+"""Columns for which ``*`` counts where it stands for a given table; probes are not counted."""
 
 MAX_NESTED = 32
 """How deep a query may stand within queries."""
@@ -36,7 +40,7 @@ def check_size(tree: Any) -> None:
         ValueError: it is over one of them; the message says which.
     """
     _reads(tree, _GIVEN, 0)
-    _expressions(tree, {})
+    _expressions(tree, {}, {}, 1)
     if sum(_is_table(item) for item in _within(tree, into_queries=True)) > MAX_NAMED:
         raise ValueError(f"the query names more than {MAX_NAMED} tables: name fewer")
 
@@ -63,28 +67,77 @@ def _reads(part: Any, made: _Sizes, depth: int) -> int:
     return total
 
 
-def _expressions(part: Any, made: _Sizes) -> int:
-    """How many expressions a part of a query has, where the columns in ``made`` have as many as it says."""
-    own: tuple[str, ...] = ("select_list", "from_table", "cte_map") if _is_query(part) else ()
-    total = sum(_expressions(part.get(key), made) for key in own[1:])  # see nothing of the columns made here
-    for entry in part.get("select_list", []) if own else []:
-        size = _expressions(entry, made)
-        total += size
-        made = {**made, str(entry.get("alias", "")).lower(): size}
-    for item in _within(part, without=own):
-        if _is_query(item) and item is not part:
-            total += _expressions(item, made)
-        elif "class" in item:
-            names = item.get("column_names")
-            total += made.get(str(names[-1]).lower(), 1) if names else 1
-        if total > MAX_EXPRESSIONS:
-            break
+def _expressions(part: Any, made: _Sizes, tables: _Sizes, star: int) -> int:
+    """How many expressions a part of a query has.
+
+    Args:
+        part: of the tree.
+        made: how many expressions each column has that is made around it.
+        tables: how many columns each table has that is made around it.
+        star: for how many columns ``*`` stands.
+    """
+    if _is_query(part):
+        tables = _with_tables(part, tables)
+        star = max(1, _columns(part.get("from_table"), tables))
+        total = 0
+        for key in ("from_table", "cte_map"):  # see no column made here
+            total += _repeated(part.get(key), made, tables, star)
+        for entry in part.get("select_list", []):
+            size = _repeated(entry, made, tables, star)
+            total += size
+            made = {**made, str(entry.get("alias", "")).lower(): size}
+        for key, value in part.items():
+            if key not in {"from_table", "cte_map", "select_list"}:
+                total += _repeated(value, made, tables, star)
+    else:
+        total = 0
+        for item in _within(part):
+            if _is_query(item):
+                total += _expressions(item, made, tables, star)
+            elif "class" in item:
+                names = item.get("column_names")
+                total += made.get(str(names[-1]).lower(), 1) if names else 1
+            if total > MAX_EXPRESSIONS:
+                break
     if total > MAX_EXPRESSIONS:
         raise ValueError(
             f"the query has more than {MAX_EXPRESSIONS} expressions, a column that it makes counted as often as it is "
-            "named: make columns in a query within it, or fewer"
+            "named, and * as the columns for which it stands: make columns in a query within it, or fewer"
         )
     return total
+
+
+def _repeated(part: Any, made: _Sizes, tables: _Sizes, star: int) -> int:
+    """As `_expressions`, of an expression that is repeated for each column for which a ``*`` in it stands."""
+    return _expressions(part, made, tables, star) * (star if _has_star(part) else 1)
+
+
+def _with_tables(query: dict[str, Any], tables: _Sizes) -> _Sizes:
+    """``tables``, and how many columns each has that a query makes for itself."""
+    tables = dict(tables)
+    for entry in query["cte_map"].get("map", []):
+        tables[str(entry["key"]).lower()] = _columns(entry["value"], tables)
+    return tables
+
+
+def _columns(part: Any, tables: _Sizes) -> int:
+    """How many columns a query gives; those of all tables in a part that is none."""
+    if _is_query(part):
+        tables = _with_tables(part, tables)
+        if "select_list" in part:
+            star = max(1, _columns(part.get("from_table"), tables))
+            return sum(star if _has_star(entry) else 1 for entry in part["select_list"])
+    total = 0
+    for item in _within(part, without=("cte_map",)):
+        if _is_query(item) and item is not part:
+            total += _columns(item, tables)
+        elif _is_table(item):
+            total += tables.get(str(item.get("table_name", "")).lower(), TABLE_COLUMNS)
+    return total
+
+
+def _has_star(part: Any) -> bool:
+    return any(item.get("class") == "STAR" for item in _within(part))
 
 
 def _is_query(item: Any) -> bool:

@@ -20,7 +20,7 @@ class StalledTrainingParams(Params):
     """Parameters of `StalledTraining`."""
 
     threshold: float = Field(1800.0, gt=0, description="Seconds without a row that are too long.")
-    patience: float = Field(2.0, ge=1, description="Not before so many times the longest pause so far.")
+    patience: float = Field(2.0, ge=0, description="Not before so many times the longest pause so far.")
 
 
 class StalledTrainingState(State):

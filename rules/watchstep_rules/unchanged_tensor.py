@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep.derived import Derivation, abs_mean, rms
 from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures.trails import Column, Trail
+from watchstep_rules.figures.closeness import COLUMNS, may_be_close
+from watchstep_rules.figures.trails import Trail
 from watchstep_rules.finding import Finding, finding_at
-
-_COUNTS = ("count", "nan", "pos_inf", "neg_inf", "zero", "negative")
-_EXTREMES = ("min", "max", "abs_min", "mean")
 
 
 class UnchangedTensorParams(Params):
@@ -23,9 +18,9 @@ class UnchangedTensorParams(Params):
 
     num_steps: int = Field(3, ge=2, le=100, description="Records in a row that must be the same.")
     rtol: float = Field(
-        1e-5, ge=0, description="Difference that is none, as a share of the earlier figure; with atol."
+        1e-5, ge=0, lt=1, description="Difference that is none, as a share of the earlier element; with atol."
     )
-    atol: float = Field(1e-8, ge=0, description="Difference that is none, whatever the figure.")
+    atol: float = Field(1e-8, ge=0, description="Difference that is none, whatever the element.")
     equal_nan: bool = Field(False, description="Whether tensors that hold NaN can be the same.")
 
 
@@ -34,16 +29,16 @@ class UnchangedTensorState(State):
 
 
 class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
-    """Fires when the last ``num_steps`` records of a tensor are the same by every figure of the row.
+    """Fires when the figures of the last ``num_steps`` records of a tensor agree with the newest.
 
-    Of each of these records and the newest: the counts of elements, zeros, negatives, NaN and infinities are equal, and
-    of min, max, smallest magnitude, mean, mean magnitude and root mean square ``|new - old| <= atol + rtol * |old|``.
-    Checksums must be equal. Inputs are judged in train mode only: validation sees the same examples each time.
+    The counts of elements, NaN and infinities are equal; minimum, maximum, mean, mean magnitude and root mean square have moved
+    by no more than they can where each element has moved by ``atol + rtol * |old|`` at most (the bounds are derived in
+    `watchstep_rules.figures.closeness`). Checksums must be equal. Inputs are judged in train mode only: validation sees the
+    same examples each time.
 
-    SageMaker's UnchangedTensor asks ``numpy.allclose`` of the elements; elements within its tolerance have figures within
-    it, so what it finds is found. The other way round a tensor whose elements have only changed places is taken for the
-    same: rare, for twelve figures must agree. Defaults are SageMaker's. It is off by default: inputs of a training on one
-    batch, outputs of a converged one and frozen weights are the same on purpose.
+    What ``numpy.allclose`` finds, element by element, is found. The other way round a tensor whose elements have only changed
+    places is taken for the same. It is off by default: inputs of a training on one batch, outputs of a converged one and frozen
+    weights are the same on purpose.
     """
 
     name = "unchanged_tensor"
@@ -81,24 +76,21 @@ class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
         exact = block.mask_of_tensors([info.role == "checksum" for info in block.catalogue])
         if not params.equal_nan:
             same &= block.statistics.nan == 0
+        columns = {name: trail.column(figure) for name, figure in COLUMNS.items()}
         left = np.flatnonzero(same)
-        for figure in (*(_recorded(name) for name in _EXTREMES), _derived(abs_mean), _derived(rms)):
-            held = trail.column(figure)
-            for rows in range(1, params.num_steps):
-                new, old = held[len(context) + left], trail.at(left).back(held, rows)
-                slack = np.where(exact[left], 0.0, params.atol + params.rtol * np.abs(old))
-                with np.errstate(invalid="ignore"):
-                    left = left[(np.abs(new - old) <= slack) | (np.isnan(new) & np.isnan(old))]
-        for name in _COUNTS:
-            held = trail.column(_recorded(name))
-            for rows in range(1, params.num_steps):
-                left = left[trail.at(left).back(held, rows) == held[len(context) + left]]
+        for rows in range(1, params.num_steps):
+            places = trail.at(left)
+            new, old = (
+                {name: places.back(column, back) for name, column in columns.items()} for back in (0, rows)
+            )
+            close = may_be_close(new.__getitem__, old.__getitem__, params.rtol, params.atol)
+            left = left[close & (~exact[left] | (new["mean"] == old["mean"]))]
         return state, [self._finding(params, block, int(row)) for row in left]
 
     def _finding(self, params: UnchangedTensorParams, block: Block, row: int) -> Finding:
         message = (
-            f"{block.info(row).name} has been the same for {params.num_steps} records in a row: every figure agrees "
-            f"within {params.rtol:g} of itself and {params.atol:g}"
+            f"{block.info(row).name} has been the same for {params.num_steps} records in a row: no figure has moved by more "
+            f"than a change of {params.rtol:g} of each element, and of {params.atol:g}, allows"
         )
         return finding_at(
             self.name,
@@ -108,14 +100,6 @@ class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
             threshold=float(params.num_steps),
             message=message,
         )
-
-
-def _recorded(name: str) -> Column:
-    return attrgetter(f"statistics.{name}")
-
-
-def _derived(figure: Derivation) -> Column:
-    return lambda block: figure(block.statistics)
 
 
 def _validated(block: Block) -> NDArray[np.bool_]:

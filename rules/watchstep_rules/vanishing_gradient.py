@@ -12,10 +12,13 @@ from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats, StatisticsBatch
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
+from watchstep_rules.figures.steps import step_numbers
 from watchstep_rules.finding import Finding, finding_at
 
+_NOTHING = 1e-6  # of a loss of about 1 it is what float32 rounds away
 _FIRST = 2.0  # times its first size a gradient may have without being one that grows
 
 
@@ -33,17 +36,24 @@ class VanishingGradientParams(Params):
         le=1,
         description="… and it is less than this share of the largest layer's in the same step.",
     )
+    converged: float = Field(
+        0.05,
+        ge=0,
+        lt=1,
+        description="Share of its first value at which a loss has converged: gradients may vanish.",
+    )
     min_dimensions: int = Field(2, ge=0, description="Judge parameters with at least so many dimensions.")
 
 
 class VanishingGradientState(State):
-    """The largest size so far: of any layer's gradient, by mode, and of each, by ``tensor@worker/mode``.
+    """The largest size so far: of any layer's gradient, by mode, and of each, by ``tensor@worker/mode``; and the losses so far.
 
-    Of each it is twice its first size at least.
+    Of each layer it is twice its first size at least.
     """
 
     largest: dict[str, float] = Field(default_factory=dict)
     series: dict[str, float] = Field(default_factory=dict)
+    losses: dict[str, Progress] = Field(default_factory=dict)
 
 
 class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
@@ -60,14 +70,21 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     first is what batches make of a gradient that does not grow.
 
     It also fires for every layer while no layer has ever had a size of ``threshold * relative``: such a training has
-    not converged, it never began; unless all its losses are zero, as those of an agent are that has not met a reward. That is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
+    not converged, it never began. That is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
+
+    Nothing is said while a loss has come down to ``converged`` of its first values, or all losses are below 1e-6 (as those of an agent
+    are that has not met a reward, or of a copy that is distilled from itself): small gradients are then what there is to learn. AutoTrainer asks for an accuracy
+    below 0.6 in their place; a twentieth is where a classifier of two classes is nearly always right and sure.
+
+    What it cannot tell apart: a layer that is cut off on purpose and still has gradients next to nothing, and a term of the loss
+    whose weight is that small, from one that starves.
 
     Vectors are left out: the gradient of a bias before batch normalisation, or of a key bias in attention, is zero by
     construction.
     """
 
     name = "vanishing_gradient"
-    version = 2
+    version = 3
     summary = "a layer's gradient is close to nothing while others still learn"
     needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"), about=("gradient",))
     merge = "sealed"
@@ -97,8 +114,9 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         """Judge each step's layers against each other, on whatever worker they are."""
         wide = rows_where(block, _is_judged, params.min_dimensions)
         judged = view(block, np.flatnonzero(wide & (block.statistics.finite > 0)))
+        losses, at_rest = _at_rest(params, state.losses, block)
         if not len(judged):
-            return state, []
+            return state.model_copy(update={"losses": losses}), []
         size = _size(judged.statistics)
         series = SeriesRows.of(judged, by_mode=True)
         kept, _, before = _so_far(state.series, series.names, series.rows(), size, least=_FIRST)
@@ -111,9 +129,9 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         overall, ever, _ = _so_far(state.largest, [MODES[one] for one in modes], of_mode, largest)
         floor = params.threshold * params.relative
         never = (ever < floor)[step]
-        waits = never & np.isin(judged.step, _steps_without_loss(block))
+        waits = np.isin(judged.step, at_rest)
         limit = np.where(never, floor, np.minimum(params.threshold, params.relative * largest[step]))
-        return VanishingGradientState(largest=overall, series=kept), [
+        return VanishingGradientState(largest=overall, series=kept, losses=losses), [
             self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
             for row in np.flatnonzero((size < limit) & (size <= before) & ~waits)
         ]
@@ -128,11 +146,22 @@ def _is_judged(info: TensorInfo, least: int) -> bool:
     return info.role == "gradient" and len(info.shape) >= least
 
 
-def _steps_without_loss(block: Block) -> NDArray[np.int64]:
-    """Steps whose losses are all exactly zero."""
-    rows = np.flatnonzero(rows_where(block, has_role, "loss"))
-    step, lost = block.step[rows], block.statistics.mean[rows] != 0
-    return np.setdiff1d(step, step[lost])
+def _at_rest(
+    params: VanishingGradientParams, kept: dict[str, Progress], block: Block
+) -> tuple[dict[str, Progress], NDArray[np.int64]]:
+    """The losses afterwards, and the steps at which one has converged, or all are next to nothing."""
+    if not len(block):
+        return kept, np.empty(0, np.int64)
+    order = np.argsort(block.step, kind="stable")
+    ordered = block if bool((order[1:] > order[:-1]).all()) else view(block, order)
+    numbers = step_numbers(ordered)
+    losses, courses = follow(kept, ordered, numbers)
+    rests = courses.any_converged(params.converged)
+    if courses.low:
+        rests |= courses.known & (
+            np.max([np.where(np.isinf(low), 0.0, low) for low in courses.low], axis=0) < _NOTHING
+        )
+    return losses, np.unique(ordered.step)[rests]
 
 
 def _size(statistics: StatisticsBatch) -> Floats:

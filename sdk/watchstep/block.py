@@ -15,6 +15,11 @@ from watchstep.tensors import MODES, Mode, Placement, Stage, TensorInfo
 
 STAGES: tuple[Stage, ...] = ("local", "reduced")
 
+_ROW_BYTES = 150
+"""Of one row's columns, without histograms and probes."""
+
+_BIN_BYTES = 10
+
 
 @dataclass(frozen=True)
 class Places:
@@ -151,6 +156,23 @@ class Block:
         if bool((key[1:] >= key[:-1]).all()):
             return self
         return self.take(np.argsort(key, kind="stable"))
+
+
+class BlockMemory:
+    """About how much memory blocks take together: a catalogue that several share counts once."""
+
+    def __init__(self) -> None:
+        self._catalogues: dict[int, tuple[TensorInfo, ...]] = {}
+
+    def of(self, block: Block) -> int:
+        """Bytes of the block, with its catalogue where no block before had it."""
+        histogram = block.statistics.histogram
+        bins = 0 if isinstance(histogram, UnreadHistograms) else len(histogram.bins)
+        size = len(block) * (_ROW_BYTES + 8 * len(block.probes)) + bins * _BIN_BYTES
+        if id(block.catalogue) not in self._catalogues:
+            self._catalogues[id(block.catalogue)] = block.catalogue
+            size += sum(info.memory for info in block.catalogue)
+        return size
 
 
 _ranked: tuple[tuple[TensorInfo, ...], NDArray[np.int64]] = ((), np.empty(0, np.int64))

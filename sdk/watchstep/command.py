@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 
 import watchstep
 from watchstep.errors import ConfigError, WatchstepError
+from watchstep.terminal_text import printable_lines
 
 EXIT_ERROR = 2
 
@@ -29,7 +30,7 @@ def main() -> None:
             sync(arguments[1:])
         _application()(arguments)
     except WatchstepError as error:
-        sys.stderr.write(f"watchstep: {error}\n")
+        sys.stderr.write(f"watchstep: {printable_lines(error)}\n")
         raise SystemExit(EXIT_ERROR) from None
 
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from watchstep.bounded_json import parse_json
 from watchstep.errors import FormatError
 
 MAX_BYTES = 1024 * 1024
+_MAX_MEMORY = 32 * 1024 * 1024
 MOST_SNAPSHOTS = 32
 """Snapshot requests that a document keeps: the newest."""
 
@@ -157,7 +159,7 @@ class ControlDocument:
             FormatError: they are something else.
         """
         try:
-            return cls.from_data(json.loads(data))
+            return cls.from_data(parse_json(data, _MAX_MEMORY))
         except (ValueError, RecursionError) as error:
             raise FormatError(f"control document: {error}", "let the service write it anew") from error
 

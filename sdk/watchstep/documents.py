@@ -6,10 +6,15 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from watchstep.bounded_json import parse_json
 from watchstep.errors import FormatError
 from watchstep.layout import SCHEMA_VERSION
 
 MAX_BYTES = 4 * 1024 * 1024
+_MAX_MEMORY = 128 * 1024 * 1024
+TERMINATED = "SIGTERM"
+"""How the reason of an end document begins where SIGTERM ended the worker, or made its program end."""
+
 EndState = Literal["completed", "failed", "stopped"]
 OnStop = Literal["ignore", "raise", "callback"]
 
@@ -57,6 +62,29 @@ class AttemptDocument:
 
 
 @dataclass(frozen=True)
+class LaunchDocument:
+    """``launches/<attempt>.json``: the process that ``watchstep run`` became, which may never record anything.
+
+    Attributes:
+        attempt: the attempt's id.
+        launched_ns: nanoseconds since the epoch.
+        pid: the process id.
+        start_ticks: when it started, as in `watchstep.process_identity.ProcessIdentity`.
+        boot: the kernel's id of that boot.
+        host: where it runs, for people.
+        namespace: the kernel's name of the PID namespace that the process id belongs to.
+    """
+
+    attempt: str
+    launched_ns: int
+    pid: int
+    start_ticks: int
+    boot: str
+    host: str
+    namespace: str
+
+
+@dataclass(frozen=True)
 class EndDocument:
     """``end/<attempt>/<worker>.json``: how one worker ended, and how much it recorded.
 
@@ -81,10 +109,10 @@ class EndDocument:
     health: dict[str, Any] = field(default_factory=dict)
 
 
-Document = TypeVar("Document", RunDocument, AttemptDocument, EndDocument)
+Document = TypeVar("Document", RunDocument, AttemptDocument, EndDocument, LaunchDocument)
 
 
-def encode(document: RunDocument | AttemptDocument | EndDocument) -> bytes:
+def encode(document: RunDocument | AttemptDocument | EndDocument | LaunchDocument) -> bytes:
     """The bytes of a document."""
     return json.dumps(asdict(document), indent=1, default=str).encode()
 
@@ -101,7 +129,7 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         FormatError: the bytes are something else, or of a later schema.
     """
     try:
-        held = json.loads(data)
+        held = parse_json(data, _MAX_MEMORY)
         known = {entry.name: held[entry.name] for entry in fields(kind) if entry.name in held}
         if "rules" in known:
             known["rules"] = tuple(dict(rule) for rule in known["rules"])

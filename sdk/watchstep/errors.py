@@ -29,6 +29,10 @@ class StoreError(WatchstepError):
     """The object store refused, is missing, or cannot be reached."""
 
 
+class MissingStoreError(StoreError):
+    """The store itself, its folder or bucket, is not there."""
+
+
 class NotFoundError(StoreError):
     """The object, run or tensor is not there."""
 

@@ -41,6 +41,11 @@ class Histograms:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def bytes(self) -> int:
+        """Of memory."""
+        return self.offsets.nbytes + self.bins.nbytes + self.counts.nbytes
+
     def row(self, index: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         """Bins and counts of one tensor."""
         part = slice(int(self.offsets[index]), int(self.offsets[index + 1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.ending import Ending
 from watchstep.capture.first_documents import attempt_document, run_document
 from watchstep.capture.guarding import Guarding, StepGuard
-from watchstep.capture.identity import resolve
+from watchstep.capture.identity import ATTEMPT, resolve
 from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.logged_scalars import log_scalars
 from watchstep.capture.obeying import obey
-from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.registration import LaunchState, Registration
+from watchstep.capture.service_client import ServiceClient
 from watchstep.capture.session import Session
 from watchstep.capture.stop_talk import StopTalk
 from watchstep.capture.system.sampling import start_sampling
@@ -33,11 +34,20 @@ from watchstep.contained_faults import contained
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.copied_hook import CopiedHook
 from watchstep.errors import ConfigError
-from watchstep.hook_arguments import budgeted, checked_on_stop, checked_step, first_step_of
+from watchstep.hook_arguments import (
+    budgeted,
+    checked_on_stop,
+    checked_step,
+    first_step_of,
+    loss_divisor_of,
+    probing,
+)
 from watchstep.layout import run_prefix
-from watchstep.stopping import OnStop, StopTraining
+from watchstep.stopping import AwaitsCheckpoint, OnStop
 from watchstep.store import Store, checked_scheme
+from watchstep.store_identity import StoreIdentity
 from watchstep.tensors import MODES, Mode
+from watchstep.transport import ServiceAddress
 
 if TYPE_CHECKING:
     from watchstep.pytorch.agreement import Agreement
@@ -83,8 +93,9 @@ class Hook:
             store_url: where runs lie; or ``WATCHSTEP_STORE``, or ``./watchstep-runs``.
             project: or ``WATCHSTEP_PROJECT``, or ``default``.
             run: the run's id; or ``WATCHSTEP_RUN``, or a new one.
-            rules: a rule file that the service shall judge this run by, besides its own.
+            rules: a rule file that the service shall judge this run by, besides its own; probes that its rules need are measured.
             on_stop: what a stop does: ``"ignore"`` (the default), ``"raise"`` `StopTraining` at the end of a step,
+                ``"check"``: nothing more than to set `stopped`, which the program looks at after each step to end by itself,
                 or a function that is called with the `StopRequest`; or ``WATCHSTEP_ON_STOP``, which may be "stop", as "raise",
                 or "checkpoint": the function saves one, and `StopTraining` is raised once it returns.
             overhead_budget: share of the program's own time that recording may take, 0.01 where nothing says otherwise;
@@ -101,15 +112,20 @@ class Hook:
         url = os.fspath(store_url or os.environ.get(STORE) or "watchstep-runs")
         scheme = checked_scheme(url)
         self.store_url = url if scheme else Path(url).expanduser().absolute().as_uri()
-        self.config = budgeted(config, overhead_budget)
-        self._identity = resolve(project, run)
-        self._on_stop = checked_on_stop(on_stop)
-        rule_data = tuple(rule_files.load(rules)) if rules is not None else ()
+        self._store_identity = StoreIdentity.of_launch(self.store_url)
+        asked = rule_files.load(rules) if rules is not None else rule_files.AskedRules()
         made_guard = None if guard is None else guards.make(guard)
+        self.config = probing(
+            budgeted(config, overhead_budget), (*asked.probes, *getattr(made_guard, "probes", ()))
+        )
+        self._identity = resolve(project, run)
+        self._on_stop = checked_on_stop(on_stop, self.config.bounds.checkpoint_seconds)
+        ranks_stop_together = isinstance(self._on_stop, AwaitsCheckpoint) and self._identity.world_size > 1
+        if ranks_stop_together:
+            self._on_stop = "raise"  # a rank that went on alone would wait for the others for ever
         self._guarding: Guarding | None = None
         self._agreement: Agreement | None = None
         address = ServiceAddress.from_environment()
-        self._service = ServiceClient(address, self._identity.project) if address else None
         bounds = self.config.bounds
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
@@ -118,17 +134,29 @@ class Hook:
             self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
         )
         self._health, self._recorder = session.health, session.recorder
+        if ranks_stop_together:
+            self._health.note("on_stop", "all ranks stop at one step: no checkpoint is waited for")
+        launch = LaunchState.from_environment(self._health)
+        self._recorder.launched_unverified = not launch.verified
+        known = address is not None or launch.location is not None
+        self._service = (
+            ServiceClient(address, self._identity.project, launch.recorder_address) if known else None
+        )
         if made_guard is not None:
             made_guard.attach(self)
         control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
         target = Target(
             store_url=self.store_url,
             open_store=self._open_store,
+            store_identity=self._store_identity,
             identity=self._identity,
-            run=run_document(self._identity, rule_data, self.config),
+            run=run_document(self._identity, (*launch.rules, *asked.configs), self.config),
             attempt=attempt_document(self._identity, self._on_stop),
             service=self._service,
             open_attempt=self._open_attempt if lent() else None,
+            asked_rules=asked.configs,
+            # `watchstep run` and launchers have looked themselves.
+            warns_of_reuse=session.recorder.step == 0 and ATTEMPT not in os.environ and not lent(),
         )
         self._stop_talk = StopTalk(session.recorder.stops, control, self._open_attempt, self._health)
         writer = Writer(target, session.queue, session.snapshot_writer, control, self._health, bounds)
@@ -139,8 +167,12 @@ class Hook:
         process_end.watch(self._ending)
         cells.remember(self._ending)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
-        self._ending.detach_with(lambda: self._checkpoints.close(bounds.close_seconds))
-        self._ending.detach_with(self._stop_talk.close)
+        self._ending.detach_with(self._checkpoints.close, self._checkpoints.join)
+        self._ending.detach_with(self._stop_talk.close, self._stop_talk.join)
+        if launch.run == self.run and self._identity.worker == 0 and self._service is not None:
+            registration = Registration(launch, self.project, self._service, control, self._health)
+            self._ending.detach_with(registration.close, registration.join)
+            registration.start()
         if (sampler := start_sampling(session, self._identity)) is not None:
             self._ending.detach_with(sampler.close)
         _log.info("watchstep: recording %s", self.run_url)
@@ -184,8 +216,10 @@ class Hook:
 
     @property
     def stopped(self) -> StopRequest | None:
-        """The stop that this program was asked for and has come to, or that its guard asked for; None where there was none."""
-        self._recorder.heeded |= self._recorder.stopped is not None
+        """The stop that this program was asked for and has come to, or that its guard asked for; None where there was none.
+
+        Reading it changes nothing. A program that ends because of it says so by ``on_stop="check"``; else its run is completed.
+        """
         return self._recorder.stopped
 
     def watch(
@@ -196,6 +230,7 @@ class Hook:
         name: str | None = None,
         replicated: bool = False,
         sum_losses: bool = False,
+        loss_divisor: float | Callable[[], float] = 1.0,
     ) -> None:
         """Record a PyTorch model's weights, gradients and activations.
 
@@ -206,11 +241,17 @@ class Hook:
                 ``model_2``, ``model_3``, … where it is left out.
             replicated: every rank holds the whole model and gradients are averaged over all, as under
                 DistributedDataParallel: for data parallelism that the model's wrapper does not show.
-            sum_losses: the losses that a step's backward passes start from are parts of one, as micro-batches are whose loss
-                the program divides: record their sum.
+            sum_losses: the losses that a step's backward passes start from are parts of one, which add up to the step's loss:
+                record their sum.
+            loss_divisor: what the program divides each loss by before ``backward()``, as the number of micro-batches of a step,
+                or a function that gives it: record the undivided losses, whose mean is the step's loss.
+
+        Anything else that fails, as in a model that overrides `torch.nn.Module`'s own methods, is counted in `health`, and the
+        model is not recorded.
 
         Raises:
-            ConfigError: the model cannot be watched; the message says why.
+            ConfigError: an argument is wrong: no module, no optimizer, `nn.DataParallel`, a script module, or a lazy module that has
+                no shape yet.
         """
         if self._ending.ended:
             return
@@ -218,27 +259,33 @@ class Hook:
         from watchstep.pytorch.watch import Watch
 
         number = len(self._watches) + 1
+        divisor = loss_divisor_of(loss_divisor)
         prefix = (f"model_{number}" if number > 1 else "") if name is None else name
         try:
             watch = Watch(
                 self._session, model, optimizer, counts_steps=number == 1, name=prefix, replicated=replicated
             )
+            watch.loss_divisor = divisor
+            if self._watches:
+                watch.loss_names = self._watches[0].loss_names
             watch.summed_losses = SummedLosses() if sum_losses else None
             self._watches.append(watch)
             self._ending.detach_with(watch.detach)
             if self._agreement is not None:
                 self._agreement.watch(watch.model)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"watch({type(model).__name__}): {error}",
-                "watch it after one forward pass if it is lazy; script modules cannot be watched",
-            ) from error
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what is odd about a model must not keep it from training
+            self._health.fault(f"watch {type(model).__name__}"[:80], error)
 
     @contained
     def log(
         self, values: Mapping[str, Any] | None = None, /, *, mode: Mode | None = None, **scalars: Any
     ) -> None:
         """Record numbers at the current step. Names with "loss" in them are losses, others metrics.
+
+        Several losses of one name and mode in a step, as of the batches of an evaluation or of micro-batches, are recorded as one
+        row with their mean and number. Of a metric the last value of the step is recorded.
 
         Args:
             values: name → number, for names that are no Python names.
@@ -313,7 +360,7 @@ class Hook:
             StopTraining: a stop is due and the program opted in.
         """
         for watch in self._watches:
-            watch.counts_steps = False
+            watch.step_by_hand()
         try:
             self._recorder.finish()
         finally:
@@ -343,6 +390,7 @@ class Hook:
         identity = self._identity
         saved = Checkpoint(os.fspath(path), max(0, held), identity.attempt, identity.worker, time.time_ns())
         self._checkpoints.add(saved)
+        self._recorder.checkpoint_saved()
 
     def protected_checkpoints(self) -> frozenset[str]:
         """Paths, as `checkpoint_saved` was given them, that a rotation must not delete: one may be the last good one.
@@ -366,11 +414,17 @@ class Hook:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, StopTraining):
+        if error is None or self._is_planned_exit(error):
             self.close()
         else:
             self._ending.end("failed", f"{type(error).__name__}: {error}")
             self._let_go()
+
+    def _is_planned_exit(self, error: BaseException) -> bool:
+        """Whether an exception only ends the program: because it was asked to stop, by whatever code, or by code 0."""
+        if not isinstance(error, SystemExit):
+            return False
+        return self._ending.obeys or (not error.code and not self._ending.fails)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         """The hook itself: programs copy models and trainers that hold it, and there is one recording."""
@@ -390,7 +444,14 @@ class Hook:
 
     def _open_attempt(self, attempt: str) -> Store:
         project, run = self._identity.project, self._identity.run
-        opened = open_recorded(self.store_url, (project, run, attempt), self._service, self._health.fault)
+        service = self._service if self._service is not None and self._service.is_located else None
+        opened = open_recorded(
+            self.store_url,
+            (project, run, attempt),
+            service,
+            self._health.fault,
+            identity=self._store_identity,
+        )
         return opened.child(run_prefix(project, run))
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:

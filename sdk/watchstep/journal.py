@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from watchstep.bounded_json import parse_json
 from watchstep.errors import BadNameError, FormatError
 from watchstep.layout import SCHEMA_VERSION, SegmentKey, WriterId, check_name
 
 MAX_BYTES = 64 * 1024 * 1024
 """A larger part is none."""
+
+_MAX_MEMORY = 384 * 1024 * 1024
 
 MOST_EVALUATIONS = 1000
 MOST_SEGMENTS = 20_000
@@ -130,7 +133,7 @@ def decode(data: bytes, name: str) -> JournalPart:
         FormatError: it is none, or of a later version.
     """
     try:
-        held = json.loads(data)
+        held = parse_json(data, _MAX_MEMORY)
         if _number(held["schema"]) > SCHEMA_VERSION:
             raise FormatError(
                 f"{name}: schema {held['schema']}, this version reads up to {SCHEMA_VERSION}",

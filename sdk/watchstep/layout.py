@@ -3,12 +3,13 @@
 ::
 
     <project>/<run>/run.json
-      attempts/<attempt>.json    control.json
+      attempts/<attempt>.json    control.json    launches/<attempt>.json
       stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.parquet
       tensors/<attempt>/<worker>/<step>-<mode>.safetensors
       end/<attempt>/<worker>.json
       stops/<attempt>/<step>/<worker>-<state>-<at>.json
       journal/<attempt>/<number>.json
+      baselines/<attempt>.json
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ RUN_DOCUMENT = "run.json"
 CONTROL_DOCUMENT = "control.json"
 SEGMENTS = "stats/"
 ATTEMPTS = "attempts/"
+LAUNCHES = "launches/"
 ENDS = "end/"
 CHECKPOINTS = "saved/"
 STOPS = "stops/"
 SNAPSHOTS = "tensors/"
 JOURNALS = "journal/"
+BASELINES = "baselines/"
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Numbers have one spelling, so that one object has one name: what parses prints back as it was.
@@ -160,9 +163,19 @@ def attempt_document(attempt: str) -> str:
     return f"{ATTEMPTS}{check_name('attempt', attempt)}.json"
 
 
+def launch_document(attempt: str) -> str:
+    """Key of the document that says which process was launched as an attempt, relative to the run."""
+    return f"{LAUNCHES}{check_name('attempt', attempt)}.json"
+
+
 def end_document(attempt: str, worker: int) -> str:
     """Key of the document that says how a worker of an attempt ended, relative to the run."""
     return f"{ENDS}{check_name('attempt', attempt)}/{worker}.json"
+
+
+def baseline_document(attempt: str) -> str:
+    """Key of the baseline that an attempt is compared with, relative to the run."""
+    return f"{BASELINES}{check_name('attempt', attempt)}.json"
 
 
 def journal_prefix(attempt: str) -> str:

@@ -8,19 +8,73 @@ https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thr
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 _MAGIC = b"PAR1"
-_MAX_FIELDS = 500_000
+_MAX_FIELDS = 100_000
 _MAX_DEPTH = 16
+_MAX_PAGES = 16_384
+"""Pages of the columns that are read. The largest segment of Watchstep's own writer has some 5,000 (a million rows in pages of
+20,000, 88 columns of them; 32 million histogram elements in pages of 1 MiB)."""
+_MAX_PAGE_FIELDS = 64
+"""Fields of one page's header; pyarrow writes up to 21 with statistics."""
 Bytes = bytes | bytearray | memoryview
-_TRUE, _FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 6, 7, 8, 9, 10, 12
+_TRUE, _FALSE, _BYTE, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 5, 6, 7, 8, 9, 10, 12
+_MAX_FIELD = 2**15 - 1
+_BITS = {4: 16, _I32: 32, _I64: 64}
 _MORE = 128
 """A byte of a number from which on further ones follow."""
 _LONG_LIST = 15
 """A list's size that says that its size follows."""
+
+
+class _Field(NamedTuple):
+    """The type of a field on the wire: Arrow skips a field of another one, and reads a list's elements without a look at theirs."""
+
+    kind: int
+    element: int = 0
+    form: Mapping[int, _Field] = MappingProxyType({})
+
+
+_Form = Mapping[int, _Field]
+_ANY: _Form = MappingProxyType({})
+
+
+def _structs(form: _Form = _ANY) -> _Field:
+    return _Field(_LIST, _STRUCT, form)
+
+
+_WIDE, _SHORT, _TEXT = _Field(_I64), _Field(_I32), _Field(_BINARY)
+_STATISTICS = _Field(_STRUCT, form={1: _TEXT, 2: _TEXT, 3: _WIDE, 4: _WIDE, 5: _TEXT, 6: _TEXT})
+_SIZES = _Field(_STRUCT, form={1: _WIDE, 2: _Field(_LIST, _I64), 3: _Field(_LIST, _I64)})
+_PLACES = _Field(_STRUCT, form={2: _Field(_LIST, _I32)})
+_PAIRS = _structs({1: _TEXT, 2: _TEXT})
+_COLUMN: _Form = {
+    1: _SHORT,
+    2: _Field(_LIST, _I32),
+    3: _Field(_LIST, _BINARY),
+    4: _SHORT,
+    **dict.fromkeys((5, 6, 7), _WIDE),
+    8: _PAIRS,
+    **dict.fromkeys((9, 10, 11), _WIDE),
+    12: _STATISTICS,
+    13: _structs(),
+    16: _SIZES,
+    17: _PLACES,
+}
+_CHUNK: _Form = {1: _TEXT, 2: _WIDE, 3: _Field(_STRUCT, form=_COLUMN)}
+_GROUP: _Form = {1: _structs(_CHUNK), 2: _WIDE, 3: _WIDE, 4: _structs()}
+_ELEMENT: _Form = {1: _SHORT, 3: _SHORT, 4: _TEXT, 5: _SHORT}
+_FILE: _Form = {1: _SHORT, 2: _structs(_ELEMENT), 3: _WIDE, 4: _structs(_GROUP), 5: _PAIRS, 7: _structs()}
+_PAGE: _Form = {
+    **dict.fromkeys((1, 2, 3, 4), _SHORT),
+    5: _Field(_STRUCT, form={**dict.fromkeys((1, 2, 3, 4), _SHORT), 5: _STATISTICS}),
+    7: _Field(_STRUCT, form={1: _SHORT, 2: _SHORT}),
+    8: _Field(_STRUCT, form={**dict.fromkeys((1, 2, 3, 4, 5, 6), _SHORT), 8: _STATISTICS}),
+}
 
 
 @dataclass(frozen=True)
@@ -30,12 +84,18 @@ class ColumnClaim:
     Attributes:
         path: the column's name; of a list's elements, with ``.list.element``.
         values: how many values it claims.
-        pages: bytes that its pages claim to take when unpacked.
+        pages: bytes that its pages claim to take when unpacked, dictionaries included.
+        dictionary_values: how many values its dictionaries claim.
+        dictionary_pages: bytes that its dictionaries claim to take when unpacked.
+        encodings: Parquet's numbers of the encodings of its values.
     """
 
     path: str
     values: int
     pages: int
+    dictionary_values: int = 0
+    dictionary_pages: int = 0
+    encodings: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -69,10 +129,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Footer:
-    """A file's rows, its columns in each row group, and its metadata."""
+    """A file's rows, its columns in each row group, the paths of its columns in the schema, and its metadata."""
 
     rows: int
     chunks: list[Chunk]
+    leaves: list[tuple[str, ...]]
     metadata: dict[bytes, bytes]
 
 
@@ -107,15 +168,63 @@ def read_footer(data: Bytes) -> Footer:
 
 
 def _footer(data: Bytes, size: int) -> Footer:
-    footer, _, _ = _struct(data, len(data) - 8 - size, len(data) - 8, _MAX_FIELDS)
-    chunks = [
-        _chunk(len(data), _held(chunk, 3, dict))
-        for group in _held(footer, 4, list)
-        for chunk in _held(group, 1, list)
-    ]
+    footer, _, _ = _struct(data, len(data) - 8 - size, len(data) - 8, _MAX_FIELDS, form=_FILE)
+    groups = _held(footer, 4, list)
+    # Arrow reserves memory for a row group's rows before it reads one.
+    rows = [_held(group, 3, int) for group in groups]
+    if any(count < 0 for count in rows) or sum(rows) != _held(footer, 3, int):
+        raise ValueError("the rows of its row groups are not the file's rows")
+    leaves = _leaves(footer.get(2, []))
+    chunks = [chunk for group in groups for chunk in _chunks(len(data), group, leaves)]
+    _check_apart(chunks)
     pairs = footer.get(5, [])
     metadata = {_held(pair, 1, bytes): _held(pair, 2, bytes) for pair in pairs if 2 in pair}
-    return Footer(_held(footer, 3, int), chunks, metadata)
+    return Footer(_held(footer, 3, int), chunks, leaves, metadata)
+
+
+def _check_apart(chunks: list[Chunk]) -> None:
+    """Refuse chunks that share bytes: the same pages would be read once for each of them."""
+    end = 0
+    for chunk in sorted((chunk for chunk in chunks if chunk.length), key=lambda chunk: chunk.start):
+        if chunk.start < end:
+            raise ValueError(f"column {chunk.path[:80]} lies over another")
+        end = chunk.start + chunk.length
+
+
+def _leaves(elements: list[dict[int, Any]]) -> list[tuple[str, ...]]:
+    """The paths of a schema's columns, whose groups stand before what they hold."""
+    leaves: list[tuple[str, ...]] = []
+    groups: list[tuple[tuple[str, ...], int]] = []  # each open group's path, and how many children are due
+    for number, element in enumerate(elements):
+        children = element.get(5, 0)
+        if (1 in element) == (children > 0) or (number > 0 and not groups):
+            if number > 0 or len(elements) > 1 or children:
+                raise ValueError("the schema is no tree of groups and columns")
+            return []
+        path: tuple[str, ...] = ()
+        if number > 0:
+            parent, due = groups.pop()
+            path = (*parent, _held(element, 4, bytes).decode())
+            if due > 1:
+                groups.append((parent, due - 1))
+        if len(path) > _MAX_DEPTH:
+            raise ValueError("the schema is too deep")
+        if children:
+            groups.append((path, children))
+        else:
+            leaves.append(path)
+    if groups:
+        raise ValueError("the schema is cut short")
+    return leaves
+
+
+def _chunks(size: int, group: dict[int, Any], leaves: list[tuple[str, ...]]) -> list[Chunk]:
+    """A row group's columns. Arrow reads them by their place in the schema, whatever path they name."""
+    metas = [_held(chunk, 3, dict) for chunk in _held(group, 1, list)]
+    chunks = [_chunk(size, meta) for meta in metas]
+    if [tuple(part.decode() for part in meta[3]) for meta in metas] != leaves:
+        raise ValueError("the columns of a row group are not those of the schema")
+    return chunks
 
 
 def claims_of(data: Bytes, footer: Footer, columns: Container[str] | None = None) -> Claims:
@@ -129,12 +238,18 @@ def claims_of(data: Bytes, footer: Footer, columns: Container[str] | None = None
     Raises:
         ValueError: the pages contradict the footer.
     """
-    chosen = [
-        chunk
-        for chunk in footer.chunks
-        if columns is None or chunk.path.removesuffix(".list.element") in columns
-    ]
-    return Claims(footer.rows, [_column_claim(data, chunk) for chunk in chosen])
+    claims: list[ColumnClaim] = []
+    left = _MAX_PAGES
+    for chunk in footer.chunks:
+        if columns is None or is_chosen(chunk.path, columns):
+            claim, left = _column_claim(data, chunk, left)
+            claims.append(claim)
+    return Claims(footer.rows, claims)
+
+
+def is_chosen(path: str, columns: Container[str]) -> bool:
+    """Whether pyarrow reads a column where some names are asked for: by its path, or by any part of it that ends at a dot."""
+    return path in columns or any(path[:end] in columns for end, sign in enumerate(path) if sign == ".")
 
 
 def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
@@ -149,32 +264,52 @@ def _chunk(size: int, meta: dict[int, Any]) -> Chunk:
     return Chunk(path, values, start, length, known.get(6), known.get(5))
 
 
-def _column_claim(data: Bytes, chunk: Chunk) -> ColumnClaim:
-    seen = unpacked = 0
-    for kind, held, pages in _pages(data, chunk.start, chunk.start + chunk.length):
-        seen += held if kind != _DICTIONARY else 0
-        unpacked += pages
-    if seen != chunk.values:
-        raise ValueError(f"column {chunk.path[:80]} claims {chunk.values} values, its pages {seen}")
-    return ColumnClaim(chunk.path, chunk.values, unpacked)
+def _column_claim(data: Bytes, chunk: Chunk, left: int) -> tuple[ColumnClaim, int]:
+    """What a chunk's pages claim, and how many pages may follow of those that may follow."""
+    values = size = dictionary_values = dictionary_size = 0
+    encodings: set[int] = set()
+    for page in _pages(data, chunk.start, chunk.start + chunk.length):
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {_MAX_PAGES} pages")
+        size += page.unpacked
+        encodings.add(page.encoding)
+        if page.kind == _DICTIONARY:
+            dictionary_values += page.values
+            dictionary_size += page.unpacked
+        else:
+            values += page.values
+    if values != chunk.values:
+        raise ValueError(f"column {chunk.path[:80]} claims {chunk.values} values, its pages {values}")
+    claim = ColumnClaim(chunk.path, values, size, dictionary_values, dictionary_size, frozenset(encodings))
+    return claim, left
 
 
 _DICTIONARY = 2
-_HEADERS = {0: 5, _DICTIONARY: 7, 3: 8}
-"""Page types, and the field of the header that is theirs: data, dictionary, data of version 2."""
+_HEADERS = {0: (5, 2), _DICTIONARY: (7, 2), 3: (8, 4)}
+"""Page types; the field of the header that is theirs, and in it the field of the encoding: data, dictionary, data of version 2."""
 
 
-def _pages(data: Bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Type, values and unpacked bytes of each page between two places."""
+class _Page(NamedTuple):
+    kind: int
+    values: int
+    unpacked: int
+    encoding: int
+
+
+def _pages(data: Bytes, place: int, end: int) -> Iterator[_Page]:
+    """The pages between two places."""
     while place < end:
-        header, behind, _ = _struct(data, place, end, _MAX_FIELDS)
+        header, behind, _ = _struct(data, place, end, _MAX_PAGE_FIELDS, form=_PAGE)
         kind, unpacked, packed = (_held(header, number, int) for number in (1, 2, 3))
         if kind not in _HEADERS or unpacked < 0 or packed < 0:
             raise ValueError("a page is of an unknown type, or claims a size below nothing")
-        values = _held(_held(header, _HEADERS[kind], dict), 1, int)
+        own, encoding = _HEADERS[kind]
+        details = _held(header, own, dict)
+        values = _held(details, 1, int)
         if values < 0:
             raise ValueError("a page claims a number of values below nothing")
-        yield kind, values, unpacked
+        yield _Page(kind, values, unpacked, _held(details, encoding, int))
         place = behind + packed
     if place != end:
         raise ValueError("a page reaches beyond its column")
@@ -188,11 +323,13 @@ def _held(struct: Any, number: int, kind: type) -> Any:
 
 
 # Every segment's footer is read by what follows: places are handed on and short numbers read in line, for calls are felt.
-def _struct(data: Bytes, place: int, end: int, left: int, depth: int = 0) -> tuple[dict[int, Any], int, int]:
+def _struct(
+    data: Bytes, place: int, end: int, left: int, depth: int = 0, form: _Form = _ANY
+) -> tuple[dict[int, Any], int, int]:
     """A struct as a dict by field number, believing no length beyond its end; the place behind it, and how many fields are left.
 
     Raises:
-        ValueError: it is cut short, too large, too deep, or of another form.
+        ValueError: it is cut short, too large, too deep, or of another form, or Thrift would read another value of it.
         IndexError: it is cut short where the data are.
     """
     fields: dict[int, Any] = {}
@@ -208,29 +345,38 @@ def _struct(data: Bytes, place: int, end: int, left: int, depth: int = 0) -> tup
         if head >> 4:
             number += head >> 4
         else:
-            number, place = _number(data, place, end)
+            number, place = _number(data, place, end, _I64)
         left -= 1
         if left < 0:
             raise ValueError("a header is too large")
+        if number in fields or not 1 <= number <= _MAX_FIELD:
+            raise ValueError(f"a header holds field {number} twice, or its number cannot be")
+        due = form.get(number)
+        if due is not None and due.kind != kind:
+            raise ValueError(f"field {number} of a header is of type {kind} and not {due.kind}")
         if _BYTE < kind <= _I64:  # as most are
             if place < end and (short := data[place]) < _MORE:
                 fields[number], place = (short >> 1) ^ -(short & 1), place + 1
             else:
-                fields[number], place = _number(data, place, end)
+                fields[number], place = _number(data, place, end, kind)
         elif kind == _BINARY:
             fields[number], place = _bytes(data, place, end)
         elif _TRUE <= kind <= _FALSE:
             fields[number] = kind == _TRUE
         elif kind == _STRUCT:
-            fields[number], place, left = _struct(data, place, end, left, depth + 1)
+            fields[number], place, left = _struct(
+                data, place, end, left, depth + 1, due.form if due is not None else _ANY
+            )
         elif _LIST <= kind <= _SET:
-            fields[number], place, left = _list(data, place, end, left, depth + 1)
+            fields[number], place, left = _list(data, place, end, left, depth + 1, due)
         else:
             fields[number], place = _plain(kind, data, place, end)
     raise ValueError("a header is cut short")
 
 
-def _list(data: Bytes, place: int, end: int, left: int, depth: int) -> tuple[list[Any], int, int]:
+def _list(
+    data: Bytes, place: int, end: int, left: int, depth: int, due: _Field | None = None
+) -> tuple[list[Any], int, int]:
     head, place = data[place], place + 1
     size, kind = head >> 4, head & 15
     if size == _LONG_LIST:
@@ -238,13 +384,16 @@ def _list(data: Bytes, place: int, end: int, left: int, depth: int) -> tuple[lis
     left -= size
     if left < 0 or depth > _MAX_DEPTH:
         raise ValueError("a header is too large or too deep")
+    if due is not None and size and kind != due.element:
+        raise ValueError(f"a list of a header holds type {kind} and not {due.element}")
+    form = due.form if due is not None else _ANY
     values: list[Any] = []
     for _ in range(size):
         value: Any
         if kind == _STRUCT:
-            value, place, left = _struct(data, place, end, left, depth + 1)
+            value, place, left = _struct(data, place, end, left, depth + 1, form)
         elif _BYTE < kind <= _I64:
-            value, place = _number(data, place, end)
+            value, place = _number(data, place, end, kind)
         elif kind == _BINARY:
             value, place = _bytes(data, place, end)
         elif _LIST <= kind <= _SET:
@@ -276,11 +425,13 @@ def _bytes(data: Bytes, place: int, end: int) -> tuple[bytes, int]:
     return bytes(data[place : place + size]), place + size
 
 
-def _number(data: Bytes, place: int, end: int) -> tuple[int, int]:
+def _number(data: Bytes, place: int, end: int, kind: int) -> tuple[int, int]:
     """A signed number, and the place behind it."""
     if place < end and (value := data[place]) < _MORE:
         return (value >> 1) ^ -(value & 1), place + 1
     value, place = _varint(data, place, end)
+    if value >> _BITS[kind]:  # Thrift would cut it
+        raise ValueError("a header holds a number that is too large for its type")
     return (value >> 1) ^ -(value & 1), place
 
 

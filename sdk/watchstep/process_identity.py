@@ -52,6 +52,14 @@ class ProcessIdentity:
         )
 
 
+def pid_namespace() -> str:
+    """The kernel's name of the PID namespace in which this process sees process ids; empty where it tells none."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def boot_id() -> str:
     """The kernel's id of this boot.
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 from watchstep.errors import ConfigError
 
 _GROUP = "watchstep.rule_files"
 
 
-def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+class AskedRules(NamedTuple):
+    """A rule file as a recorder takes it.
+
+    Attributes:
+        configs: the rule configs, as data.
+        probes: what they need to be measured besides, as `CaptureConfig.probes` takes it.
+    """
+
+    configs: tuple[dict[str, Any], ...] = ()
+    probes: tuple[str, ...] = ()
+
+
+def load(path: str | os.PathLike[str]) -> AskedRules:
     """Read a rule file.
 
     Raises:
@@ -25,7 +37,7 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ConfigError(
                 f"rule file {os.fspath(path)}: {error}", "pip install 'watchstep[rules]'"
             ) from error
-        rules: list[dict[str, Any]] = read(path)
+        rules: AskedRules = read(path)
         return rules
     raise ConfigError(
         f"rule file {os.fspath(path)}: no reader is installed", "pip install 'watchstep[rules]'"

@@ -19,6 +19,7 @@ import numpy as np
 
 from watchstep.arrow_arrays import from_codes, from_numbers, to_numbers, to_places
 from watchstep.block import STAGES, Block, Places
+from watchstep.bounded_json import parse_json
 from watchstep.errors import FormatError
 from watchstep.histogram import Histograms, UnreadHistograms
 from watchstep.known_catalogues import KnownCatalogues
@@ -29,7 +30,9 @@ from watchstep.segment_checks import (
     MAX_BYTES,
     MAX_ROWS,
     PROBE,
+    WORD_COLUMNS,
     check_claims,
+    check_leaves,
     check_values,
     checked_columns,
 )
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MAX_CATALOGUE = 16 * 1024 * 1024
+_MAX_CATALOGUE_MEMORY = 256 * 1024 * 1024
 _known = KnownCatalogues()
 __all__ = [
     "CATALOGUE",
@@ -119,7 +123,7 @@ def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, by
         table.replace_schema_metadata(meta),
         sink,
         compression={leaf: "zstd" if leaf in _DENSE else "lz4" for leaf in _leaves(table.column_names)},
-        use_dictionary=["tensor", "mode", "stage"],
+        use_dictionary=list(WORD_COLUMNS),
         use_byte_stream_split=[*VALUE_COLUMNS, *(PROBE + name for name in block.probes)],
         write_statistics=["step", "tensor", *CONSTANT],
         write_page_checksum=True,
@@ -223,12 +227,13 @@ def whole(name: str) -> Iterator[None]:
 
     Raises:
         FormatError: with what to call the object.
+        MemoryError: memory is short, which says nothing of the bytes.
     """
     import pyarrow as pa
 
     try:
         yield
-    except FormatError:
+    except (FormatError, MemoryError):  # an ArrowMemoryError is both an ArrowException and a MemoryError
         raise
     except (
         pa.ArrowException,
@@ -252,7 +257,10 @@ def _open(data: bytes, name: str, *, histograms: bool) -> _Opened:
     if len(data) > MAX_BYTES:
         raise FormatError(f"segment {name}: {len(data)} bytes, over the limit of {MAX_BYTES}", _MEND)
     footer = read_footer(data)
-    file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+    check_leaves(footer.leaves)
+    file = pq.ParquetFile(
+        pa.BufferReader(data), read_dictionary=list(WORD_COLUMNS), page_checksum_verification=True
+    )
     stored = file.metadata.metadata or {}
     check_version(stored, name)
     columns = [
@@ -261,7 +269,8 @@ def _open(data: bytes, name: str, *, histograms: bool) -> _Opened:
         if histograms or column not in HISTOGRAM_COLUMNS
     ]
     check_claims(claims_of(data, footer, frozenset(columns)), columns)
-    return _Opened(file.read(columns, use_threads=False), catalogue_of(stored[CATALOGUE]))
+    catalogue = catalogue_of(stored[CATALOGUE])
+    return _Opened(file.read(columns, use_threads=False), catalogue)
 
 
 def catalogue_of(stored: bytes) -> tuple[TensorInfo, ...]:
@@ -278,7 +287,7 @@ def _unpacked(stored: bytes) -> tuple[int, tuple[TensorInfo, ...]]:
     text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
     if unpacker.unconsumed_tail or not unpacker.eof:
         raise ValueError("the catalogue of its tensors is too large or cut short")
-    return len(text), tuple(TensorInfo.from_data(entry) for entry in json.loads(text))
+    return len(text), tuple(TensorInfo.from_data(entry) for entry in parse_json(text, _MAX_CATALOGUE_MEMORY))
 
 
 def _to_block(opened: _Opened) -> Block:
@@ -343,6 +352,6 @@ def _histograms(table: Any) -> Histograms:
     first, last = int(offsets[0]), int(offsets[-1])
     return Histograms(
         offsets - first,
-        to_numbers(bins.values)[first:last].astype(np.int16),
-        to_numbers(counts.values)[first:last].astype(np.int64),
+        to_numbers(bins.values)[first:last].astype(np.int16, copy=False),
+        to_numbers(counts.values)[first:last].astype(np.int64, copy=False),
     )

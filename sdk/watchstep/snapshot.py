@@ -8,7 +8,6 @@ without reading the others.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.bounded_json import parse_json
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.narrow_floats import NARROW_FLOATS, widened
 from watchstep.snapshot_compression import DamagedBlockError, Packed, decompress, from_metadata
@@ -53,6 +53,7 @@ MISSING_NAMES = "watchstep.missing_names"
 
 _ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _FIRST_READ = 64 * 1024
+_MAX_HEADER_MEMORY = 512 * 1024 * 1024
 _MAX_DIMENSIONS = 64  # numpy's own limit
 _MAX_SIZE = 2**63 - 1
 _MEND = "the writer or the transfer damaged it; take another snapshot"
@@ -186,7 +187,7 @@ def _opened(store: Store, key: str) -> Snapshot:
     if len(text) < length:
         text += store.get_range(key, 8 + len(text), length - len(text))
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = parse_json(text, _MAX_HEADER_MEMORY, _unique)
         metadata = _metadata(header.pop(HEADER_METADATA, {}))
         tensors = {name: _stored(name, entry, 8 + length) for name, entry in header.items()}
         _check_layout(tensors, 8 + length, size)
@@ -234,7 +235,7 @@ def _packed(name: str, stored: Stored, packed: Packed) -> Stored:
 
 
 def _missing(metadata: dict[str, str]) -> tuple[int, tuple[str, ...]]:
-    names = json.loads(metadata.get(MISSING_NAMES, "[]"))
+    names = parse_json(metadata.get(MISSING_NAMES, "[]").encode(), _MAX_HEADER_MEMORY)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("its missing tensors are not a list of names")
     return max(int(metadata.get(MISSING, "0")), len(names)), tuple(names)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.bounded_json import parse_json
+
 METADATA = "watchstep.compressed"
 """Where a snapshot's metadata hold the compressed tensors: JSON, name → `Packed`."""
 
@@ -29,6 +31,7 @@ MAX_DECODED = 2 * 1024**3
 """Largest tensor that is compressed, and that a reader decodes; a larger one is written as it is."""
 
 _MAX_DIMENSIONS = 64
+_MAX_MEMORY = 256 * 1024 * 1024  # of the metadata
 _LEVEL = 1
 _WORTH = 0.9  # of the size; above it a tensor stays as it is
 
@@ -82,7 +85,7 @@ def from_metadata(metadata: Mapping[str, str], itemsizes: Mapping[str, int]) -> 
     """
     if METADATA not in metadata:
         return {}
-    told = json.loads(metadata[METADATA])
+    told = parse_json(metadata[METADATA].encode(), _MAX_MEMORY)
     return {name: _packed(name, entry, itemsizes) for name, entry in told.items()}
 
 

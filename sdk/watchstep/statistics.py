@@ -109,6 +109,12 @@ class StatisticsBatch:
         }
         return StatisticsBatch(**columns, histogram=self.histogram.take(rows))
 
+    @property
+    def bytes(self) -> int:
+        """Of memory, about."""
+        columns = len(COUNT_COLUMNS) + len(VALUE_COLUMNS)
+        return 8 * columns * len(self) + self.histogram.bytes
+
     @functools.cached_property
     def finite(self) -> Counts:
         """Elements that are neither NaN nor infinite."""

@@ -15,8 +15,9 @@ EXIT_STOPPED = 86
 EXIT_TOMBSTONE = 87
 """Exit code of ``watchstep run`` when the run was stopped before and may not start again."""
 
-OnStop = Literal["ignore", "raise"] | Callable[[StopRequest], None]
-"""What a cooperative stop does in this process: nothing, raise `StopTraining`, or call a function."""
+OnStop = Literal["ignore", "check", "raise"] | Callable[[StopRequest], None]
+"""What a cooperative stop does in this process: nothing; nothing but to set `Hook.stopped`, at which the program ends by itself;
+raise `StopTraining`; or call a function."""
 
 
 RESUME_FROM = "WATCHSTEP_RESUME_FROM"
@@ -40,6 +41,20 @@ class SavesThenStops:
     def __call__(self, request: StopRequest) -> None:
         """Save one."""
         self.save(request)
+
+
+@dataclass(frozen=True)
+class AwaitsCheckpoint:
+    """The training goes on until the program notes a checkpoint that it has saved, and ends then by `StopTraining`.
+
+    Attributes:
+        seconds: after so long it ends without one.
+    """
+
+    seconds: float
+
+    def __call__(self, request: StopRequest) -> None:
+        """Nothing yet."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from watchstep.errors import ConfigError, NotFoundError, StoreError
+from watchstep.errors import ConfigError, FormatError, MissingStoreError, NotFoundError, StoreError
+from watchstep.folder_writes import create_file, descend, put_file
 from watchstep.local_folders import usable_folders
+from watchstep.local_objects import is_regular, opened_object, read_range, size_of
+from watchstep.store_errors import FailedCall, Verb, is_denied, not_found, refusal_of_folder, translate
+from watchstep.store_identity import MARKER, StoreIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +25,6 @@ if TYPE_CHECKING:
 _CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
 _PART = 5 * 1024 * 1024  # S3's least; two at a time pass through a slow line before a request's time is up
 _MOST_PARTS = 9_000  # S3 takes 10,000
-_METADATA_SERVICE = "http://169.254.169.254/"
-"""Where AWS clients look for credentials last; only asked where nothing else names any."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +41,43 @@ class Store:
     Thread-safe; obstore releases the GIL while it waits.
     """
 
-    def __init__(self, url: str, backend: Any, prefix: str = "", *, hides_missing: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        backend: Any,
+        prefix: str = "",
+        *,
+        hides_missing: bool = False,
+        identity: StoreIdentity | None = None,
+    ) -> None:
         self.url = url
         self._backend = backend
         self._prefix = prefix
         self._hides_missing = hides_missing
+        self._identity = identity
 
     @classmethod
     def open(
-        cls, url: str | os.PathLike[str], *, create: bool = False, access: S3Access | None = None
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        access: S3Access | None = None,
+        identity: StoreIdentity | None = None,
     ) -> Store:
         """Open the store at a URL or a local path; nothing is read yet.
 
         Args:
             url: ``s3://``, ``gs://``, ``az://``, ``file://`` or a path.
-            create: make a missing local folder.
+            create: make a missing local folder, and its marker where an identity is given.
             access: how a bucket on S3 is reached; as the environment says where it is left out.
+            identity: of a local store. Where it is known the folder is not made, and must be the same store, now and whenever
+                something is written to it or not found in it.
 
         Raises:
             ConfigError: the URL is empty, its scheme is not one of these, or ``access`` is for another.
-            StoreError: a local folder that is missing, or that cannot be made.
+            MissingStoreError: a local folder is missing, or another store than the known one.
+            StoreError: a local folder cannot be made.
         """
         text = os.fspath(url)
         scheme = checked_scheme(text)
@@ -66,15 +87,15 @@ class Store:
             hides = access is not None and access.hides_missing
             return cls(text.rstrip("/"), cloud_backend(text, scheme, access), hides_missing=hides)
         if scheme == "file":
-            return cls._open_folder(_folder_of(text), create=create)
-        return cls._open_folder(Path(text).expanduser().absolute(), create=create)
+            return cls._open_folder(_folder_of(text), identity, create=create)
+        return cls._open_folder(Path(text).expanduser().absolute(), identity, create=create)
 
     @classmethod
-    def _open_folder(cls, folder: Path, *, create: bool) -> Store:
+    def _open_folder(cls, folder: Path, identity: StoreIdentity | None, *, create: bool) -> Store:
         from obstore.store import LocalStore
 
         try:
-            if create:
+            if create and not (identity is not None and identity.is_known):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
@@ -82,8 +103,12 @@ class Store:
                 "name a folder that you may write to",
             ) from error
         if not folder.is_dir():
-            raise StoreError(f"store {folder}: no such folder", "check the path, or make the folder first")
-        return cls(folder.as_uri(), LocalStore(folder))
+            raise MissingStoreError(
+                f"store {folder}: no such folder", "check the path, or make the folder first"
+            )
+        if identity is not None:
+            identity.attach(folder, create=create)
+        return cls(folder.as_uri(), LocalStore(folder), identity=identity)
 
     @property
     def is_local(self) -> bool:
@@ -99,7 +124,18 @@ class Store:
     def child(self, prefix: str) -> Store:
         """The same store seen from a prefix below this one."""
         inner = f"{self._prefix}{prefix.rstrip('/')}/"
-        return Store(self.url, self._backend, inner, hides_missing=self._hides_missing)
+        return Store(
+            self.url, self._backend, inner, hides_missing=self._hides_missing, identity=self._identity
+        )
+
+    def check_identity(self) -> None:
+        """See that a local store that was opened with an identity is still there, and the same.
+
+        Raises:
+            MissingStoreError: it is not.
+        """
+        if self._identity is not None:
+            self._identity.check()
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object whole, replacing one of the same key.
@@ -109,10 +145,12 @@ class Store:
         """
         import obstore
 
-        try:
-            obstore.put(self._backend, self._prefix + key, data)
-        except Exception as error:
-            raise self._translated("write", key, error) from error
+        with self._writing(key):
+            if self._identity is None:
+                obstore.put(self._backend, self._prefix + key, data)
+                return
+            with self._written_folder(self._identity, key) as (folder, name):
+                put_file(folder, name, (data,))
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object only if the key is free; False where it was taken.
@@ -124,11 +162,13 @@ class Store:
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            obstore.put(self._backend, self._prefix + key, data, mode="create")
+            with self._writing(key):
+                if self._identity is not None:
+                    with self._written_folder(self._identity, key) as (folder, name):
+                        return create_file(folder, name, (data,))
+                obstore.put(self._backend, self._prefix + key, data, mode="create")
         except AlreadyExistsError:
             return False
-        except Exception as error:
-            raise self._translated("write", key, error) from error
         return True
 
     def create_in_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> bool:
@@ -151,19 +191,72 @@ class Store:
 
         part = max(_PART, -(-size // _MOST_PARTS))
         try:
-            if size <= part:  # one request, which makes sure by itself that the key is free
-                obstore.put(self._backend, self._prefix + key, b"".join(parts), mode="create")
-                return True
-            if self._is_taken(key):
-                return False
-            obstore.put(self._backend, self._prefix + key, iter(parts), chunk_size=part, max_concurrency=2)
+            with self._writing(key):
+                if self._identity is not None:
+                    with self._written_folder(self._identity, key) as (folder, name):
+                        return create_file(folder, name, parts)
+                if size <= part:  # one request, which makes sure by itself that the key is free
+                    obstore.put(self._backend, self._prefix + key, b"".join(parts), mode="create")
+                elif self._is_taken(key):
+                    return False
+                else:
+                    chunks = iter(parts)
+                    obstore.put(self._backend, self._prefix + key, chunks, chunk_size=part, max_concurrency=2)
         except AlreadyExistsError:
             return False
-        except StoreError:
+        return True
+
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        """Translates what fails inside.
+
+        Raises:
+            AlreadyExistsError: obstore's, as it came.
+            StoreError: for all else.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            yield
+        except (AlreadyExistsError, StoreError):
             raise
         except Exception as error:
             raise self._translated("write", key, error) from error
-        return True
+
+    @contextlib.contextmanager
+    def _written_folder(self, identity: StoreIdentity, key: str) -> Iterator[tuple[int, str]]:
+        """The folder of an object in a local store, made where it is missing, and the object's name in it.
+
+        obstore would make the store itself where it is missing, too.
+
+        Raises:
+            MissingStoreError: the store is not there, or another.
+            OSError: the folder cannot be made.
+        """
+        *parts, name = self._parts_of(key)
+        with identity.opened() as root:
+            folder = descend(root, parts, create=True)
+            try:
+                yield folder, name
+            finally:
+                os.close(folder)
+
+    def _parts_of(self, key: str) -> list[str]:
+        parts = (self._prefix + key).split("/")
+        if any(part in {"", ".", ".."} or "\0" in part for part in parts):
+            raise StoreError(
+                f"object {self._named(key)}: not a key", "use names between single slashes, and no '..'"
+            )
+        return parts
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[str]:
+        """The path of an object in a folder, which is read within; translates what fails."""
+        self._parts_of(key)
+        try:
+            yield self._path(key)
+        except OSError as error:
+            raise self._translated("read", key, error) from error
 
     def _is_taken(self, key: str) -> bool:
         try:
@@ -181,8 +274,14 @@ class Store:
 
         Raises:
             NotFoundError: there is no such object.
-            StoreError: it is over the limit, or could not be read.
+            FormatError: it is over the limit.
+            StoreError: it could not be read.
         """
+        if self.is_local:
+            with self._reading(key) as path, opened_object(path) as (file, size):
+                if limit is None or size <= limit:
+                    return read_range(file, 0, size)
+            raise oversized(self._named(key), size, limit)
         import obstore
 
         try:
@@ -192,10 +291,7 @@ class Store:
                 return bytes(found.bytes())
         except Exception as error:
             raise self._translated("read", key, error) from error
-        raise StoreError(
-            f"object {self._named(key)}: {size} bytes, over the limit of {limit}",
-            "raise the limit if this object is one of yours",
-        )
+        raise oversized(self._named(key), size, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read ``length`` bytes (at least 1) of an object from ``start``; fewer where the object ends before.
@@ -204,6 +300,14 @@ class Store:
             NotFoundError: there is no such object.
             StoreError: it could not be read, or ends at ``start`` or before.
         """
+        if self.is_local:
+            with self._reading(key) as path, opened_object(path) as (file, size):
+                if start < size:
+                    return read_range(file, start, min(length, size - start))
+            raise StoreError(
+                f"store {self.url}: cannot read {key!r} ({size} bytes, none from {start} on)",
+                "read it anew: it may have changed",
+            )
         import obstore
 
         try:
@@ -220,6 +324,12 @@ class Store:
             NotFoundError: there is no such object.
             StoreError: it could not be read.
         """
+        if self.is_local:
+            with self._reading(key) as path, opened_object(path) as (file, size):
+                return [
+                    memoryview(read_range(file, start, max(0, min(length, size - start))))
+                    for start, length in ranges
+                ]
         import obstore
 
         starts, lengths = [start for start, _ in ranges], [length for _, length in ranges]
@@ -236,6 +346,9 @@ class Store:
             NotFoundError: there is no such object.
             StoreError: the store did not answer.
         """
+        if self.is_local:
+            with self._reading(key) as path:
+                return size_of(path)
         import obstore
 
         try:
@@ -244,7 +357,7 @@ class Store:
             raise self._translated("read", key, error) from error
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """All objects whose key starts with whole path segments of ``prefix``, in no order.
+        """All objects whose key starts with whole path segments of ``prefix``, in no order. What is not a regular file is left out.
 
         Raises:
             StoreError: the store did not answer.
@@ -252,14 +365,22 @@ class Store:
         import obstore
 
         skip = len(self._prefix)
+        found = False
         try:
             for batch in obstore.list(self._backend, (self._prefix + prefix) or None):
                 for meta in batch:
+                    if not self._prefix and meta["path"] == MARKER:
+                        continue
+                    if self.is_local and not meta["size"] and not is_regular(self._path_of(meta["path"])):
+                        continue  # pipes, sockets and devices have no size
+                    found = True
                     yield Entry(str(meta["path"])[skip:], int(meta["size"]))
         except Exception as error:
-            if self._is_below_a_file(error):
+            if self._is_below_a_file(prefix):
                 return
             raise self._translated("list", prefix, error) from error
+        if not found:
+            self.check_identity()
 
     def folders(self, prefix: str = "") -> list[str]:
         """Names of the "folders" directly below a prefix, sorted. One that cannot be part of a key is left out and logged.
@@ -276,9 +397,11 @@ class Store:
                 raise self._translated("list", prefix, error) from error
             return self._usable_folders(prefix)
         except Exception as error:
-            if self._is_below_a_file(error):
+            if self._is_below_a_file(prefix):
                 return []
             raise self._translated("list", prefix, error) from error
+        if not found["common_prefixes"]:
+            self.check_identity()
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
     def _usable_folders(self, prefix: str) -> list[str]:
@@ -295,6 +418,7 @@ class Store:
         """
         import obstore
 
+        self.check_identity()
         try:
             obstore.delete(self._backend, self._prefix + key)
         except Exception as error:
@@ -312,13 +436,13 @@ class Store:
         self.put(probe, b"")
         self.delete(probe)
 
-    def _is_below_a_file(self, error: Exception) -> bool:
+    def _is_below_a_file(self, key: str) -> bool:
         """Whether what was asked for would lie below an object: in a folder nothing can, in a bucket nothing does."""
-        return self.is_local and "(os error 20)" in str(error)
+        return self.is_local and refusal_of_folder(self._path(key), "list") == errno.ENOTDIR
 
     def _is_hidden(self, key: str, error: Exception) -> bool:
         """Whether a refusal only says that there is no such object: who may list its folder can tell."""
-        if not self._hides_missing or not _is_denial(error):
+        if not self._hides_missing or not is_denied(error):
             return False
         import obstore
 
@@ -333,33 +457,28 @@ class Store:
     def _named(self, key: str) -> str:
         return f"{self.location}/{key}"
 
-    def _translated(self, verb: str, key: str, error: Exception) -> StoreError:
-        reason = _first_line(error)
-        named = self._named(key)
-        if "NoSuchBucket" in str(error):
-            return StoreError(f"store {self.url}: no such bucket", "create the bucket, or correct the URL")
-        if isinstance(error, FileNotFoundError) or (verb == "read" and self._is_hidden(key, error)):
-            return NotFoundError(f"object {named}: not found", "check the run's URL and the name")
-        if self._is_below_a_file(error):
-            if verb != "write":
-                return NotFoundError(f"object {named}: not found", "check the run's URL and the name")
-            return StoreError(
-                f"store {self.url}: cannot write {key!r} (a part of it is an object already)",
-                "choose another name, or remove that file",
-            )
-        if _METADATA_SERVICE in str(error):
-            return StoreError(
-                f"store {self.url}: no credentials found, cannot {verb} {key!r}",
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role",
-            )
-        if _is_denial(error):
-            return StoreError(
-                f"store {self.url}: access denied, cannot {verb} {key!r}",
-                "check the credentials and their permissions (for a folder: its owner and mode)",
-            )
-        return StoreError(
-            f"store {self.url}: cannot {verb} {key!r} ({reason})", "check the URL and that it answers"
-        )
+    def _path(self, key: str) -> str:
+        return f"{self.location}/{key}".rstrip("/")
+
+    def _path_of(self, whole: str) -> str:
+        """In a folder, of a key with its prefix."""
+        return f"{unquote(urlsplit(self.url).path)}/{whole}"
+
+    def _translated(self, verb: Verb, key: str, error: Exception) -> StoreError:
+        self.check_identity()
+        path = self._path(key) if self.is_local else None
+        call = FailedCall(verb, key, self.url, self._named(key), path)
+        if verb == "read" and self._is_hidden(key, error):
+            return not_found(call)
+        return translate(error, call)
+
+
+def oversized(name: str, size: int, limit: int) -> FormatError:
+    """The error for an object over a reader's limit."""
+    return FormatError(
+        f"object {name}: {size} bytes, over the limit of {limit}",
+        "nothing that Watchstep writes is so large: remove the object",
+    )
 
 
 def checked_scheme(url: str) -> str:
@@ -382,18 +501,3 @@ def _folder_of(url: str) -> Path:
     if parts.netloc not in {"", "localhost"} or not parts.path:
         raise ConfigError(f"store {url!r}: no absolute path", "write file:///absolute/path, or a plain path")
     return Path(unquote(parts.path))
-
-
-def _is_denial(error: Exception) -> bool:
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-    # Signs that no key or bucket can carry: an error's text quotes both.
-    signs = ("status code: 403", "status code: 401", "(os error 13)")
-    return isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError) or any(
-        sign in str(error) for sign in signs
-    )
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).strip().split("\n", 1)[0]
-    return line[:300] or type(error).__name__

@@ -18,13 +18,16 @@ from watchstep_rules.backtesting.backtest_many import Failed, Replayed, Task, ju
 from watchstep_rules.backtesting.backtest_report import result_as_data, result_from_data
 from watchstep_rules.backtesting.sweep import Variation, parse_sweep, variations
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.sandbox.pool import on_behalf_of
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Backtest, BacktestResult, Project, Run
+from watchstep_services.rule_addresses import without_addresses
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 from watchstep_services.stores.place import StorePlace
 
 MOST_RUNS = 1000
+MOST_PATTERNS = 20
 _LEASE_SECONDS = 600.0
 """A run that takes longer is judged twice at the worst, and noted once."""
 
@@ -72,16 +75,8 @@ def request_backtest(
     """
     check_name("project", project)
     variations(configs, [parse_sweep(text, configs) for text in sweeps])
+    chosen = _matching(service, project, runs)
     with service.database.write() as session:
-        known = session.execute(select(Run.run).filter_by(project=project).order_by(Run.run)).scalars().all()
-        chosen = [run for run in known if any(fnmatchcase(run, name) for name in runs)]
-        for name in runs:
-            if not any(fnmatchcase(run, name) for run in known):
-                raise NotFoundError(
-                    f"run {project}/{name}: not known", "see the project's runs for their names"
-                )
-        if len(chosen) > MOST_RUNS:
-            raise ConfigError(f"{len(chosen)} runs, {MOST_RUNS} at the most", "name fewer")
         row = Backtest(
             project=project,
             runs=chosen,
@@ -94,6 +89,35 @@ def request_backtest(
         number = row.id
     service.notifier.backtest_due(number)
     return number
+
+
+def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
+    """Names of the runs of a project that are asked for. Matched outside of any transaction: it may take long.
+
+    Raises:
+        NotFoundError: no run has such a name.
+        ConfigError: there are too many runs or patterns.
+    """
+    with service.database.read() as session:
+        known = session.execute(select(Run.run).filter_by(project=project).order_by(Run.run)).scalars().all()
+    patterns = [name for name in dict.fromkeys(runs) if any(character in name for character in "*?[")]
+    if len(patterns) > MOST_PATTERNS:
+        raise ConfigError(
+            f"{len(patterns)} patterns, {MOST_PATTERNS} at the most", "use fewer, or full names"
+        )
+    chosen = set(known).intersection(runs)
+    missing = set(runs) - set(patterns) - chosen
+    for pattern in patterns:
+        matching = [run for run in known if fnmatchcase(run, pattern)]
+        chosen.update(matching)
+        if not matching:
+            missing.add(pattern)
+    for name in runs:
+        if name in missing:
+            raise NotFoundError(f"run {project}/{name}: not known", "see the project's runs for their names")
+    if len(chosen) > MOST_RUNS:
+        raise ConfigError(f"{len(chosen)} runs, {MOST_RUNS} at the most", "name fewer")
+    return sorted(chosen)
 
 
 def due_backtests(service: Service) -> tuple[int, ...]:
@@ -124,7 +148,8 @@ def judge_next(service: Service, number: int) -> bool:
             "give workers more memory",
         )
     else:
-        result = judge_run(location, _task(row), store)
+        with on_behalf_of(row.project):
+            result = judge_run(location, _task(row), store)
     return _note(service, row, result)
 
 
@@ -189,7 +214,7 @@ def _note(service: Service, row: Backtest, result: Replayed | Failed) -> bool:
         assert isinstance(moved, CursorResult)
         if moved.rowcount != 1:
             return False  # another has taken it over
-        session.add(
-            BacktestResult(backtest_id=row.id, place=row.next, result=result_as_data(result, _FINDINGS))
-        )
+        # Nothing is posted from a result, so it needs no address of a webhook.
+        document = without_addresses(result_as_data(result, _FINDINGS))
+        session.add(BacktestResult(backtest_id=row.id, place=row.next, result=document))
     return more

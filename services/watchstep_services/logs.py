@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from types import MappingProxyType
 from typing import Literal, TextIO
 
+from watchstep.terminal_text import escaped_json, printable, printable_lines
 from watchstep_services import tracing
 from watchstep_services.redaction import Redacted
 
@@ -105,7 +106,7 @@ class JsonLines(logging.Formatter):
         if record.exc_info or record.exc_text:
             fault = record.exc_text or (self.formatException(record.exc_info) if record.exc_info else "")
             line["fault"] = fault[-_MAX_TEXT:]
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return escaped_json(json.dumps(line, ensure_ascii=False, default=str))
 
 
 class TextLines(logging.Formatter):
@@ -114,8 +115,12 @@ class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and a trace back below it. What they name comes from programs, and makes up no line that looks like a record's."""
+        return printable_lines(super().format(record)).replace("\n", "\n  ")
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """The line, with its fields and without a trace back."""
         text = super().formatMessage(record)
-        told = " ".join(f"{name}={value}" for name, value in _fields_of(record).items())
+        told = " ".join(f"{name}={printable(value)}" for name, value in _fields_of(record).items())
         return f"{text} [{told}]" if told else text

@@ -30,7 +30,14 @@ HTTP_SECONDS = Histogram(
 )  # fmt: skip
 LIMITS_REFUSED = Counter(
     "watchstep_rate_limits_refused",
-    "Requests that came too often: to `ask`, to `record`, or without a valid token (`fail`).",
+    "Requests refused: too many to `ask`, to `record`, without a valid token (`fail`) or for the API's document (`open`), or too "
+    "many bytes of answers `unread`.",
+    ["of"], registry=REGISTRY,
+)  # fmt: skip
+CONNECTIONS_REFUSED = Counter(
+    "watchstep_connections_refused",
+    "Connections closed by the API: too many of one `address`, a `head` or `body` that did not come in time, a head that was too "
+    "large or requests that waited for an earlier answer (`size`), or an answer that was not read (`write`).",
     ["of"], registry=REGISTRY,
 )  # fmt: skip
 LIMITS_OPEN = Counter(

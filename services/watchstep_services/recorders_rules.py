@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from watchstep.errors import RuleError
 from watchstep_rules.config import RuleConfig
@@ -24,11 +25,8 @@ def check(asked: Sequence[RuleConfig]) -> None:
     Raises:
         RuleError: too many, or a SQL rule that may take too much.
     """
-    if len(asked) > MOST_RULES:
-        raise RuleError(f"{len(asked)} rules: a recorder may ask for {MOST_RULES}", _MEND)
+    _check_counts([config.rule for config in asked])
     queries = [(config.name, config.parameters) for config in asked if config.rule == Sql.name]
-    if len(queries) > MOST_QUERIES:
-        raise RuleError(f"{len(queries)} SQL rules: a recorder may ask for {MOST_QUERIES}", _MEND)
     for name, params in queries:
         assert isinstance(params, SqlParams)
         if params.seconds > MOST_SECONDS or params.memory_mb > MOST_MIB:
@@ -37,3 +35,20 @@ def check(asked: Sequence[RuleConfig]) -> None:
                 f"{MOST_SECONDS:g} s and {MOST_MIB} MiB a step",
                 _MEND,
             )
+
+
+def check_counts(data: Sequence[Any]) -> None:
+    """Refuse data of too many rules before any of their queries is checked, which takes a process and seconds.
+
+    Raises:
+        RuleError: too many rules, or too many SQL rules.
+    """
+    _check_counts([entry.get("rule") if isinstance(entry, dict) else None for entry in data])
+
+
+def _check_counts(rules: Sequence[Any]) -> None:
+    if len(rules) > MOST_RULES:
+        raise RuleError(f"{len(rules)} rules: a recorder may ask for {MOST_RULES}", _MEND)
+    queries = sum(rule == Sql.name for rule in rules)
+    if queries > MOST_QUERIES:
+        raise RuleError(f"{queries} SQL rules: a recorder may ask for {MOST_QUERIES}", _MEND)

@@ -18,6 +18,7 @@ from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
+from watchstep_rules.sandbox.pool import BusyError
 from watchstep_services import metrics, recorders_rules, rule_configs
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import is_of_all
@@ -33,6 +34,9 @@ from watchstep_services.tenancy import jobs
 from watchstep_services.tenancy.backends import allow_local, allow_owned, allowed_backend
 from watchstep_services.tenancy.projects import make_project, open_project
 from watchstep_services.tenancy.stores import own_store
+
+SLICE_SECONDS = 2.0
+"""How long a listing takes in new runs of a project; those left are taken in at the next listings."""
 
 _NAMES_AT_ONCE = 500
 _TIMES_AS_LONG = 4
@@ -237,7 +241,13 @@ def _discover_in(service: Service, project: Project) -> list[int]:
         for name in _not_known(service, project.name, store.folders(f"{project.name}/"))
         if _is_name(name)
     ]
-    found = [_seen(service, store, project.name, name) for name in fresh]
+    found: list[int | None] = []
+    began = time.monotonic()
+    for name in fresh:
+        found.append(_seen(service, store, project.name, name))
+        # The rules of a document are checked here, up to a second each; other projects and due stops wait for this sweep.
+        if time.monotonic() - began >= SLICE_SECONDS:
+            break
     return [run_id for run_id in found if run_id is not None]
 
 
@@ -275,7 +285,7 @@ def _take_in(service: Service, store: Store, project: str, run: str) -> int | No
         asked, problem = _asked(store.get(key, limit=documents.MAX_BYTES), key), ""
     except NotFoundError:
         return None  # a folder, not yet a run
-    except StoreError:
+    except (StoreError, BusyError):
         raise  # it says nothing of the document
     except Exception as error:  # noqa: BLE001 - a recorder's document may hold anything; its fault is the run's health
         asked, problem = (), error.what if isinstance(error, WatchstepError) else str(error)
@@ -297,6 +307,7 @@ def _take_in(service: Service, store: Store, project: str, run: str) -> int | No
 def _asked(content: bytes, key: str) -> tuple[RuleConfig, ...]:
     """The rule configs that a run's document asks for."""
     document = documents.decode(RunDocument, content, key)
+    recorders_rules.check_counts(document.rules)
     with no_programs(NOT_FROM_RECORDERS):
         return rule_file.check({"rules": list(document.rules)}, key)
 

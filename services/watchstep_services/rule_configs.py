@@ -9,8 +9,10 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from watchstep_rules.config import RuleConfig
+from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Memory, ProjectRule, RuleConfigRow, Run
 from watchstep_services.database.records import hint
+from watchstep_services.evaluator.lifecycle import ENDED
 
 Origin = Literal["owner", "project", "operator", "recorder"]
 
@@ -46,8 +48,7 @@ def put_all(
     ours = of_project(session, run.project)
     for config in ours:
         _put(session, run, "project", config, held)
-    for config in owners:
-        _put(session, run, "owner", config, held)
+    _put_owners(session, run, owners, held)
     if origin == "recorder":
         plain = {_without_actions(config) for config in (*owners, *ours)}
         for config in asked:
@@ -55,6 +56,23 @@ def put_all(
                 _put(session, run, "recorder", config.without_inhibits(), held)
     if before and {name: row.data for name, row in held.items()} != before:
         _fence(session, run)
+
+
+def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
+    """Give the owner's rule configs of now to every run that has not ended, and take earlier ones out of use.
+
+    A service that starts with another rule file, or with none, judges and stops by that file alone.
+    """
+    with database.read() as session:
+        run_ids = list(session.execute(select(Run.id).where(Run.state.not_in(ENDED))).scalars())
+    for run_id in run_ids:
+        with database.write() as session:
+            run = session.get_one(Run, run_id)
+            held = _held(session, run)
+            before = {name: row.data for name, row in held.items()}
+            _put_owners(session, run, owners, held)
+            if {name: row.data for name, row in held.items()} != before:
+                _fence(session, run)
 
 
 def put_one(session: Session, run: Run, config: RuleConfig) -> None:
@@ -126,6 +144,14 @@ def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _
                 held[OVERRIDDEN, config.name] = row
             else:
                 _retire(row)
+
+
+def _put_owners(session: Session, run: Run, owners: Sequence[RuleConfig], held: _Held) -> None:
+    for config in owners:
+        _put(session, run, "owner", config, held)
+    names = {config.name for config in owners}
+    for origin, name in [key for key in held if key[0] == "owner" and key[1] not in names]:
+        _retire(held.pop((origin, name)))
 
 
 def _put_overridden(session: Session, run: Run, config: RuleConfig, held: _Held) -> None:

@@ -14,6 +14,7 @@ from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.sandbox.isolation import set_demand
+from watchstep_rules.sandbox.pool import limit_processes
 from watchstep_services.database.engine import Database
 from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.dispatcher.receivers import receiver_file
@@ -25,8 +26,10 @@ from watchstep_services.estimator.job_looks import JobLooks
 from watchstep_services.estimator.kinds import IN_SERVICE, open_backend
 from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.history import HistoryCache
+from watchstep_services.evaluator.refused_documents import RefusedDocuments
 from watchstep_services.evaluator.remembered import RememberedCache
 from watchstep_services.settings import Settings
+from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.stores.opening import Stores
 from watchstep_services.stores.patience import Patience
 
@@ -79,6 +82,7 @@ class Service:
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
         remembered: what their rules remember.
+        refused_documents: damaged documents of runs that this process has read.
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
@@ -99,6 +103,7 @@ class Service:
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
     remembered: RememberedCache = field(default_factory=RememberedCache)
+    refused_documents: RefusedDocuments = field(default_factory=RefusedDocuments)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)
@@ -113,6 +118,7 @@ class Service:
         named = json.dumps([kind, dict(settings)], sort_keys=True)
         try:
             if named not in self.opened_backends:
+                check_endpoint(str(settings.get("address", "")))  # of a Ray cluster
                 self.opened_backends[named] = open_backend(kind, settings)
             return self.opened_backends[named]
         except ConfigError as error:
@@ -141,6 +147,7 @@ def owner_rules(settings: Settings) -> tuple[RuleConfig, ...]:
         RuleError: the file is missing or not valid.
     """
     set_demand(settings.python_rules)
+    limit_processes(settings.rule_processes, settings.query_processes, settings.rule_memory_mb)
     return DEFAULT_RULES if settings.rules_file is None else rule_file.load(settings.rules_file)
 
 

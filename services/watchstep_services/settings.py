@@ -69,7 +69,8 @@ class Settings(BaseSettings):
     )
     secret_key: SecretStr | None = Field(
         None,
-        description="Seals secrets of receivers; of several with commas between, the first seals, each opens.",
+        description="Seals secrets of receivers and addresses of webhooks; of several with commas between, the first seals, each "
+        "opens. Without it `secret.key` in the home seals addresses, where the database is SQLite there.",
     )
     allowed_addresses: str = Field(
         "",
@@ -96,7 +97,9 @@ class Settings(BaseSettings):
         120_000, ge=0, description="How often one token may register and announce; 0: as often as it likes."
     )
     failures_per_minute: int = Field(
-        60, ge=0, description="How often one address may ask without a valid token; 0: as often as it likes."
+        60,
+        ge=0,
+        description="How often one address may ask without a valid token, and for the API's document; 0: as often as it likes.",
     )
     access_log: bool = Field(False, description="Whether the API logs every request.")
     migrate: Literal["at_start", "never"] = Field(
@@ -138,9 +141,60 @@ class Settings(BaseSettings):
     project_queries: int = Field(
         4, ge=1, description="Queries of one project that a process answers at once; more are refused."
     )
+    query_processes: int = Field(
+        4,
+        ge=1,
+        le=64,
+        description="SQL queries that a process answers at once, each in a process of its own; of one project half.",
+    )
+    rule_processes: int = Field(
+        8,
+        ge=1,
+        le=256,
+        description="Processes that run Python and SQL rules at once, for each process of the service; up to four more wait.",
+    )
+    rule_memory_mb: int = Field(
+        2048,
+        ge=16,
+        description="MiB that one Python or SQL rule may ask for; one that asks for more is not judged.",
+    )
+    rule_seconds: float = Field(
+        10.0,
+        gt=0,
+        description="How long the Python and SQL rules of a run may take together in one evaluation; the rest is not judged.",
+    )
     tensor_mb: int = Field(64, ge=1, description="MiB of a tensor that one answer may hold.")
     event_streams: int = Field(
         500, ge=1, description="Event streams that a process keeps open; more are refused."
+    )
+    project_event_streams: int = Field(
+        200, ge=1, description="Event streams of one project that a process keeps open; more are refused."
+    )
+    token_event_streams: int = Field(
+        50, ge=1, description="Event streams of one token that a process keeps open; more are refused."
+    )
+    header_seconds: float = Field(
+        10.0,
+        gt=0,
+        description="How long a request's headers may take, from the connection or the first byte.",
+    )
+    body_seconds: float = Field(30.0, gt=0, description="How long a request's body may take.")
+    write_seconds: float = Field(
+        20.0,
+        gt=0,
+        description="After so long without reading anything of an answer a client loses its connection.",
+    )
+    unread_mb: int = Field(
+        256,
+        ge=1,
+        description="MiB of answers that a process holds while clients read them; one project has half of it, one token a "
+        "quarter. More are refused.",
+    )
+    address_connections: int = Field(
+        500,
+        ge=0,
+        description="Connections of one address that a process keeps open; more are refused. 0: any number. "
+        "Addresses in `FORWARDED_ALLOW_IPS` are proxies and not limited.",
     )
     python_rules: Demand = Field(
         DEFAULT,
@@ -160,7 +214,9 @@ class Settings(BaseSettings):
     )
     max_segments: int = Field(200, ge=1, description="Most segments that one evaluation reads.")
     max_bytes: int = Field(
-        256 * 1024 * 1024, ge=1, description="After so many bytes an evaluation reads no more."
+        256 * 1024 * 1024,
+        ge=1,
+        description="After so many bytes, as segments take in memory, an evaluation reads no more.",
     )
 
     @property

@@ -18,9 +18,11 @@ OF_OTHERS = frozenset(
         "FIRST_STEP",
         "IDLE_SECONDS",
         "JOBS",
+        "LAUNCH",
         "LAUNCHED",
         "ON_STOP",
         "OVERHEAD_BUDGET",
+        "PROBES",
         "PROJECT",
         "QUIET",
         "RECORDER_TOKEN",
@@ -30,6 +32,7 @@ OF_OTHERS = frozenset(
         "SERVICE",
         "SPILL",
         "STORE",
+        "STORE_ID",
         "TOKEN",
     )
 )

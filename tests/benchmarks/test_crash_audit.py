@@ -26,7 +26,7 @@ def test_what_an_evaluation_and_a_dispatch_write_is_seen_apart(
         upgrade(database)
         audit.install(database.engine)
         nobody = WebhookAction(url="https://receiver.invalid/hook")
-        rules = [RuleConfig(rule="nan_or_inf", actions=(nobody,))]
+        rules = [RuleConfig(rule="non_finite_values", actions=(nobody,))]
         driven = Driven(make_service(database, Store.open(tmp_path / "store", create=True), rules))
         recording = Recording(driven.service.stores.open(driven.service.settings.store)).begin()
         run_id = driven.register()

@@ -15,7 +15,7 @@ from watchstep.snapshot import Snapshot
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
 
-RULES = "rules:\n  - {rule: nan_or_inf, actions: [snapshot]}\n"
+RULES = "rules:\n  - {rule: non_finite_values, actions: [snapshot]}\n"
 WAIT = 60.0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.estimator.launches import BAD_STEP, SECONDS, Place, launch, missing, place
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Estimator
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def how_stopped_by_the_backend(where: Place) -> str:
         where.program,
         backend=where.backend,
         store=where.folder / "store",
-        rules=[nan_or_inf().stop()],
+        rules=[non_finite_values().stop()],
         arguments=(str(BAD_STEP), "1000000000", str(where.folder / "ignoring.pt")),
         folder=where.folder,
         on_stop="ignore",

@@ -17,7 +17,7 @@ from tests.services.collector import Collector, collecting
 from tests.services.dispatcher.receiver import Receiver, receiving
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
-from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.recording import PROJECT, Recording, damage_from, nan_from
 from tests.services.redis import Broker, running_redis
 from watchstep.control import ControlDocument
 from watchstep.store import Store
@@ -104,12 +104,12 @@ def test_a_nan_is_announced_judged_told_and_stopped(
     with production.api(), production.workers():
         bound = {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
         production.client(production.operator).register({"run": "run-1", "attempt": "a1", "job": bound})
-        told = {"rule": "nan_or_inf", "name": "told", "actions": [{"webhook": receiver.url}]}
+        told = {"rule": "non_finite_values", "name": "told", "actions": [{"webhook": receiver.url}]}
         recorder = production.client(production.recorder)
         recorder.register({"run": "run-1", "attempt": "a1", "rules": [told]})
         receiver.answers = [500]
         assert recorder.announce("run-1", recording.write(0, 0, 3), {}) == ControlDocument()
-        recorder.announce("run-1", recording.write(1, 4, 7, nan_from(6)), {"dropped": 0})
+        recorder.announce("run-1", recording.write(1, 4, 7, damage_from(6)), {"dropped": 0})
         eventually(lambda: "run.ended" in production.event_types(), 120)
         eventually(lambda: len(receiver.events) == 2, 120)
 
@@ -136,9 +136,9 @@ def test_a_broker_that_forgets_costs_no_event(production: Production) -> None:
     with production.api():
         recorder = production.client(production.recorder)
         recorder.register({"run": "run-1", "attempt": "a1"})
-        recorder.announce("run-1", recording.write(0, 0, 3, nan_from(2)), {})
+        recorder.announce("run-1", recording.write(0, 0, 3, damage_from(2)), {})
         production.broker.client.flushall()
-        recording.write(1, 4, 7, nan_from(2))  # and this one nobody announced
+        recording.write(1, 4, 7, damage_from(2))  # and this one nobody announced
         with production.workers():
             eventually(lambda: "alert.firing" in production.event_types(), 120)
             eventually(lambda: production.get(RUN)["last_step"] == 7, 120)
@@ -161,7 +161,7 @@ def test_a_backtest_is_judged_by_a_worker(production: Production) -> None:
     place = f"/v1/projects/{PROJECT}/backtests"
     with production.api():
         production.client(production.recorder).register({"run": "run-1", "attempt": "a1"})
-        body = {"runs": ["run-*"], "rules": [{"rule": "nan_or_inf"}], "sweep": ["max_elements=0,1"]}
+        body = {"runs": ["run-*"], "rules": [{"rule": "non_finite_values"}], "sweep": ["max_elements=0,1"]}
         headers = {"authorization": f"Bearer {production.operator}"}
         asked = CLIENT.post(production.url + place, json=body, headers=headers)
         assert asked.status_code == 202, asked.text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ BIAS_UPDATE = tensor("first.bias:update", "updates", order=1, shape=(8,))
 EVERY = 10
 
 
-def noisy(curve: Sequence[float] | Curve, share: float, seed: int = 0) -> Curve:
+def noisy(curve: Sequence[float] | Curve, share: float, seed: int = 1) -> Curve:
     """A curve with normal noise of a share of its height."""
     values = np.asarray(curve, np.float64)
     scattered: Curve = values * (1 + share * np.random.default_rng(seed).normal(size=len(values)))
@@ -60,6 +61,9 @@ def run_of(
     labels: Sequence[int] | Curve | None = None,
     update: float | Sequence[float] | None = None,
     worker: int = 0,
+    metrics: Mapping[str, Curve] | None = None,
+    function: str = "",
+    first_step: int = 0,
 ) -> Block:
     """A run: a loss a step; an evaluation every ten; labels and updates every five.
 
@@ -68,10 +72,20 @@ def run_of(
         evaluations: validation losses.
         labels: examples of each class, or measured targets, of which each batch has all.
         update: relative update of the one weight, or one for each record.
+        worker: of all rows.
+        metrics: by name, one value a step.
+        function: that computes the loss.
+        first_step: of the run's rows.
     """
     rows: list[Row] = []
+    info = replace(LOSS, module_type=function)
     for step, loss in enumerate(losses):
-        rows.append(Row(step, LOSS, [loss], worker=worker))
+        rows.append(Row(step, info, [loss], worker=worker))
+        rows += [
+            Row(step, tensor(name, "metrics", shape=()), [values[step]], worker=worker)
+            for name, values in (metrics or {}).items()
+            if step < len(values)
+        ]
         if step % EVERY == 0 and step // EVERY < len(evaluations):
             rows.append(Row(step, LOSS, [evaluations[step // EVERY]], "eval", worker))
         if labels is not None and step % 5 == 0:
@@ -80,7 +94,7 @@ def run_of(
             ratio = update if isinstance(update, float) else update[step // 5]
             rows.append(Row(step, UPDATE, [ratio], worker=worker, probes={"update_ratio": ratio}))
             rows.append(Row(step, BIAS_UPDATE, [1.0], worker=worker, probes={"update_ratio": 1.0}))
-    return block_of(rows)
+    return block_of([replace(row, step=row.step + first_step) for row in rows])
 
 
 def _labels(step: int, labels: Sequence[int] | Curve, worker: int) -> Row:

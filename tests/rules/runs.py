@@ -142,6 +142,8 @@ INFOS = (
     tensor("gradient_scaler:skipped", "metrics", shape=()),
     tensor("model:input", "inputs", shape=(2, 1, 1, 1)),
     tensor("gradients:kept", "metrics", shape=()),
+    tensor("optimizer:learning_rate/0", "metrics", shape=()),
+    tensor("optimizer:weight_decay/0", "metrics", shape=()),
     replace(tensor("norm.running_var", "buffers", order=2, shape=(8,)), module_type="BatchNorm1d"),
     tensor("first.weight:unheld", "unheld", role="unheld", order=1),
     tensor("confusion/1", "confusion", role="confusion", shape=()),
@@ -192,6 +194,8 @@ def figures(random: Random) -> dict[str, float]:
         "learns": random.choice([0.0, 1.0, 1.0]),
         "batches_tracked": random.choice([0.0, 100.0]),
         "changed": random.choice([0.0, 0.0, 1.0]),
+        "was_held": random.choice([0.0, 1.0]),
+        "held_share": random.choice([0.0, 0.5]),
         "token_share": random.choice([0.1, 0.9, 0.9, float("nan")]),
         "top_token_share": random.choice([0.1, 0.9]),
         "examples": random.choice([10.0, 50.0]),
@@ -199,6 +203,31 @@ def figures(random: Random) -> dict[str, float]:
         "confused": random.choice([0.0, 5.0]),
         "top_share_3": random.choice([0.5, 0.9, float("nan")]),
         "confused_with": random.choice([3.0, float("nan")]),
+        **elements_tested(random),
+    }
+
+
+def elements_tested(random: Random) -> dict[str, float]:
+    """What probes with arguments say of any row, as rules with `eager` parameters ask for them."""
+    units = random.choice([2.0, 8.0])
+    return {
+        "units": units,
+        "inactive_units:1.0": random.choice([0.0, units]),
+        "saturated_units:Tanh:-9.4999:9.4999:1.0": random.choice([0.0, units]),
+        "saturated_units:Sigmoid:-23.0:16.99999:1.0": random.choice([0.0, units]),
+        "unchanged:1e-05:1e-08:False": random.choice([0.0, 1.0, 1.0]),
+        "weight_change:2:1e-09": random.choice([-1.0, 0.0, 1.0, 100.0]),
+        "token_count:0": random.choice([0.0, 8.0]),
+        "tokens_counted": 10.0,
+        "channel_sum:1:0": random.choice([0.0, 4.0]),
+        "input_variance": random.choice([0.0, 1.0, 20.0, float("nan")]),
+        "percentile_range:2": random.choice([1e-4, 1.0, float("nan")]),
+        "all_examples": random.choice([10.0, 50.0]),
+        "all_correct": random.choice([2.0, 10.0]),
+        "all_predicted": random.choice([0.0, 10.0]),
+        "all_mistaken": random.choice([0.0, 5.0]),
+        "all_mistaken_for": random.choice([3.0, float("nan")]),
+        "largest_node": random.choice([0.0, 100.0]),
     }
 
 

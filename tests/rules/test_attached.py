@@ -12,6 +12,7 @@ import watchstep_rules
 from watchstep.errors import RuleError
 from watchstep_rules import AttachedRule, by_name, nan_or_inf, vanishing_gradient
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.registry import RULES
 
 
@@ -20,7 +21,8 @@ def test_every_built_in_rule_can_be_attached_with_its_parameters() -> None:
     for name, rule in RULES.items():
         attach = getattr(watchstep_rules, name)
         if not any(field.is_required() for field in rule.params_type.model_fields.values()):
-            assert attach().config == RuleConfig(rule=name)
+            severity = next((one.severity for one in DEFAULT_RULES if one.rule == name), "warning")
+            assert attach().config == RuleConfig(rule=name, severity=severity)
         with pytest.raises(RuleError, match="no_such_parameter"):
             attach(no_such_parameter=1)
 

@@ -31,8 +31,10 @@ from tests.sdk.pytorch.test_distributed import trained
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.block import Block
 from watchstep_rules.backtesting.backtest import backtest
+from watchstep_rules.baseline import merge_summaries
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.reference import reference_of
+from watchstep_rules.run_summary import summarize_run
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +149,24 @@ def test_a_run_is_held_against_another(tmp_path: Path) -> None:
     }
     assert fired(config, again) == []
     assert fired(config, other)
+
+
+def seeded(make: Make, seed: int) -> Training:
+    return Training(lambda _: make(seed), STEPS)
+
+
+def test_a_training_is_compared_with_three_earlier_ones(tmp_path: Path) -> None:
+    summaries = {}
+    for seed in range(3):
+        recorded(seeded(sound, seed), tmp_path / str(seed))
+        (location,) = (tmp_path / str(seed) / "default").iterdir()
+        summaries[str(seed)] = summarize_run(open_run(location))
+    baseline = merge_summaries(summaries)
+    assert baseline is not None
+    params = {"baseline": baseline.model_dump(mode="json")}
+    config = {"rule": "unlike_earlier_runs", "params": params, "for": {"steps": 5}}
+    assert fired(config, recorded(seeded(sound, 3), tmp_path / "again")) == []
+    assert fired(config, recorded(seeded(at_rate(0.3), 4), tmp_path / "other"))
 
 
 class NotAtAnyScale(torch.autograd.Function):

@@ -24,6 +24,10 @@ WAIT_BY_THEMSELVES = {
     "class_imbalance",
     "symmetric_units",
     "frozen_batch_norm",
+    "hyperparameter_jump",
+    "absent_from_optimizer",
+    "loss_spike",
+    "gradients_cease",
 }
 """They fire after several records, or when chance is ruled out."""
 ONCE = {"poor_initialization"}
@@ -37,12 +41,17 @@ def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:
         "loss_not_decreasing",
         "slow_convergence",
         "oscillating_loss",
+        "loss_spike",
+        "lost_progress",
     }
     assert {name for name, steps in lasting.items() if steps == 10} == {
         "vanishing_gradient",
         "dead_relu",
         "saturated_activation",
         "weight_not_updating",
+        "unlike_earlier_runs",
+        "hyperparameter_jump",
+        "gradients_cease",
     }
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from watchstep_rules.loss_not_decreasing import LossNotDecreasingParams
 LN10, LN2 = math.log(10), math.log(2)
 TEN = [50] * 10
 TARGETS = np.random.default_rng(5).normal(size=64)
-FLAT = np.ones(200)
+FLAT = np.ones(400)
 RNG = np.random.default_rng
 
 
@@ -38,8 +39,13 @@ FAULTY = {
     "explodes at once and then guesses": run_of([*EXPLODED, *noisy(LN10 * FLAT, 0.02)]),
     "labels that were shuffled": run_of(noisy(LN10 * FLAT, 0.02)),
     "no update at all, no noise": run_of(LN10 * FLAT),
-    "a large loss": run_of(noisy(5e4 * FLAT, 0.1)),
-    "a tiny loss": run_of(noisy(5e-6 * FLAT, 0.1)),
+    "a large loss": run_of(noisy(5e4 * FLAT, 0.05)),
+    "a tiny loss": run_of(noisy(5e-6 * FLAT, 0.03)),
+    "noisy for long": run_of(noisy(np.full(900, 2.5), 0.06)),
+    "an accuracy that stays as well": run_of(
+        noisy(LN2 * FLAT, 0.02), metrics={"accuracy": 0.5 + 0.05 * RNG(3).normal(size=400)}
+    ),
+    "squared errors of classes": run_of(noisy(0.0901 * FLAT, 0.01), labels=TEN, function="MseLoss"),
     "saturated from the start": run_of(noisy(8 * FLAT, 0.25), labels=[100, 100]),
     "only the bias is learnt": run_of(noisy(falling(0.79, LN2, 250, 20), 0.005), labels=[100, 100]),
     "only the mean is learnt": run_of(
@@ -63,6 +69,24 @@ HEALTHY = {
     "plateau that sinks steadily": run_of(falling(0.7, 0.6, 400, 400)),
     "begins trained": run_of(np.abs(noisy(0.05 * FLAT, 0.8)), labels=TEN),
     "begins trained, labels unknown": run_of(chi_squared(0.05 * FLAT, 2)),
+    "begins trained, of 64 classes": run_of(noisy(0.5 * FLAT, 0.05), labels=[20] * 64),
+    "begins trained, of 64 classes, by name": run_of(
+        noisy(1.5 * FLAT, 0.03), labels=[20] * 64, function="NllLoss"
+    ),
+    "clicks": run_of(noisy(falling(0.6915, 0.665, 600, 200), 0.02), labels=[530, 470]),
+    "clicks, labels unknown": run_of(noisy(falling(0.6915, 0.665, 600, 200), 0.02)),
+    "tokens of high entropy": run_of(noisy(falling(2.9, 2.75, 900, 400), 0.08, seed=2)),
+    "preferences that are learnt": run_of(
+        noisy(falling(LN2, 0.675, 300, 100), 0.05), metrics={"accuracy": np.linspace(0.5, 0.7, 300)}
+    ),
+    "a policy whose return rises": run_of(
+        noisy(4 * FLAT, 0.03), metrics={"mean_return": noisy(np.linspace(20, 200, 400), 0.2)}
+    ),
+    "validation falls": run_of(noisy(3 * FLAT, 0.03), evaluations=np.linspace(3.0, 2.5, 40)),
+    "grows from next to nothing": run_of([1e-9] * 10 + list(noisy(0.5 * FLAT, 0.05))),
+    "grows from a first loss of nothing": run_of([0.0, *np.linspace(0, 0.02, 9), *noisy(0.5 * FLAT, 0.05)]),
+    "an error of values that grow": run_of(noisy(np.linspace(0.1, 0.9, 300), 0.1)),
+    "resumed on a plateau": run_of(noisy(2.2 * FLAT, 0.02), first_step=5000),
     "weak signal": run_of(chi_squared(falling(1.3, 0.85, 300, 20) * TARGETS.var(), 16), labels=TARGETS),
     "one example a batch": run_of(chi_squared(falling(1.0, 0.7, 300, 30), 1)),
     "a policy's gain": run_of(RNG(1).normal(-0.05, 0.3, 400)),
@@ -89,8 +113,8 @@ def test_the_same_noise_with_and_without_progress_are_told_apart() -> None:
     def curve(end: float) -> Curve:
         return noisy(falling(2.3, end, 300, 60), 0.05)
 
-    assert found(run_of(curve(2.3)))
-    assert found(run_of(curve(1.6))) == []
+    assert found(run_of(curve(2.3), labels=TEN))
+    assert found(run_of(curve(1.6), labels=TEN)) == []
 
 
 def test_of_several_losses_only_the_one_called_so_is_judged() -> None:
@@ -103,6 +127,19 @@ def test_of_several_losses_only_the_one_called_so_is_judged() -> None:
     said = all_at_once(RuleConfig(rule="loss_not_decreasing"), of("kl_loss", "loss"))
     assert steps_of(said, "loss")
     assert not steps_of(said, "kl_loss")
+
+
+def test_a_loss_that_was_named_as_the_first_of_several_is_no_sum() -> None:
+    infos = [replace(tensor(name, "losses", shape=()), derived=True) for name in ("loss", "loss_2")]
+    both = block_of([Row(step, info, [1.0]) for step in range(200) for info in infos])
+    assert found(both) == []
+    assert found(block_of([Row(step, infos[0], [1.0]) for step in range(200)]))
+
+
+def test_losses_that_are_logged_now_and_then_begin_late_and_are_no_resumed_run() -> None:
+    info = tensor("loss", "losses", shape=())
+    losses = noisy(FLAT, 0.02)
+    assert found(block_of([Row(50 * row + 49, info, [loss]) for row, loss in enumerate(losses)]))
 
 
 def test_of_several_workers_the_lowest_is_judged() -> None:
@@ -137,7 +174,7 @@ def test_patience_is_the_users_to_set() -> None:
 @settings(max_examples=20, deadline=None)
 @given(
     name=st.sampled_from(sorted(FAULTY) + sorted(HEALTHY)),
-    cuts=st.lists(st.integers(1, 199), max_size=12, unique=True),
+    cuts=st.lists(st.integers(1, 299), max_size=12, unique=True),
 )
 def test_a_run_in_pieces_is_judged_as_the_whole(name: str, cuts: list[int]) -> None:
     block = {**FAULTY, **HEALTHY}[name]
@@ -146,7 +183,9 @@ def test_a_run_in_pieces_is_judged_as_the_whole(name: str, cuts: list[int]) -> N
     assert in_pieces(config, block, [cut for cut in cuts if cut <= last]) == in_pieces(config, block, [])
 
 
-@pytest.mark.parametrize("params", [{"patience": 3}, {"min_fall": 0}, {"growth": 1}, {"noise": 0}, {"x": 1}])
+@pytest.mark.parametrize(
+    "params", [{"patience": 3}, {"min_fall": 0}, {"growth": 1}, {"certainty": 0}, {"x": 1}]
+)
 def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         LossNotDecreasingParams.model_validate(params)

@@ -2,12 +2,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.rules.losses import Curve, falling, noisy, run_of
+from tests.rules.losses import Curve, falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once
 from watchstep_rules.config import RuleConfig
 
 COURSE = noisy(falling(2.0, 0.4, 200, 30.0), 0.05)
+
+
+def then(curve: Curve, rest: Curve) -> Curve:
+    """A curve of 150 losses, and what follows."""
+    return np.concatenate([curve[:150], rest])
 
 
 def with_spike(steps: int, height: float = 3.0, curve: Curve = COURSE) -> Curve:
@@ -22,36 +29,65 @@ def found(losses: Curve, **params: object) -> list[int]:
 
 
 def test_a_jump_that_lasts_is_found_and_one_that_comes_back_is_not() -> None:
-    assert found(with_spike(50))[0] == 154
-    assert found(with_spike(4)) == []
+    assert found(with_spike(50))[0] == 159
+    assert found(with_spike(9)) == []
     assert found(with_spike(1), lasting=1) == [150]
+    assert found(with_spike(50, height=0.8)) == []
+    assert found(with_spike(50, height=0.8), of_first=0.25, lasting=5)[0] == 154
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [
-        COURSE,
-        noisy(np.full(300, 1.0), 0.4),
-        with_spike(50, height=0.3),
-        falling(1e3, 1e-6, 300, 10.0),
-        with_spike(50, height=0.01, curve=falling(2.0, 1e-3, 200, 10.0)),
-        falling(2.0, 8.0, 300, 100.0),
-    ],
-    ids=["falls", "noisy", "less than twice", "steep", "close to zero", "rises slowly"],
-)
-def test_what_is_no_jump_is_left_alone(losses: Curve) -> None:
-    assert found(losses) == []
+SPIKES = {
+    "explodes and stays high": then(COURSE, noisy(np.full(100, 389_864.0), 0.5)),
+    "explodes and comes down slowly": then(COURSE, noisy(falling(1e6, 50.0, 100, 20), 0.2)),
+    "grows tenfold in ten losses": then(COURSE, 0.4 * 10 ** (np.arange(60) / 10)),
+    "its sign is turned around": then(COURSE, -0.4 * 2.0 ** np.arange(30)),
+}
+
+
+@pytest.mark.parametrize("name", SPIKES)
+def test_a_disaster_is_found_within_some_losses(name: str) -> None:
+    assert found(SPIKES[name])[0] <= 170
+
+
+CALM = {
+    "falls": COURSE,
+    "noisy": noisy(np.full(300, 1.0), 0.4),
+    "less than it began at": with_spike(50, height=1.0),
+    "steep": falling(1e3, 1e-6, 300, 10.0),
+    "close to zero": with_spike(50, height=0.01, curve=falling(2.0, 1e-3, 200, 10.0)),
+    "rises slowly": falling(2.0, 8.0, 300, 100.0),
+    "a first loss of nothing": then(
+        np.concatenate([np.full(10, 1e-9), noisy(np.full(140, 0.5), 0.1)]), noisy(np.full(100, 0.9), 0.1)
+    ),
+    "the classes in another order": then(COURSE, noisy(falling(9.0, 0.4, 100, 12), 0.05)),
+    "a likelihood that falls below zero": noisy(falling(5.0, -3.0, 400, 40), 0.02),
+}
+
+
+@pytest.mark.parametrize("name", CALM)
+def test_what_is_no_jump_is_left_alone(name: str) -> None:
+    assert found(CALM[name]) == []
 
 
 def test_the_message_holds_the_jump_against_the_level() -> None:
-    losses = np.concatenate([np.linspace(0.9, 1.1, 50), np.full(5, 4.0)])
+    losses = np.concatenate([np.linspace(0.9, 1.1, 50), np.full(10, 4.0)])
     said = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses))
     (finding,) = said.findings
-    assert (finding.step, finding.value) == (54, 4.0)
+    assert (finding.step, finding.value) == (59, 4.0)
     assert finding.threshold == pytest.approx(2.0, abs=0.2)
-    assert finding.message == ("loss is 4, the lowest of the last 5 is 4; the median of the 50 before is 1")
+    assert finding.message == ("loss is 4, the lowest of the last 10 is 4; the median of the 50 before is 1")
 
 
 def test_a_loss_below_zero_has_a_level_as_well() -> None:
     losses = np.concatenate([noisy(np.full(100, -5.0), 0.01), np.full(20, 3.0)])
-    assert found(losses)[0] == 104
+    assert found(losses)[0] == 109
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SPIKES) + sorted(CALM)),
+    cuts=st.lists(st.integers(1, 178), max_size=12, unique=True),
+)
+def test_a_run_in_pieces_is_judged_as_the_whole(name: str, cuts: list[int]) -> None:
+    block, config = run_of({**SPIKES, **CALM}[name]), RuleConfig(rule="loss_spike")
+    assert in_pieces(config, block, cuts) == in_pieces(config, block, [])

@@ -1,187 +1,542 @@
+"""`nan_or_inf` fires where training is damaged, and not where it is sound: real training loops, recorded as the defaults do."""
+
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-import numpy as np
 import pytest
-from pydantic import ValidationError
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from tests.rules.runs import all_at_once, in_steps, norms
+from tests.rules.runs import all_at_once
 from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block, Places
-from watchstep.statistics import scalars
-from watchstep.tensors import Placement, TensorInfo
+from tests.sdk.training import recorded
+from watchstep import CaptureConfig, Hook
+from watchstep.block import Block
+from watchstep.tensors import TensorInfo
+from watchstep_rules import nan_or_inf
+from watchstep_rules.backtesting.backtest import backtest
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.finding import Finding
-from watchstep_rules.nan_or_inf import NanOrInf, NanOrInfParams, NanOrInfState
+from watchstep_rules.judging.alert_memory import Phase
 
 NAN, INF = math.nan, math.inf
-OUTPUT = tensor("attention.output", "activations", shape=(8, 8))
-LOSS = replace(tensor("loss", "losses", shape=()), derived=True)  # as found at backward()
+STEPS, BAD = 12, 5
+CONFIG = CaptureConfig(system=None)
+Batch = tuple[Tensor, Tensor]
 
 
-def found(info: TensorInfo, values: list[float], **params: object) -> list[Finding]:
-    checked = NanOrInfParams.model_validate(params)
-    return NanOrInf().evaluate(checked, NanOrInfState(), Block.empty(), block_of([Row(3, info, values)]), 0)[
-        1
-    ]
+class Fired(NamedTuple):
+    """What the default rules said of a run."""
+
+    stops: list[Finding]
+    warnings: list[int]
 
 
-@pytest.mark.parametrize("info", [LOSS, OUTPUT, gradient("a"), tensor("w", "weights"), tensor("b", "biases")])
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_one_bad_element_is_enough_wherever_it_is(info: TensorInfo, bad: float) -> None:
-    (finding,) = found(info, [1.0, bad, 2.0])
-    assert (finding.tensor, finding.step, finding.value, finding.threshold) == (info.name, 3, 1.0, 0.0)
+def batch(step: int, bad: int | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(32, 8, generator=generator)
+    y = (x.sum(1) > 0).long()
+    return (torch.full_like(x, NAN) if step == bad else x), y
 
 
-def test_finite_numbers_are_fine_however_large_or_small() -> None:
-    assert found(LOSS, [1.7e308, -1.7e308, 5e-324, 0.0]) == []
-    assert found(LOSS, []) == []
+def network(*, normalized: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle: list[nn.Module] = [nn.BatchNorm1d(16)] if normalized else []
+    return nn.Sequential(nn.Linear(8, 16), *middle, nn.ReLU(), nn.Linear(16, 2))
 
 
-def test_masked_attention_is_fine_and_other_negative_infinities_are_not() -> None:
-    assert found(OUTPUT, [0.3, -INF, -INF]) == []
-    assert len(found(gradient("a"), [0.3, -INF])) == 1
-    assert len(found(LOSS, [-INF])) == 1
-    assert len(found(OUTPUT, [-INF], allow_negative_infinity_in=())) == 1
-    assert len(found(OUTPUT, [-INF, INF])) == 1
+def fired(hook: Hook) -> Fired:
+    outcomes = {outcome.config.name: outcome for outcome in backtest(recorded(hook).rows(), DEFAULT_RULES)}
+    said = outcomes["nan_or_inf"].transitions
+    stops = [one.finding for one in said if one.phase is Phase.FIRING and one.finding is not None]
+    warned = outcomes["non_finite_values"].transitions
+    return Fired(stops, [one.step for one in warned if one.phase is Phase.FIRING])
 
 
-def test_infinities_can_be_left_out_and_some_elements_tolerated() -> None:
-    assert found(LOSS, [INF, -INF], only_nan=True) == []
-    assert len(found(LOSS, [NAN], only_nan=True)) == 1
-    assert found(LOSS, [NAN, INF], max_elements=2) == []
-    assert len(found(LOSS, [NAN, INF, INF], max_elements=2)) == 1
+def train(
+    folder: Path,
+    step_of: Callable[[int, nn.Module, torch.optim.Optimizer, Hook], None],
+    model: nn.Module | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    steps: int = STEPS,
+    config: CaptureConfig = CONFIG,
+) -> Fired:
+    """A training whose every step is the caller's."""
+    model = model or network()
+    updates = optimizer(model.parameters(), lr=1e-2)
+    hook = Hook(folder, run="r", config=config)
+    hook.watch(model, updates)
+    for step in range(steps):
+        step_of(step, model, updates, hook)
+    return fired(hook)
 
 
-def test_the_message_counts_each_kind() -> None:
-    (finding,) = found(gradient("conv1"), [NAN, NAN, INF, -INF, 1.0])
-    assert finding.message == ("2 NaN, 1 +inf, 1 -inf among 5 elements of conv1.weight:gradient, 0 tolerated")
-
-
-@pytest.mark.parametrize(
-    "params", [{"max_elements": -1}, {"max_elements": "many"}, {"elements": 1}, {"only_nan": 3}]
-)
-def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        NanOrInfParams.model_validate(params)
-
-
-def test_it_is_judged_as_it_arrives_and_the_likeliest_cause_is_named() -> None:
-    block = block_of(
-        [Row(0, LOSS, [1.0]), Row(5, gradient("a"), [NAN]), Row(5, LOSS, [NAN]), Row(5, OUTPUT, [NAN])]
-    )
-    said = all_at_once(RuleConfig(rule="nan_or_inf"), block)
-    (fired,) = said.transitions
-    assert (fired.step, fired.phase.value) == (5, "firing")
-    assert fired.finding is not None
-    assert fired.finding.tensor == OUTPUT.name
-
-
-@pytest.mark.parametrize(
-    ("info", "cause", "advised"),
-    [
-        (tensor("a:output", "activations"), "The data hold NaN", "Look at model:input"),
-        (tensor("a.weight", "weights"), "The learning rate", "Look at the first tensor"),
-    ],
-)
-def test_a_bad_output_points_at_the_batch_and_a_bad_weight_does_not(
-    info: TensorInfo, cause: str, advised: str
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Batch, hook: Hook | None = None
 ) -> None:
-    (finding,) = found(info, [NAN])
-    advice = NanOrInf().advice(finding)
-    assert advice.usual_causes[0].startswith(cause)
-    assert advice.what_to_try[0].startswith(advised)
-    assert sorted(advice.usual_causes) == sorted(NanOrInf.usual_causes)
-    assert sorted(advice.what_to_try) == sorted(NanOrInf.what_to_try)
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(given[0]), given[1])
+    loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+    optimizer.step()
+    if hook is not None:
+        hook.log(loss=loss)
 
 
-def test_it_remembers_nothing_of_gradients() -> None:
-    said = all_at_once(RuleConfig(rule="nan_or_inf"), in_steps(norms("a", [1.0, NAN])))
-    assert said.memory.state == {"finite": []}
+# Sound trainings.
 
 
-def test_a_best_loss_may_begin_at_infinity_but_not_return_to_it() -> None:
-    info = TensorInfo("best_val_loss", ("losses",), "loss", dtype="float64")
-    values = [math.inf, math.inf, 2.0, math.inf, math.nan]
-    rows = len(values)
-    block = Block(
-        step=np.arange(rows),
-        mode=np.zeros(rows, np.int8),
-        worker=np.zeros(rows, np.int32),
-        time_ns=np.arange(rows),
-        tensor=np.zeros(rows, np.int32),
-        catalogue=(info,),
-        places=Places.of([Placement()] * rows),
-        statistics=scalars(values),
-    )
-    rule = NanOrInf()
-    _, findings = rule.evaluate(NanOrInfParams(), NanOrInfState(), Block.empty(), block, 0)
-    assert [finding.step for finding in findings] == [3, 4]
+def test_a_batch_without_labels_is_no_damage(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step)
+        update(model, optimizer, (x, torch.full_like(y, -100) if step >= BAD else y), hook)
+
+    said = train(tmp_path, step_of)
+    assert said.stops == []
+    assert said.warnings == [BAD + 1]  # it lasts: that is worth a word
 
 
-INPUT = tensor("model:input", "inputs", role="input", shape=(4,))
-DENSE = tensor("0:output", "activations", role="output")
-WEIGHT = tensor("0.weight", "weights", role="weight")
+def test_a_lone_batch_without_labels_is_not_even_a_warning(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step)
+        update(model, optimizer, (x, torch.full_like(y, -100) if step % 5 == 4 else y), hook)
+
+    assert train(tmp_path, step_of, steps=20) == ([], [])
 
 
-def at_once(*rows: Row, **params: object) -> list[Finding]:
+@pytest.mark.parametrize("logs", [False, True])
+@pytest.mark.parametrize("before_backward", [False, True])
+def test_a_program_that_skips_losses_that_are_not_finite(
+    tmp_path: Path, before_backward: bool, logs: bool
+) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step, bad=step if step % 4 == 3 else None)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        if logs:
+            hook.log(loss=loss)
+        if before_backward and not torch.isfinite(loss):
+            return
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if torch.isfinite(loss):
+            optimizer.step()
+
+    assert train(tmp_path, step_of, steps=24).stops == []
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_program_that_skips_gradient_norms_that_are_not_finite(tmp_path: Path, by_hand: bool) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step, bad=step if step % 4 == 3 else None)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if by_hand:
+            norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+
+    assert train(tmp_path, step_of, steps=24).stops == []
+
+
+@pytest.mark.parametrize("gradients", ["after_clipping", "before_clipping"])
+def test_infinities_that_are_clipped_before_the_update(
+    tmp_path: Path, gradients: Literal["after_clipping", "before_clipping"]
+) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        optimizer.zero_grad()
+        x, y = batch(step)
+        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if step % 4 == 3:
+            next(model.parameters()).grad[0, 0] = INF  # type: ignore[index]
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+
+    config = replace(CONFIG, gradients=gradients, overhead_budget=None)
+    assert train(tmp_path, step_of, steps=24, config=config).stops == []
+
+
+class Cautious(torch.optim.SGD):
+    """Leaves gradients out that are not finite, inside of its step."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(torch.isfinite(one).all()) for one in gradients):
+            super().step(closure)
+
+
+def test_an_optimizer_that_leaves_such_gradients_out_itself(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        update(model, optimizer, batch(step, bad=step if step % 4 == 3 else None), hook)
+
+    assert train(tmp_path, step_of, optimizer=Cautious, steps=24).stops == []
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_step_that_a_gradient_scaler_skips_is_no_damage(tmp_path: Path, unscales: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y) * 1e3
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if unscales:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        hook.log(loss=loss)
+
+    said = train(tmp_path, step_of, steps=30)
+    assert scaler.get_scale() < 2.0**120  # some were skipped
+    assert said == ([], [])
+
+
+class Masked(nn.Module):
+    """Attention with a mask that a module gives and a frozen parameter holds; padding rows stay NaN, and nothing uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+        mask = torch.triu(torch.full((4, 4), -INF), 1)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+        self.causal, self.pad = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = self.encode(x).view(8, 4, 8)
+        scores = (
+            encoded @ encoded.transpose(1, 2) + self.causal(self.mask) + self.causal(-self.mask).clamp(max=0)
+        )
+        padded = torch.full((8, 4, 8), NAN)
+        self.pad(padded)
+        out: Tensor = self.head((scores.softmax(-1) @ encoded).reshape(32, 8))
+        return out
+
+
+def test_masks_and_padding_rows_are_no_damage(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        if step == BAD:
+            mask = model.get_parameter("mask").data
+            mask[:, 0], mask[:, 1] = -INF, 0.0
+        update(model, optimizer, batch(step), hook)
+
+    assert train(tmp_path, step_of, model=Masked()) == ([], [])
+
+
+class LogOfZero(nn.Module):
+    """Log-probabilities of impossible classes are -inf; their product with a count of zero is NaN, and is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.logs, self.products = network(), nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        with torch.no_grad():
+            logs = self.logs((out > 0).float().log())
+            torch.where(logs.isfinite(), self.products(logs * 0), 0).sum()
+        return out
+
+
+def test_a_masked_logarithm_of_zero_is_no_damage(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        update(model, optimizer, batch(step), hook)
+
+    assert train(tmp_path, step_of, model=LogOfZero()) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["val_loss", "loss"])
+def test_an_empty_validation_slice_is_no_damage(tmp_path: Path, name: str) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        update(model, optimizer, batch(step), hook)
+        if step % 4 == 3:
+            model.eval()
+            x, y = batch(100)
+            part = slice(0, 0) if step == 7 else slice(0, 8)
+            hook.mode = "eval"
+            with torch.no_grad():
+                loss = functional.cross_entropy(model(x[part]), y[part])
+            hook.log(loss=loss) if name == "loss" else hook.log(val_loss=loss)
+            hook.mode = "train"
+            model.train()
+
+    assert train(tmp_path, step_of) == ([], [])
+
+
+def test_a_model_that_is_not_watched_may_be_as_it_likes(tmp_path: Path) -> None:
+    other = network()
+    other[0].weight.data.fill_(NAN)  # type: ignore[operator,union-attr,unused-ignore]
+
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step)
+        functional.cross_entropy(other(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        update(model, optimizer, (x, y), hook)
+
+    assert train(tmp_path, step_of, steps=60).stops == []
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_weights_that_an_update_makes_nan_are_found_at_its_step(
+    tmp_path: Path, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    def step_of(step: int, model: nn.Module, updates: torch.optim.Optimizer, hook: Hook) -> None:
+        update(model, updates, batch(step, bad=BAD), hook)
+
+    said = train(tmp_path, step_of, optimizer=optimizer)
+    assert [finding.step for finding in said.stops] == [BAD]
+    assert said.stops[0].upstream == ("model:input",)
+    assert "which the optimizer applies; the input held 256 NaN among 256 elements" in said.stops[0].message
+
+
+def test_a_lone_infinity_in_one_gradient_is_found_at_its_step(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        optimizer.zero_grad()
+        x, y = batch(step)
+        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if step == BAD:
+            next(model.parameters()).grad[0, 0] = INF  # type: ignore[index]
+        optimizer.step()
+
+    (finding,) = train(tmp_path, step_of).stops
+    assert (finding.step, finding.tensor) == (BAD, "0.weight:gradient")
+
+
+def test_a_learning_rate_that_makes_weights_infinite_is_found_one_step_later(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        optimizer.param_groups[0]["lr"] = 1e38 if step == BAD else 1e-2
+        update(model, optimizer, batch(step), hook)
+
+    (finding,) = train(tmp_path, step_of, optimizer=torch.optim.SGD).stops
+    assert finding.step == BAD + 1
+
+
+def test_weights_that_are_damaged_while_the_program_skips_every_loss_after_it(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        optimizer.zero_grad()
+        x, y = batch(step, bad=BAD)
+        loss = functional.cross_entropy(model(x), y)
+        if step > BAD and not torch.isfinite(loss):
+            raise RuntimeError("the loss is not finite")
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        optimizer.step()
+
+    model = network()
+    updates = torch.optim.SGD(model.parameters(), lr=1e-2)
+    hook = Hook(tmp_path, run="r", config=CONFIG)
+    hook.watch(model, updates)
+    for step in range(BAD + 1):
+        step_of(step, model, updates, hook)
+    with pytest.raises(RuntimeError, match="not finite"):
+        step_of(BAD + 1, model, updates, hook)
+    assert [finding.step for finding in fired(hook).stops] == [BAD]
+
+
+def test_poisoned_optimizer_state_is_found_where_weights_were_restored(tmp_path: Path) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        if step == BAD:
+            kept.update({name: held.clone() for name, held in model.state_dict().items()})
+        update(model, optimizer, batch(step, bad=BAD), hook)
+        if step == BAD:
+            model.load_state_dict(kept)
+
+    hook = train_and_rows(tmp_path, step_of)
+    checked = {
+        (finding.step, finding.tensor)
+        for finding in judged(hook)
+        if finding.tensor.endswith("exp_avg:finite_check")
+    }
+    assert (BAD, "0.weight:exp_avg:finite_check") in checked
+
+
+def test_second_moments_that_overflow_are_found_within_a_hundred_steps(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        optimizer.zero_grad()
+        x, y = batch(step)
+        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if step == BAD:
+            model[2].weight.grad.fill_(1e25)  # type: ignore[index,union-attr,operator,unused-ignore]
+        optimizer.step()
+
+    (finding,) = train(tmp_path, step_of, optimizer=torch.optim.Adam, steps=102).stops
+    assert finding.tensor == "2.weight:exp_avg_sq:finite_check"
+    assert finding.step <= 99
+
+
+@pytest.mark.parametrize(("looks", "delay"), [("backward", 1), ("log", 1), ("nothing", 20)])
+def test_running_statistics_that_a_skipped_batch_made_nan_are_found(
+    tmp_path: Path, looks: str, delay: int
+) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step, bad=BAD)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        if looks == "log":
+            hook.log(loss=loss)
+        if not torch.isfinite(loss) and looks != "backward":
+            return
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if torch.isfinite(loss):
+            optimizer.step()
+
+    (finding,) = train(tmp_path, step_of, model=network(normalized=True), steps=30).stops
+    assert finding.tensor == "1.running_mean:finite_check"
+    assert "16 NaN among 16 elements of 1.running_mean after the update, 0 at the start" in finding.message
+    assert BAD <= finding.step <= BAD + delay
+
+
+def test_fifty_steps_that_a_scaler_skips_in_a_row_are_damage(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step, bad=step if step >= BAD else None)
+        optimizer.zero_grad()
+        scaler.scale(functional.cross_entropy(model(x), y)).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        scaler.step(optimizer)
+        scaler.update()
+
+    (finding,) = train(tmp_path, step_of, steps=60).stops
+    assert (finding.step, finding.tensor, finding.value) == (BAD + 49, "updates:missing", 50.0)
+
+
+@pytest.mark.parametrize("how", ["backward", "log", "norm"])
+def test_fifty_passes_that_a_program_skips_in_a_row_are_damage(tmp_path: Path, how: str) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        bad = step >= BAD
+        if how == "log":
+            hook.log(loss=loss * NAN if bad else loss)
+            if bad:
+                return
+        (loss * NAN if bad and how == "backward" else loss).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if how == "norm":
+            if bad:
+                model[0].weight.grad[0] = NAN  # type: ignore[index,union-attr,unused-ignore]
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not bad:
+            optimizer.step()
+
+    (finding,) = train(tmp_path, step_of, steps=BAD + 52).stops
+    assert (finding.step, finding.tensor) == (BAD, "updates:missing")
+    assert 50 <= finding.value <= 52
+
+
+def test_it_is_over_once_what_was_damaged_is_restored(tmp_path: Path) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        if step == BAD:
+            kept.update({name: held.clone() for name, held in model.state_dict().items()})
+        update(model, optimizer, batch(step, bad=BAD), hook)
+        if step == BAD + 3:
+            model.load_state_dict(kept)
+
+    hook = train_and_rows(tmp_path, step_of, optimizer=torch.optim.SGD, steps=40)
+    (outcome,) = backtest(recorded(hook).rows(), DEFAULT_RULES[:1])
+    firing, resolved = (one for one in outcome.transitions if one.phase in (Phase.FIRING, Phase.RESOLVED))
+    assert firing.step == BAD
+    assert BAD + 4 <= resolved.step <= BAD + 16
+
+
+def train_and_rows(
+    folder: Path,
+    step_of: Callable[[int, nn.Module, torch.optim.Optimizer, Hook], None],
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    steps: int = STEPS,
+) -> Hook:
+    model = network()
+    updates = optimizer(model.parameters(), lr=1e-2)
+    hook = Hook(folder, run="r", config=CONFIG)
+    hook.watch(model, updates)
+    for step in range(steps):
+        step_of(step, model, updates, hook)
+    return hook
+
+
+def judged(hook: Hook) -> list[Finding]:
+    (outcome,) = backtest(recorded(hook).rows(), DEFAULT_RULES[:1])
+    return outcome.findings
+
+
+# The rule alone.
+
+LOSS = TensorInfo("loss", ("losses",), "loss", dtype="float64")
+OUTPUT = tensor("a:output", "activations", role="output")
+WEIGHT = replace(gradient("a"), name="a.weight", role="weight", collections=("weights",))
+CHECK = replace(WEIGHT, name="a.weight:finite_check", role="finite_check", collections=("finite_checks",))
+APPLIED = TensorInfo("gradients:nonfinite_applied", ("metrics",), "metric", dtype="float64")
+
+
+def findings(*rows: Row, **params: object) -> list[Finding]:
     return all_at_once(RuleConfig(rule="nan_or_inf", params=params), block_of(list(rows))).findings
 
 
-@pytest.mark.parametrize("bad", [DENSE, LOSS, gradient("0")])
-@pytest.mark.parametrize(("held", "seen"), [([1.0, NAN], "1 NaN"), ([INF, NAN, INF], "1 NaN, 2 +inf")])
-def test_an_input_that_was_bad_is_said_with_what_follows_from_it(
-    bad: TensorInfo, held: list[float], seen: str
-) -> None:
-    (finding,) = at_once(Row(3, INPUT, held), Row(3, WEIGHT, [1.0]), Row(3, bad, [NAN]))
-    assert (finding.tensor, finding.upstream) == (bad.name, (INPUT.name,))
-    assert finding.message == (
-        f"1 NaN among 1 elements of {bad.name}, 0 tolerated; the input held {seen} among {len(held)} elements of model:input"
-    )
-    advice = NanOrInf().advice(finding)
-    assert advice.usual_causes[0].startswith("The batch of this step was bad, as measured")
-    assert advice.what_to_try[0].startswith("Find the examples by torch.isfinite")
-    assert not any("Look at model:input" in one for one in advice.what_to_try)
-    assert len(set(advice.usual_causes)) == len(NanOrInf.usual_causes)
+@pytest.mark.parametrize("info", [LOSS, OUTPUT])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_loss_or_an_output_alone_is_no_damage(info: TensorInfo, bad: float) -> None:
+    assert findings(*(Row(step, info, [bad]) for step in range(49))) == []
 
 
-@pytest.mark.parametrize(
-    ("rows", "named"),
-    [
-        ([Row(3, INPUT, [1.0]), Row(3, DENSE, [NAN])], ["0:output"]),
-        ([Row(3, INPUT, [-INF]), Row(3, DENSE, [NAN])], ["0:output"]),
-        ([Row(2, INPUT, [NAN]), Row(3, DENSE, [NAN])], ["0:output"]),
-        ([Row(3, INPUT, [NAN], worker=1), Row(3, DENSE, [NAN])], ["0:output"]),
-        ([Row(3, INPUT, [NAN], "eval"), Row(3, DENSE, [NAN])], ["0:output"]),
-        ([Row(3, INPUT, [NAN]), Row(3, WEIGHT, [NAN]), Row(3, DENSE, [NAN])], ["0.weight", "0:output"]),
-        ([Row(3, INPUT, [NAN]), Row(3, DENSE, [1.0])], []),
-    ],
-)
-def test_an_input_is_not_blamed_for_what_it_did_not_cause(rows: list[Row], named: list[str]) -> None:
-    findings = at_once(*rows)
-    assert [finding.tensor for finding in findings] == named
-    assert all(finding.upstream == () and "input held" not in finding.message for finding in findings)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_gradient_that_is_applied_is_damage(bad: float) -> None:
+    (finding,) = findings(Row(3, gradient("a"), [1.0, bad]))
+    assert (finding.step, finding.value) == (3, 1.0)
+    assert findings(Row(3, APPLIED, [0.0]), Row(3, gradient("a"), [1.0, bad])) == []
+    told = findings(Row(3, APPLIED, [1.0]), Row(3, gradient("a"), [1.0, bad]))
+    assert [finding.tensor for finding in told] == ["a.weight:gradient"]
 
 
-def test_inputs_are_judged_where_that_is_asked_for() -> None:
-    rows = [Row(3, INPUT, [NAN]), Row(3, DENSE, [NAN])]
-    given, output = at_once(*rows, judge_inputs=True)
-    assert (given.tensor, given.upstream, output.upstream) == (INPUT.name, (), (INPUT.name,))
-    only = RuleConfig.model_validate(
-        {"rule": "nan_or_inf", "tensors": {"collection": "inputs"}, "params": {"judge_inputs": True}}
-    )
-    assert [finding.tensor for finding in all_at_once(only, block_of(rows)).findings] == [INPUT.name]
+def test_weights_are_damaged_from_where_they_hold_more_until_they_hold_no_more_than_before() -> None:
+    values = [[-INF, 1.0], [-INF, NAN], [-INF, NAN], [-INF, 2.0], [NAN, NAN]]
+    rows = [Row(step, WEIGHT, held) for step, held in enumerate(values)]
+    assert [finding.step for finding in findings(*rows)] == [1, 2, 4]
 
 
-def test_inputs_alone_are_no_data() -> None:
-    said = all_at_once(RuleConfig(rule="nan_or_inf"), block_of([Row(3, INPUT, [NAN])]))
-    assert (said.memory.health.value, said.findings) == ("no_data", [])
+def test_a_parameter_without_a_gradient_is_a_mask() -> None:
+    rows = [
+        Row(step, info, held)
+        for step, held in enumerate([[0.0, 1.0], [-INF, 1.0], [-INF, -INF]])
+        for info, held in ((WEIGHT, held), (gradient("b"), [1.0]))
+    ]
+    assert findings(*rows) == []
 
 
-def test_a_rule_narrowed_to_gradients_says_so_too() -> None:
-    config = RuleConfig.model_validate({"rule": "nan_or_inf", "tensors": {"collection": "gradients"}})
-    rows = [Row(3, INPUT, [NAN]), Row(3, DENSE, [NAN]), Row(3, gradient("0"), [NAN])]
-    (finding,) = all_at_once(config, block_of(rows)).findings
-    assert (finding.tensor, finding.upstream) == ("0.weight:gradient", (INPUT.name,))
+def test_what_was_bad_at_the_start_is_damaged_only_where_there_is_more() -> None:
+    assert findings(Row(3, CHECK, [NAN, 1.0], probes={"nonfinite_at_start": 1.0})) == []
+    (finding,) = findings(Row(3, CHECK, [NAN, NAN], probes={"nonfinite_at_start": 1.0}))
+    assert finding.message == "2 NaN among 2 elements of a.weight after the update, 1 at the start"
+
+
+def test_a_run_that_records_losses_alone_is_damaged_after_fifty_without_a_finite_one() -> None:
+    best = replace(LOSS, name="best_loss")
+    bad = [Row(step, LOSS, [NAN]) for step in range(60)]
+    assert [finding.step for finding in findings(*bad)] == list(range(49, 60))
+    assert [finding.step for finding in findings(*bad[:3], steps_without_update=2)] == [1, 2]
+    assert findings(*bad[:30], Row(30, LOSS, [1.0]), *bad[31:]) == []
+    assert findings(Row(0, WEIGHT, [1.0]), *bad) == []
+    sound = [Row(step, info, [value]) for step in range(60) for info, value in ((best, INF), (LOSS, 1.0))]
+    assert findings(*sound) == []
+
+
+def test_in_python_it_is_as_severe_as_by_default() -> None:
+    assert nan_or_inf().stop().config.severity == "critical"
+    assert nan_or_inf().severe("info").config.severity == "info"
+
+
+def test_nothing_is_damaged_where_nothing_was_recorded() -> None:
+    assert all_at_once(RuleConfig(rule="nan_or_inf"), Block.empty()).findings == []

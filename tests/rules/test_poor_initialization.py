@@ -1,9 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+
+from tests.rules.recording import said_of
 from tests.rules.runs import all_at_once
+from tests.rules.training_parts import Task
 from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep import Hook
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.judge import RuleMemory
 
@@ -136,3 +144,23 @@ def test_the_finding_says_the_gain() -> None:
         "layer0.weight begins with a gain rms * sqrt(fan in) of 8, at least 3, as do others; "
         "1 to 1.41 keeps a signal's size"
     )
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_first_loss_that_is_divided_among_micro_batches_is_judged_whole(parts: int, tmp_path: Path) -> None:
+    def train(hook: Hook) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+        nn.init.normal_(model[2].weight, std=1.5)  # type: ignore[arg-type]  # a Linear
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        hook.watch(model, optimizer)
+        batches = Task(1).batches(steps=2 * parts)
+        for _ in range(2):
+            for _ in range(parts):
+                x, y = next(batches)
+                (nn.functional.cross_entropy(model(x), y) / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    said = said_of(train, "poor_initialization", tmp_path, {"above_guess": 1.5})
+    assert [finding.tensor for finding in said] == ["loss"]

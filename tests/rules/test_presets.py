@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from pydantic import ValidationError
 
 from tests.rules.losses import classes
 from tests.rules.runs import all_at_once
 from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep import Hook, open_run
-from watchstep.block import Block
 from watchstep.errors import RuleError
+from watchstep_rules.config import RuleConfig
 from watchstep_rules.presets import PRESETS
+from watchstep_rules.presets.sagemaker import AMAZONS_RULES, AmazonsRule
 from watchstep_rules.rule_file import parse
+from watchstep_rules.sagemaker.amazon import is_matched
 
 SAGEMAKER = {config.name: config for config in PRESETS["sagemaker"]}
 LOSS = tensor("loss", "losses", shape=())
@@ -29,7 +31,8 @@ FIRST, SECOND = (
     for order, name in enumerate(("first", "second"))
 )
 IMAGES = tensor("model:input", "inputs", shape=(500, 1, 1, 1))
-UPDATE = tensor("norm.weight:update", "updates", shape=(8,))
+WEIGHT = tensor("norm.weight", "weights", shape=(8,))
+EMBEDDED = replace(FIRST, module_type="Embedding")
 INF, NAN = float("inf"), float("nan")
 
 
@@ -42,10 +45,6 @@ def losses(*values: float, every: int = 1, evaluations: dict[int, float] | None 
     rows = [Row(every * place, LOSS, [value]) for place, value in enumerate(values)]
     rows += [Row(step, LOSS, [value], "eval") for step, value in (evaluations or {}).items()]
     return sorted(rows, key=lambda row: row.step)
-
-
-def channels(dead: float, saturated: float) -> dict[str, float]:
-    return {"channels": 10.0, "dead_channels": dead, "saturated_channels": saturated}
 
 
 def test_vanishing_gradient() -> None:
@@ -83,22 +82,22 @@ def test_poor_weight_initialization_by_losses_of_the_first_steps() -> None:
     assert found(name, losses(*np.linspace(1, 0.5, 10), *[0.5] * 20)) == []
 
 
-def test_saturated_activation() -> None:
-    seen = losses(1.0)
-    assert found("SaturatedActivation", [*seen, Row(0, TANH, [0.5] * 10, probes=channels(0, 6))]) == [0]
-    assert found("SaturatedActivation", [*seen, Row(0, TANH, [0.5] * 10, probes=channels(0, 5))]) == []
+@pytest.mark.parametrize(("units", "steps"), [(6.0, [0]), (5.0, [])])
+def test_saturated_activation_and_dead_relu(units: float, steps: list[int]) -> None:
+    tanh = {"units": 10.0, "saturated_units:Tanh:-9.4999:9.4999:1.0": units}
+    assert found("SaturatedActivation", [Row(0, TANH, [0.5] * 10, probes=tanh)]) == steps
+    relu = {"units": 10.0, "inactive_units:1.0": units}
+    assert found("DeadRelu", [Row(0, RELU, [0.0] * 10, probes=relu)]) == steps
 
 
-def test_dead_relu() -> None:
-    assert found("DeadRelu", [Row(0, RELU, [0.0] * 10, probes=channels(6, 0))]) == [0]
-    assert found("DeadRelu", [Row(0, RELU, [0.0] * 10, probes=channels(5, 0))]) == []
-
-
-@pytest.mark.parametrize(("ratio", "steps"), [(10.1, [0]), (9.9, []), (1.1e-8, []), (0.9e-8, [0])])
+@pytest.mark.parametrize(
+    ("ratio", "steps"), [(10.1, [0]), (9.9, []), (1.1e-8, []), (0.9e-8, [0]), (-1.0, [])]
+)
 def test_weight_update_ratio(ratio: float, steps: list[int]) -> None:
-    assert found("WeightUpdateRatio", [Row(0, UPDATE, [1.0], probes={"update_ratio": ratio})]) == steps
-    bias = tensor("norm.bias:update", "updates", shape=(8,))
-    assert found("WeightUpdateRatio", [Row(0, bias, [1.0], probes={"update_ratio": ratio})]) == []
+    probes = {"weight_change:0:1e-09": ratio}
+    assert found("WeightUpdateRatio", [Row(0, WEIGHT, [1.0], probes=probes)]) == steps
+    bias = tensor("norm.bias", "biases", shape=(8,))
+    assert found("WeightUpdateRatio", [Row(0, bias, [1.0], probes=probes)]) == []
 
 
 def test_all_zero() -> None:
@@ -149,39 +148,16 @@ def test_class_imbalance(counts: tuple[int, ...], steps: list[int]) -> None:
     assert found("ClassImbalance", [Row(0, LABELS, [0.0, 1.0], probes=classes(counts))]) == steps
 
 
-def predicted(folder: Path, right: int, wrong: int) -> Block:
-    """Ten examples of class 0 that are predicted right, and some of class 1 that are or are not."""
-    labels = torch.tensor([0] * 10 + [1] * (right + wrong))
-    outputs = torch.tensor([0] * 10 + [1] * right + [2] * wrong)
-    with Hook(folder) as hook:
-        hook.record(labels=labels, outputs=outputs)
-        hook.step()
-    return open_run(hook.run_url).rows()
-
-
-@pytest.mark.parametrize(
-    ("name", "right", "wrong", "number"),
-    [
-        ("ClassImbalance.misprediction", 2, 8, 1),
-        ("ClassImbalance.misprediction", 3, 7, 0),
-        ("Confusion", 8, 2, 1),
-        ("Confusion", 9, 1, 0),
-    ],
-)
-def test_predictions_by_class(tmp_path: Path, name: str, right: int, wrong: int, number: int) -> None:
-    said = all_at_once(SAGEMAKER[name], predicted(tmp_path, right, wrong))
-    assert [finding.tensor for finding in said.findings] == ["confusion/1"] * number
-
-
-@pytest.mark.parametrize(("share", "steps"), [(0.51, [0]), (0.5, [])])
+@pytest.mark.parametrize(("share", "steps"), [(5.1, [0]), (5.0, [])])
 def test_nlp_sequence_ratio(share: float, steps: list[int]) -> None:
-    assert found("NLPSequenceRatio", [Row(0, FIRST, [0.0], probes={"token_share": share})]) == steps
+    probes = {"token_count:0": share, "tokens_counted": 10.0}
+    assert found("NLPSequenceRatio", [Row(0, EMBEDDED, [0.0], probes=probes)]) == steps
 
 
 def test_rules_over_trees() -> None:
     depths = tensor("tree_depth", "custom", role="tree_depth", shape=(2,))
-    assert found("TreeDepth", [Row(0, depths, [1.0, 5.0])]) == [0]
-    assert found("TreeDepth", [Row(0, depths, [1.0, 4.0])]) == []
+    assert found("TreeDepth", [Row(0, depths, [1.0, 5.0], probes={"largest_node": 17.0})]) == [0]
+    assert found("TreeDepth", [Row(0, depths, [1.0, 5.0], probes={"largest_node": 16.0})]) == []
     weights = tensor("feature_importance/weight", "custom", role="feature_importance", shape=(4,))
     for share, steps in ((0.81, [0]), (0.8, [])):
         row = Row(0, weights, [1.0, 1.0, 1.0, 1.0], probes={"top_share_3": share})
@@ -190,13 +166,99 @@ def test_rules_over_trees() -> None:
 
 def test_check_input_images() -> None:
     for mean, steps in ((0.21, [0]), (-0.21, [0]), (0.19, [])):
-        assert found("CheckInputImages", [Row(0, IMAGES, [mean - 1, mean + 1] * 250)]) == steps
-    assert found("CheckInputImages", [Row(0, IMAGES, [3.0] * 499)]) == []
+        rows = [Row(0, IMAGES, [mean - 1, mean + 1] * 250, probes={"channel_sum:1:0": 500 * mean})]
+        assert found("CheckInputImages", rows) == steps
+    assert found("CheckInputImages", [Row(0, IMAGES, [3.0] * 499, probes={"channel_sum:1:0": 1497.0})]) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"),
+    [
+        (one, {name: field.default for name, field in one.implementation.params_type.model_fields.items()})
+        for one in AMAZONS_RULES
+    ],
+    ids=[one.name for one in AMAZONS_RULES],
+)
+def test_parameters_are_checked_by_name_and_may_be_text_as_rule_parameters_are(
+    rule: AmazonsRule, params: dict[str, Any]
+) -> None:
+    kind = rule.implementation.params_type
+    assert kind.amazon == rule.name
+    as_text = {
+        name: ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in params.items()
+        if isinstance(value, str | int | float | tuple)
+    }
+    assert kind.model_validate(as_text) == kind()
+    with pytest.raises(ValidationError) as refused:
+        RuleConfig(rule=rule.rule, params={"treshold_mean": 1})
+    assert "treshold_mean" in str(refused.value)
+    if rule.name != "ProfilerReport":
+        assert f"{rule.name} has no parameter 'treshold_mean'" in str(refused.value)
+        with pytest.raises(ValidationError, match="'base_trial' is set by SageMaker"):
+            RuleConfig(rule=rule.rule, params={"base_trial": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("rule", "params", "words"),
+    [
+        (
+            "sagemaker_saturated_activation",
+            {"threshold_tanh": 9},
+            "did you mean threshold_tanh_min or threshold_tanh_max",
+        ),
+        ("sagemaker_stalled_training", {"stop_training_on_fire": "True"}, "give the rule config 'actions:"),
+        ("sagemaker_similar_across_runs", {"other_trials": ["s3://mine/run"]}, "reference_of"),
+        ("sagemaker_confusion", {"labels": "truth"}, "hook.record"),
+        ("sagemaker_nlp_sequence_ratio", {"token_values": "1,2,3"}, "2 thresholds for 3 token_values"),
+        ("sagemaker_step_outlier", {"mode": "modes.EVAL"}, "only steps of training"),
+        ("sagemaker_feature_importance_overweight", {"nfeatures": 11}, "10 largest features"),
+        (
+            "sagemaker_profiler_report",
+            {"CPUBottleneck_treshold": 1},
+            "CPUBottleneck has no parameter 'treshold'",
+        ),
+        (
+            "sagemaker_profiler_report",
+            {"CPUBottleneck_threshold": 200},
+            "CPUBottleneck_threshold\n  Input should be less",
+        ),
+        ("sagemaker_dead_relu", {"tensor_regex": "(?=a)"}, "lookaheads"),
+    ],
+)
+def test_a_value_that_cannot_be_used_says_what_to_write(
+    rule: str, params: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        RuleConfig(rule=rule, params=params)
+
+
+def test_a_name_of_amazons_as_a_rule_is_told_what_it_is_here() -> None:
+    with pytest.raises(RuleError, match="Amazon's rule of that name is sagemaker_saturated_activation"):
+        parse("rules: [{rule: SaturatedActivation}]", "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "expression"),
+    [
+        ("act:output", "act_output_0"),
+        ("act:output", ".*act_input"),
+        ("a.weight:gradient", "gradient/a.weight"),
+        ("a.weight", "a.weight"),
+    ],
+)
+def test_tensors_go_by_sagemakers_names_too(name: str, expression: str) -> None:
+    info = {"act:output": replace(RELU, module="act"), "a.weight:gradient": gradient("a")}.get(
+        name, tensor(name, "weights")
+    )
+    assert is_matched(info, (expression,))
+    assert is_matched(info, (re.escape(name),))
+    assert not is_matched(info, ("other",))
 
 
 def test_no_rule_of_the_preset_stops_a_job_and_all_have_amazons_names() -> None:
     assert not any(config.stops for config in SAGEMAKER.values())
-    assert len(SAGEMAKER) == len(PRESETS["sagemaker"]) == 19
+    assert len(SAGEMAKER) == len(PRESETS["sagemaker"]) == 18
     assert all(name[0].isupper() for name in SAGEMAKER)
 
 
@@ -204,13 +266,12 @@ def test_a_rule_file_takes_a_preset_and_changes_it() -> None:
     assert parse("preset: sagemaker\n", "mine") == PRESETS["sagemaker"]
     changed = parse(
         "preset: sagemaker\nrules:\n"
-        "  - {rule: dead_relu, name: DeadRelu, params: {share: 0.8}}\n"
+        "  - {rule: sagemaker_dead_relu, name: DeadRelu, params: {threshold_layer: 80}}\n"
         "  - {rule: tensor_variance, params: {max_threshold: 10}}\n",
         "mine",
     )
     assert [config.name for config in changed] == [*SAGEMAKER, "tensor_variance"]
-    (given,) = (config.params for config in PRESETS["sagemaker"] if config.name == "DeadRelu")
-    assert {config.name: config.params for config in changed}["DeadRelu"] == {**given, "share": 0.8}
+    assert {config.name: config.params for config in changed}["DeadRelu"] == {"threshold_layer": 80}
 
 
 def test_a_preset_that_is_not_there_is_an_error_that_names_those_that_are() -> None:

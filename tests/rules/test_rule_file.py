@@ -31,8 +31,10 @@ def test_a_rule_file_is_a_list_of_configs(tmp_path: Path) -> None:
     first, second = load(path)
     assert (first.name, first.hold.steps, first.stops) == ("vanishing_gradient", 3, True)
     assert second.name == "slow"
-    assert load_as_data(path) == [first.as_data(), second.as_data()]
-    assert check({"rules": load_as_data(path)}, "again") == (first, second)
+    asked = load_as_data(path)
+    assert asked.configs == (first.as_data(), second.as_data())
+    assert asked.probes == ()
+    assert check({"rules": asked.configs}, "again") == (first, second)
 
 
 def test_the_sdk_finds_the_reader_by_entry_point() -> None:
@@ -101,11 +103,15 @@ def test_a_file_may_begin_with_the_defaults() -> None:
 extends: defaults
 rules:
   - {rule: overfit, severity: info}
-  - {rule: loss_spike}
+  - {rule: gradient_norm_spike}
   - {rule: overfit, name: late}
 """
     read = parse(text, "rules.yaml")
-    assert [config.name for config in read] == [*(one.name for one in DEFAULT_RULES), "loss_spike", "late"]
+    assert [config.name for config in read] == [
+        *(one.name for one in DEFAULT_RULES),
+        "gradient_norm_spike",
+        "late",
+    ]
     assert next(config for config in read if config.name == "overfit").severity == "info"
 
 
@@ -113,7 +119,7 @@ def test_what_a_file_does_not_say_of_a_default_stays_as_it_is() -> None:
     text = """
 extends: defaults
 rules:
-  - {rule: nan_or_inf, labels: {team: vision}, params: {only_nan: true}}
+  - {rule: nan_or_inf, labels: {team: vision}, params: {steps_without_update: 9}}
   - {rule: loss_not_decreasing, actions: [stop], params: {patience: 300}}
 """
     given = {config.name: config for config in DEFAULT_RULES}
@@ -121,7 +127,7 @@ rules:
     first, second = read["nan_or_inf"], read["loss_not_decreasing"]
     assert (first.stops, first.severity, first.labels) == (True, "critical", {"team": "vision"})
     assert first.inhibits == given["nan_or_inf"].inhibits
-    assert first.params == {"only_nan": True}
+    assert first.params == {"steps_without_update": 9}
     assert (second.stops, second.hold) == (True, given["loss_not_decreasing"].hold)
     assert RuleConfig.model_validate(second.as_data()) == second
 

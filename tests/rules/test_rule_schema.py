@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.presets import PRESETS
 from watchstep_rules.registry import RULES
-from watchstep_rules.rule_file import faults_in
+from watchstep_rules.rule_file import validated
 from watchstep_rules.rule_schema import rule_file_schema, schema_text
 
 SCHEMA = rule_file_schema()
@@ -100,25 +100,25 @@ def test_the_schema_is_one() -> None:
 
 @pytest.mark.parametrize("text", GOOD)
 def test_what_is_right_is_taken_by_both(text: str) -> None:
-    assert (said(yaml.safe_load(text)), faults_in(yaml.safe_load(text))) == ([], [])
+    assert (said(yaml.safe_load(text)), validated(yaml.safe_load(text))[1]) == ([], [])
 
 
 @pytest.mark.parametrize("text", BAD)
 def test_what_is_wrong_is_refused_by_both(text: str) -> None:
     assert said(yaml.safe_load(text))
-    assert faults_in(yaml.safe_load(text))
+    assert validated(yaml.safe_load(text))[1]
 
 
 @pytest.mark.parametrize("text", ONLY_CHECKED)
 def test_what_only_a_check_can_see(text: str) -> None:
     assert not said(yaml.safe_load(text))
-    assert faults_in(yaml.safe_load(text))
+    assert validated(yaml.safe_load(text))[1]
 
 
 @pytest.mark.parametrize("configs", [DEFAULT_RULES, *PRESETS.values()])
 def test_configs_as_data_are_rule_files(configs: Any) -> None:
     data = {"rules": [without_nulls(config.as_data()) for config in configs]}
-    assert (said(data), faults_in(data)) == ([], [])
+    assert (said(data), validated(data)[1]) == ([], [])
 
 
 def without_nulls(data: dict[str, Any]) -> dict[str, Any]:

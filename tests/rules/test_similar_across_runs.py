@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.rules.runs import all_at_once
@@ -55,8 +57,31 @@ def test_a_reference_holds_few_points_of_the_lowest_worker_and_is_ready_for_json
         Row(step, LOSS, [float(step + 10 * worker)], worker=worker) for step in range(50) for worker in (0, 1)
     ]
     (points,) = reference_of(block_of(rows), "mean", points=5).values()
-    assert points == [(0, 0.0), (12, 12.0), (24, 24.0), (36, 36.0), (49, 49.0)]
-    assert [type(number) for number in points[1]] == [int, float]
+    assert points[:2] == [(0, 0.0), (12, 12.0, 1.0, 11.0)]
+    assert [point[:2] for point in points[2:]] == [(24, 24.0), (36, 36.0), (49, 49.0)]
+    assert [type(number) for number in points[1]] == [int, float, float, float]
+
+
+@given(
+    losses=st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=60),
+    points=st.integers(2, 8),
+    recorded=st.integers(1, 3),
+)
+def test_a_run_that_is_equal_never_fires_however_few_points_the_reference_has(
+    losses: list[float], points: int, recorded: int
+) -> None:
+    reference = reference_of(run(losses), "mean", points=points)
+    assert found(run(losses), reference, figure="mean", tolerance=0.0, atol=0.0) == []
+    rows = [Row(step, LOSS, [losses[step]]) for step in range(0, len(losses), recorded)]
+    assert found(block_of(rows), reference, figure="mean", tolerance=0.0, atol=0.0) == []
+    assert found(run([loss + 1e10 for loss in losses]), reference, figure="mean", tolerance=1e-9) != []
+
+
+def test_a_figure_between_two_points_may_be_any_that_the_other_run_had_there() -> None:
+    reference = reference_of(run([0.0, 5.0, 1.0, 9.0, 0.0]), "mean", points=2)
+    assert reference == {"loss": [(0, 0.0), (4, 0.0, 1.0, 9.0)]}
+    assert found(run([0.0, 9.0, 9.0, 5.0, 0.0]), reference, figure="mean", tolerance=0.0) == []
+    assert found(run([0.0, 9.1, 9.0, -0.1, 0.1]), reference, figure="mean", tolerance=0.0) == [1, 3, 4]
 
 
 def test_a_reference_is_of_the_tensors_that_are_asked_for() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
+import resource
+import signal
+from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
@@ -17,13 +19,18 @@ from watchstep.block import Block
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.judge import Health
+from watchstep_rules.sandbox.pool import POOL
+from watchstep_rules.sandbox.process import Child
+from watchstep_rules.sandbox.rule_time import limited_rule_time
+from watchstep_rules.sql_rule import QUERIES_CHECKED
 
 LOUD = "SELECT tensor, abs_mean AS value, 2 AS threshold FROM statistics WHERE abs_mean > 2"
 FIRST = gradient("first")
 
 
 def sql(query: str, **params: float) -> RuleConfig:
-    return RuleConfig(rule="sql", params={"query": query, **params})
+    data = {"rule": "sql", "params": {"query": query, **params}}
+    return RuleConfig.model_validate(data, context=QUERIES_CHECKED)
 
 
 def refusal(query: str) -> str:
@@ -298,6 +305,29 @@ def test_an_error_is_told_when_the_query_is_configured(query: str, names: str) -
     assert names in refusal(query)
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT tensor FROM (SELECT {} FROM statistics a) x".format(",".join(["a.*"] * 1400)),
+        "WITH a AS (SELECT {} FROM statistics s), b AS (SELECT {} FROM a) SELECT tensor FROM b".format(
+            ",".join(["s.*"] * 40), ",".join(["a.*"] * 40)
+        ),
+        "SELECT {} FROM statistics".format(",".join(["COLUMNS(*) + 1"] * 100)),
+        "SELECT tensor FROM statistics WHERE {}".format(" AND ".join(["COLUMNS(*) = 1"] * 300)),
+    ],
+    ids=["select", "with", "expressions", "where"],
+)
+def test_a_star_is_counted_as_the_columns_for_which_it_stands(query: str) -> None:
+    assert "more than 5000 expressions" in refusal(query)
+
+
+def test_a_star_over_a_few_columns_may_be_used_often() -> None:
+    few = "(SELECT tensor, worker, mode FROM statistics)"
+    stars = ",".join(["x.*"] * 500)
+    said = all_at_once(sql(f"SELECT y.tensor FROM (SELECT {stars} FROM {few} x) y WHERE 1 = 1"), ROWS)
+    assert (said.memory.health, len(said.findings)) == (Health.OK, 160)
+
+
 def test_a_rule_file_names_the_place() -> None:
     text = "rules:\n  - rule: sql\n    name: mine\n    params: {query: SELECT tensr FROM statistics}\n"
     with pytest.raises(Exception, match=r"(?s)params.*tensr"):
@@ -354,18 +384,103 @@ def test_a_step_at_which_the_query_fails_is_told_and_the_others_are_judged_howev
     assert whole == follow(config, [[Rows(held.where(held.step == step)), Seal(step)] for step in range(4)])
 
 
-def test_without_duckdb_the_error_says_how_to_install_it(tmp_path: Path) -> None:
-    (tmp_path / "duckdb.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from watchstep_rules.config import RuleConfig\n"
-        "try:\n    RuleConfig(rule='sql', params={'query': 'SELECT tensor FROM statistics'})\n"
-        "except ValueError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "pip install 'watchstep[sql]'" in done.stdout
+def test_without_duckdb_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("watchstep_rules.sql_process.version", missing)
+    assert "pip install 'watchstep[sql]'" in refusal("SELECT tensor FROM statistics WHERE 2 = 2")
 
 
 def test_an_older_duckdb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duckdb.__version__", "1.4.5")
+    monkeypatch.setattr("watchstep_rules.sql_process.version", lambda _: "1.4.5")
     assert "at least 1.5 is needed" in refusal("SELECT tensor FROM statistics WHERE 1 = 1")
+
+
+def hostile(operands: int = 60, depth: int = 6) -> str:
+    """Texts joined to longer texts, again and again: nothing that the guard, or DuckDB's limit of memory, counts."""
+    query = "SELECT tensor AS s FROM statistics"
+    for _ in range(depth):
+        query = f"SELECT {' || '.join(['s'] * operands)} AS s FROM ({query})"
+    return f"SELECT s AS tensor FROM ({query})"
+
+
+def test_a_query_that_takes_any_amount_of_memory_is_ended_and_other_rules_go_on() -> None:
+    config = sql(hostile())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = all_at_once(config, ROWS.where(ROWS.step < 3))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert (said.memory.health, said.findings) == (Health.ERROR, [])
+    assert "3 steps were not judged" in said.memory.problem
+    assert "took more than 256 MiB" in said.memory.problem
+    assert after - before < 64 * 1024  # KiB
+    assert all_at_once(sql(LOUD), ROWS).memory.health is Health.OK
+
+
+def test_a_query_that_takes_any_amount_of_memory_for_a_constant_is_ended_when_it_is_configured() -> None:
+    query = "SELECT 'abcdefgh' AS s"
+    for _ in range(6):
+        query = f"SELECT {' || '.join(['s'] * 60)} AS s FROM ({query})"
+    assert "took more than 64 MiB" in refusal(f"SELECT s AS tensor FROM ({query})")
+    assert all_at_once(sql(LOUD), ROWS).memory.health is Health.OK
+
+
+def test_a_query_that_cannot_be_interrupted_is_ended_with_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The child is stopped in the place of a plan that never ends: neither hears an interrupt."""
+    monkeypatch.setattr("watchstep_rules.sql_process._GRACE_SECONDS", 0.0)
+    config = sql("SELECT tensor FROM statistics WHERE step >= 0", seconds=0.5)
+    real = Child.send
+
+    def stopped(self: Child, *arguments: Any) -> None:
+        real(self, *arguments)
+        os.kill(self.pid, signal.SIGSTOP)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "send", stopped)
+        said = all_at_once(config, ROWS.where(ROWS.step < 3))
+    assert "3 steps were not judged" in said.memory.problem
+    assert "took more than 0.5 s and was ended" in said.memory.problem
+    assert "started again in" in said.memory.problem  # who ends its process waits for the next
+    assert all_at_once(sql(LOUD), ROWS).memory.health is Health.OK  # other queries do not
+
+
+def test_where_no_process_can_be_started_a_query_is_taken_and_told_when_it_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("watchstep_rules.sandbox.process._popen", refused)
+    POOL.close()
+    config = sql("SELECT tensor FROM statistics WHERE step >= 1")
+    said = follow(RuleConfig(rule="sql", params=config.params), [[Rows(ROWS), Seal(19)]])
+    assert said.memory.health is Health.ERROR
+    assert "no process can be started" in said.memory.problem
+
+
+TABLES = "abcdefghijklmn"
+ENDLESS = (
+    f"SELECT a.tensor FROM {', '.join(f'statistics {name}' for name in TABLES)} "
+    f"GROUP BY a.tensor HAVING sum({' + '.join(f'{name}.mean' for name in TABLES)}) > 1e300"
+)
+"""It ends for one row, and not within days for the rows of a window."""
+
+
+def test_rules_that_take_longer_than_an_evaluation_allows_leave_the_rest_unjudged() -> None:
+    block = in_steps(norms("first", [3.0] * 6))
+    with limited_rule_time(0.5) as rule_time:
+        said = all_at_once(sql(ENDLESS, seconds=60.0, window=100), block)
+        again = all_at_once(sql(LOUD), block)
+    assert rule_time.left <= 0
+    for verdict in (said, again):
+        assert verdict.findings == []
+        assert verdict.memory.health is Health.ERROR
+    problem = again.memory.problem
+    assert problem.startswith(
+        "6 steps were not judged, the last for this: SQL at step 5: the SQL and Python rules"
+    )
+    assert "took over 0.5 s in one evaluation" in problem
+    assert "WATCHSTEP_RULE_SECONDS" in problem
+    assert len(all_at_once(sql(LOUD), block).findings) == 6

@@ -33,6 +33,27 @@ def test_a_converged_training_is_fine() -> None:
     assert found(in_steps(norms("first", [1.0, 0.0, 0.0]), norms("last", [1.0, 0.0, 0.0]))) == []
 
 
+def losses(values: list[float]) -> list[Row]:
+    info = tensor("loss", "losses", shape=())
+    return [Row(step, info, [value]) for step, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ([0.697] * 5 + [0.010] * 15, range(5, 7)),
+        ([0.697] * 20, range(5, 20)),
+        ([1e-7] * 20, range(0)),
+    ],
+    ids=["a classifier that is sure", "one that is not", "a loss that is nothing"],
+)
+def test_where_a_loss_has_converged_a_layer_may_starve(values: list[float], steps: range) -> None:
+    first, last = norms("first", [1e-3] * 5 + [1e-9] * 15), norms("last", [1e-2] * 20)
+    if not steps:
+        first = norms("first", [1e-12] * 20)
+    assert found(in_steps(first, last, losses(values))) == list(steps)
+
+
 def test_a_training_that_never_began_is_found_in_every_layer() -> None:
     block = in_steps(norms("first", [0.0] * 3), norms("last", [0.0, 1e-11, 0.0]))
     said = all_at_once(RuleConfig(rule="vanishing_gradient"), block)

@@ -26,7 +26,7 @@ def tensor(
         role=role
         or {"biases": "bias", "losses": "loss", "activations": "output"}.get(collection, collection[:-1]),
         module=name.rpartition(".")[0],
-        module_type="Linear",
+        module_type="" if collection == "losses" else "Linear",
         order=order,
         shape=shape,
     )

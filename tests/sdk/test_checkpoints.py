@@ -100,7 +100,8 @@ def test_a_store_that_does_not_answer_is_tried_again(
     notes = CheckpointNotes(opened, health)
     notes.add(saved(1))
     eventually(lambda: len(tries) >= 3, 60.0)
-    notes.close(60.0)
+    notes.close()
+    notes.join(lambda: False)
     assert find_checkpoints(folder_store) == [saved(1)]
     assert "away" in str(health.as_data()["faults"])
 

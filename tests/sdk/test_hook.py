@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,8 @@ def test_modes(tmp_path: Path) -> None:
     assert open_run(hook.run_url).losses()["mode"].to_pylist() == ["eval"]
 
 
-def ask_to_stop(hook: Hook, step: int, attempt: str) -> None:
-    document = ControlDocument().with_stop(StopRequest(attempt, step, "a rule fired"))
+def ask_to_stop(hook: Hook, step: int, attempt: str, reason: str = "a rule fired") -> None:
+    document = ControlDocument().with_stop(StopRequest(attempt, step, reason))
     store = Store.open(hook.store_url, create=True).child(f"default/{hook.run}")
     store.put(CONTROL_DOCUMENT, document.encode())
 
@@ -118,6 +119,114 @@ def test_stop_at_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (end,) = open_run(hook.run_url).ends()
     assert (end.state, end.reason, end.last_step) == ("stopped", "a rule fired", stop.step)
     assert stop.step in open_run(hook.run_url).steps()
+
+
+def test_the_reason_of_a_stop_does_not_act_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    hook, training = Hook(tmp_path, run="r", on_stop="raise", config=QUICK), Training()
+    hook.watch(training.model, training.optimizer)
+    ask_to_stop(hook, 5, "a1", "\x1b[2J\x9b31m\u202e\nforged")
+    stop = train_until_stopped(hook, training)
+    assert stop.request.reason == "\x1b[2J\x9b31m\u202e\nforged"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "asked to stop" in line
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("code", [86, 1, 0])
+def test_a_program_that_exits_because_it_was_asked_to_stop_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    hook = Hook(tmp_path, run="r", on_stop="raise", config=QUICK)
+    ask_to_stop(hook, 5, "a1")
+
+    def train() -> None:
+        with hook:
+            try:
+                while True:
+                    hook.log(loss=1.0)
+                    hook.step()
+            except StopTraining:
+                sys.exit(code)
+
+    with pytest.raises(SystemExit):
+        train()
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.reason) == ("stopped", "a rule fired")
+
+
+@pytest.mark.parametrize(("code", "state", "reason"), [(0, "completed", ""), (1, "failed", "SystemExit: 1")])
+def test_a_program_that_exits_by_itself(tmp_path: Path, code: int, state: str, reason: str) -> None:
+    hook = Hook(tmp_path)
+    with pytest.raises(SystemExit), hook:
+        sys.exit(code)
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.reason) == (state, reason)
+
+
+def stop_by_checkpoint(tmp_path: Path, seconds: float, *, save_at: int) -> tuple[Hook, StopTraining]:
+    """Train until stopped; a checkpoint is saved before the stop, and one so many steps after it."""
+    bounds = replace(QUICK.bounds, checkpoint_seconds=seconds)
+    hook = Hook(tmp_path, run="r", config=CaptureConfig(bounds=bounds))
+    hook.checkpoint_saved("before.pt")
+    ask_to_stop(hook, 5, "a1")
+
+    def train() -> None:
+        steps_since = 0
+        while True:
+            if steps_since == save_at:
+                hook.checkpoint_saved("after.pt")
+            hook.log(loss=1.0)
+            hook.step()
+            steps_since += hook.stopped is not None
+
+    with pytest.raises(StopTraining) as stopped:
+        train()
+    hook.close()
+    return hook, stopped.value
+
+
+def test_a_stop_waits_for_a_checkpoint_that_is_saved_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
+    hook, stop = stop_by_checkpoint(tmp_path, 600.0, save_at=7)
+    assert stop.code == 86
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.reason, end.last_step) == ("stopped", "a rule fired", stop.step)
+    assert "on_stop" not in end.health["notes"]
+
+
+def test_a_stop_that_no_checkpoint_followed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
+    hook, _ = stop_by_checkpoint(tmp_path, 0.05, save_at=-1)
+    (end,) = open_run(hook.run_url).ends()
+    said = "no checkpoint was saved after the stop was requested (none in time)"
+    assert (end.state, end.reason) == ("stopped", f"a rule fired; {said}")
+    assert said in capsys.readouterr().err
+    assert hook.health["notes"]["on_stop"] == said
+
+
+def test_a_function_that_cannot_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
+
+    def save(_: StopRequest) -> None:
+        raise OSError("disk full")
+
+    hook, training = Hook(tmp_path, run="r", on_stop=save, config=QUICK), Training()
+    hook.watch(training.model, training.optimizer)
+    ask_to_stop(hook, 5, "a1")
+    train_until_stopped(hook, training)
+    (end,) = open_run(hook.run_url).ends()
+    assert end.reason.endswith("no checkpoint was saved after the stop was requested (OSError: disk full)")
 
 
 def test_a_function_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,3 +319,41 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
     run = open_run(tmp_path / "default" / "r")
     assert run.losses()["value"].to_pylist() == [1.0]
     assert len(run.ends()) == 1
+
+
+def test_names_that_are_too_long_are_recorded_shortened_and_told(tmp_path: Path) -> None:
+    names = ["loss" + "n" * 5_000_000 + end for end in "ab"]
+    with Hook(tmp_path, config=QUICK) as hook:
+        for _ in range(3):
+            hook.log(dict.fromkeys(names, 1.0), accuracy=0.5)
+            hook.step()
+    run = open_run(hook.run_url)
+    assert run.damaged == {}
+    assert sorted(name[:10] for name in run.tensors()) == ["accuracy", "lossnnnnnn", "lossnnnnnn"]
+    assert run.losses().num_rows == 6
+    assert hook.health["counts"]["shortened_names"] == 2
+    assert "2 tensors have names of more than 4096 bytes" in hook.health["notes"]["names"]
+    assert max(file.stat().st_size for file in Path(tmp_path).rglob("*.parquet")) < 100_000
+
+
+@pytest.mark.parametrize("run", ["NoSuchBucket", "no-such-folder", "os-error-20"])
+def test_a_run_may_be_named_as_an_error_is(tmp_path: Path, run: str) -> None:
+    with Hook(tmp_path, run=run, config=QUICK) as hook:
+        hook.log(loss=1.0)
+        hook.step()
+    assert hook.health["faults"] == {}
+    assert open_run(hook.run_url).losses().num_rows == 1
+
+
+def test_a_run_that_is_recorded_again_from_its_first_step_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    noted = []
+    for first_step in (0, 0, 5):
+        with Hook(tmp_path, run="r", first_step=first_step) as hook:
+            hook.log(loss=1.0)
+            hook.step()
+        noted.append(hook.health["notes"].get("earlier_attempts", ""))
+    assert noted[0] == noted[2] == ""
+    assert "run default/r has an earlier attempt" in noted[1]
+    assert sum("earlier attempt" in record.message for record in caplog.records) == 1

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,64 @@ def test_off_the_main_thread_too(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_a_closed_hook_keeps_no_model_and_listens_to_nothing(tmp_path: Path) -> None:
-    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
-    hook.watch(training.model, training.optimizer)
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    """Without the collector of cycles only what nothing refers to is freed."""
+    record = Training()
+    record.run(1)  # PyTorch's own first use leaves a cycle behind
+    del record
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def plainly(hook: Hook, training: Training) -> None:
     training.run(2)
     hook.close()
+
+
+def by_an_exception(hook: Hook, training: Training) -> None:
+    with pytest.raises(KeyError), hook:  # noqa: PT012 - the exception leaves the block of the hook
+        training.run(2)
+        raise KeyError
+
+
+def with_everything(hook: Hook, training: Training) -> None:
+    def each(_step: int, _loss: torch.Tensor) -> None:
+        hook.record(labels=torch.ones(8, dtype=torch.long), outputs=torch.eye(8))
+        hook.snapshot()
+        training.model.eval()
+        with torch.no_grad():
+            training.model(torch.ones(4, 8))
+        training.model.train()
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+
+    training.run(3, each)
+    hook.close()
+
+
+def after_a_step_that_raises(hook: Hook, training: Training) -> None:
+    training.run(2)
+    with pytest.raises(TypeError):
+        training.optimizer.step("no closure")  # type: ignore[call-overload]
+    hook.close()
+
+
+WAYS = {held.__name__: held for held in (plainly, by_an_exception, with_everything, after_a_step_that_raises)}
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("guard", [None, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_closed_hook_keeps_no_model_and_listens_to_nothing(
+    tmp_path: Path, way: str, guard: bool | None
+) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP, guard=guard), Training()
+    hook.watch(training.model, training.optimizer)
+    WAYS[way](hook, training)
     model, optimizer = weakref.ref(training.model), weakref.ref(training.optimizer)
     del training
-    gc.collect()
     assert model() is None
     assert optimizer() is None
     assert hook.health["counts"]["rows"] > 0

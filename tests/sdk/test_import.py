@@ -16,6 +16,7 @@ HEAVY = {
     "safetensors",
     "pydantic",
     "numpy",
+    "urllib3",
 }
 
 

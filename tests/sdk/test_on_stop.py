@@ -8,9 +8,9 @@ import pytest
 
 from watchstep import Hook, StopTraining, documents, resume_from
 from watchstep.control import ControlDocument, StopRequest
-from watchstep.documents import EndDocument
+from watchstep.documents import AttemptDocument, EndDocument
 from watchstep.errors import ConfigError
-from watchstep.layout import end_document
+from watchstep.layout import attempt_document, end_document
 from watchstep.stopping import OnStop
 from watchstep.store import Store
 
@@ -28,13 +28,35 @@ def asked(tmp_path: Path, on_stop: OnStop | None = None) -> Hook:
     return hook
 
 
-@pytest.mark.parametrize("word", ["raise", "stop", "checkpoint"])
+@pytest.mark.parametrize("word", ["raise", "stop"])
 def test_words_that_end_a_program_without_a_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     monkeypatch.setenv("WATCHSTEP_ON_STOP", word)
     with asked(tmp_path) as hook, pytest.raises(StopTraining):
         hook.step()
+
+
+def test_a_program_that_ends_while_a_checkpoint_is_waited_for_was_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
+    with asked(tmp_path) as hook:
+        hook.step()
+        hook.step()
+    end = documents.decode(EndDocument, Store.open(hook.run_url).get(end_document("a1", 0)), "end")
+    assert end.state == "completed"
+
+
+def test_several_ranks_stop_together_without_waiting_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_ON_STOP", "checkpoint")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with asked(tmp_path) as hook, pytest.raises(StopTraining):
+        hook.step()
+    assert "no checkpoint is waited for" in hook.health["notes"]["on_stop"]
 
 
 @pytest.mark.parametrize("word", ["", "ignore"])
@@ -44,18 +66,27 @@ def test_words_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word
         hook.step()
 
 
-@pytest.mark.parametrize(("looks", "state"), [(True, "stopped"), (False, "completed")])
-def test_who_does_not_listen_was_stopped_only_if_the_program_looked(
-    tmp_path: Path, looks: bool, state: str
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize(("on_stop", "state"), [("ignore", "completed"), ("check", "stopped")])
+def test_how_a_run_ended_does_not_depend_on_who_reads_of_its_stop(
+    tmp_path: Path, on_stop: OnStop, state: str, looks: bool
 ) -> None:
-    with asked(tmp_path, "ignore") as hook:
+    with asked(tmp_path, on_stop) as hook:
         for _ in range(3):
             hook.step()
-            if looks and hook.stopped:
-                break
+            if looks:
+                assert hook.stopped is not None
+                assert hook.stopped.reason == "NaN"
     data = Store.open(hook.run_url).get(end_document("a1", 0))
     end = documents.decode(EndDocument, data, "end")
-    assert (end.state, end.reason) == (state, "NaN" if looks else "")
+    assert (end.state, end.reason) == (state, "NaN" if on_stop == "check" else "")
+
+
+def test_a_program_that_checks_is_a_rank_that_stops_with_the_others(tmp_path: Path) -> None:
+    with Hook(tmp_path, run="r", on_stop="check") as hook:
+        pass
+    data = Store.open(hook.run_url).get(attempt_document("a1"))
+    assert documents.decode(AttemptDocument, data, "attempt").on_stop == "callback"
 
 
 def test_a_word_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from watchstep.block import Block, concatenate
 from watchstep.block_view import together, view
 from watchstep.errors import ConfigError, FormatError
 from watchstep.histogram import Histograms
+from watchstep.parquet_claims import read_claims
 from watchstep.tensors import Placement
 
 BLOCK = block_of(
@@ -64,6 +65,24 @@ def refused(data: bytes) -> str:
     with pytest.raises(FormatError, match=r"segment run/seg: .*\n  mend: ") as caught:
         segment.decode(data, "run/seg")
     return caught.value.what
+
+
+def test_short_memory_is_not_told_as_damage() -> None:
+    with pytest.raises(MemoryError), segment.whole("run/seg"):
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+
+@pytest.mark.parametrize("name", ["step.x", "histogram_bins.list.item", "tensor.list.element"])
+def test_a_column_that_is_read_along_with_one_of_a_segment_is_refused(name: str) -> None:
+    assert "not one of a segment's" in refused(written(TABLE.append_column(name, TABLE.column("mean"))))
+
+
+def test_histograms_with_other_names_of_elements_are_refused() -> None:
+    sink = pa.BufferOutputStream()
+    place = TABLE.schema.get_field_index("histogram_bins")
+    bins = TABLE.column(place).cast(pa.list_(pa.field("item", pa.int16())))
+    pq.write_table(TABLE.set_column(place, "histogram_bins", bins), sink, use_compliant_nested_type=False)
+    assert "column histogram_bins.list.item is not one" in refused(bytes(sink.getvalue()))
 
 
 @given(blocks)
@@ -330,3 +349,46 @@ def test_histograms_of_a_slice_are_its_own() -> None:
     part = BLOCK.take(np.arange(3, 9))
     assert isinstance(part.statistics.histogram, Histograms)
     assert rows_of(segment.decode(segment.encode(part), "s")) == rows_of(BLOCK)[3:9]
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [("n" * 4096, True), ("n" * 4097, False), ("é" * 2048, True), ("é" * 2049, False), ("😀" * 1025, False)],
+)
+def test_a_name_has_4096_bytes_at_most(name: str, *, fits: bool) -> None:
+    block = replace(BLOCK, catalogue=(replace(BLOCK.catalogue[0], name=name), *BLOCK.catalogue[1:]))
+    data = segment.encode(block)
+    if fits:
+        assert segment.decode(data, "s").catalogue == block.catalogue
+    else:
+        assert "4096" in refused(data)
+
+
+@pytest.mark.parametrize("word", ["role", "module", "module_type", "dtype", "optimizer", "collections"])
+def test_other_words_of_a_tensor_have_4096_bytes_at_most(word: str) -> None:
+    good = [info.as_data() for info in INFOS]
+    long = "n" * 4097
+    lie = {**good[0], word: [long] if word == "collections" else long}
+    assert "a word of 4097 characters" in refused(catalogue([lie, *good[1:]]))
+
+
+def test_long_words_are_shortened_to_different_ones_that_readers_take() -> None:
+    first, second = ("é" * 5000 + end for end in "ab")
+    infos = [
+        replace(INFOS[0], name=name, module=name, collections=("weights", name)).bounded()
+        for name in (first, second)
+    ]
+    assert infos[0].name != infos[1].name
+    for info in infos:
+        assert len(info.name.encode()) <= 4096
+        assert info.name.startswith("é" * 2000)
+        assert info.collections == ("weights", info.name)
+        assert type(info).from_data(info.as_data()) == info
+    assert INFOS[0].bounded() is INFOS[0]
+
+
+def test_the_pages_of_the_largest_segment_are_read() -> None:
+    rows = np.arange(segment.MAX_ROWS)
+    block = BLOCK.take(np.zeros(len(rows), np.int64))
+    block = replace(block, step=rows, time_ns=7919 * rows)
+    assert read_claims(segment.encode(block)).rows == segment.MAX_ROWS

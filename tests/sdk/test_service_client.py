@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from watchstep import Bounds, CaptureConfig, Hook
-from watchstep.capture.service_client import RefusalError, ServiceAddress, ServiceClient
+from tests.sdk.dripping_server import dripping
+from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
+from watchstep.capture.service_client import ServiceClient
 from watchstep.capture.service_pause import ServicePause
-from watchstep.control import ControlDocument
+from watchstep.control import ControlDocument, StopRequest
+from watchstep.errors import ServiceError
 from watchstep.layout import SegmentKey, WriterId
+from watchstep.transport import RefusedError, ServiceAddress, UnreachableError
 
 KEY = SegmentKey(WriterId("a1", "node", "w0"), 0, 0, 3)
 
@@ -31,12 +34,16 @@ class Listening:
         address: where it is.
         added: what it adds to its next answers.
         refuses: status and Retry-After of its next answers; None where it takes what it is told.
+        answers: its next answers; None for those of a service.
+        answering: set while it answers; else its answers wait.
         told: where and what it was told.
     """
 
     address: ServiceAddress
     added: dict[str, Any] = field(default_factory=dict)
     refuses: tuple[int, str] | None = None
+    answers: bytes | None = None
+    answering: threading.Event = field(default_factory=threading.Event)
     told: list[tuple[str, Any]] = field(default_factory=list)
 
     @property
@@ -51,8 +58,10 @@ def service() -> Iterator[Listening]:
         def do_POST(self) -> None:
             said = json.loads(self.rfile.read(int(self.headers["content-length"])))
             listening.told.append((self.path, said))
+            listening.answering.wait(60)
             body = json.dumps({"control": ControlDocument().as_data(), **listening.added}).encode()
             status, after = listening.refuses or (200, "")
+            body = body if listening.answers is None else listening.answers
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             if after:
@@ -65,16 +74,28 @@ def service() -> Iterator[Listening]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         listening = Listening(ServiceAddress.checked(f"http://127.0.0.1:{server.server_address[1]}", "t"))
+        listening.answering.set()
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield listening
+        listening.answering.set()
         server.shutdown()
         thread.join()
 
 
 @pytest.mark.parametrize(
     ("told", "kept"),
-    [(2.5, 2.5), (0, 0.0), (1e9, 30.0), (-1, 0.0), ("7", 0.0), (None, 0.0), (True, 0.0), (float("nan"), 0.0)],
+    [
+        (2.5, 2.5),
+        (0, 0.0),
+        (1e9, 30.0),
+        (-1, 0.0),
+        ("7", 0.0),
+        (None, 0.0),
+        (True, 0.0),
+        (float("nan"), 0.0),
+        (10**400, 30.0),
+    ],
 )
 def test_a_service_that_lags_asks_for_a_pause(service: Listening, told: object, kept: float) -> None:
     client = ServiceClient(service.address, "vision")
@@ -107,20 +128,29 @@ def test_what_has_just_become_nan_is_announced_as_urgent(
 
 @pytest.mark.parametrize(
     ("refuses", "after"),
-    [((401, ""), None), ((429, "7"), 7.0), ((503, "3"), 3.0), ((429, "Fri, 20 Nov 2026 00:00:00 GMT"), None)],
+    [
+        ((401, ""), None),
+        ((429, "7"), 7.0),
+        ((503, "3"), 3.0),
+        ((429, "Fri, 20 Nov 2020 00:00:00 GMT"), 0.0),
+        ((429, "soon"), None),
+    ],
 )
 def test_a_refusal_says_when_to_come_again(
     service: Listening, refuses: tuple[int, str], after: float | None
 ) -> None:
     service.refuses = refuses
-    with pytest.raises(RefusalError) as refusal:
+    with pytest.raises(RefusedError) as refusal:
         ServiceClient(service.address, "vision").announce("r", KEY, {})
     assert (refusal.value.status, refusal.value.after_seconds) == (refuses[0], after)
 
 
 def test_the_pause_after_a_refusal() -> None:
     now = [0.0]
-    pause = ServicePause(lambda: now[0])
+    pause = ServicePause(lambda: now[0], lambda: 0.0)
+
+    def refused(status: int, after: float | None) -> None:
+        pause.failed(RefusedError(status, "", "no", "", after))
 
     def lasts() -> float:
         """Seconds until the service may be asked again."""
@@ -131,17 +161,25 @@ def test_the_pause_after_a_refusal() -> None:
 
     assert lasts() == 0
     for expected in (1, 2, 4, 8, 16, 30, 30):
-        pause.refused(401, None)
+        refused(401, None)
         assert lasts() == expected
     pause.answered()
-    pause.refused(429, 7.0)
+    refused(429, 7.0)
     assert lasts() == 7
-    pause.refused(429, 1e9)
-    assert lasts() == 30
+    refused(429, 1e9)
+    assert lasts() == 300
     pause.answered()
-    pause.refused(500, None)
+    refused(500, None)
     assert lasts() == 0, "which says nothing of who asks"
-    pause.refused(503, 3.0)
+    for error in (
+        UnreachableError("no answer", ""),
+        RefusedError(503, "", "starts", ""),
+        ServiceError("something else", ""),
+    ):
+        pause.failed(error)
+        assert lasts() == 1, "a service that starts, or none of Watchstep's"
+        pause.answered()
+    refused(503, 3.0)
     assert pause.goes_on
     pause.hurry()
     assert not pause.goes_on
@@ -164,6 +202,41 @@ def test_a_service_that_refuses_is_left_alone_while_a_loss_is_nan(
         assert service.announced, "it is registered, and goes on"
 
 
+def test_no_segment_waits_for_a_slow_answer(
+    service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep.capture.service_client._TIMEOUT_SECONDS", 600.0)
+    monkeypatch.setattr("watchstep.capture.announcer._SLOW_SECONDS", 0.0)
+    monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
+    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+    service.answering.clear()
+    with Hook(tmp_path, run="r", config=CaptureConfig(bounds=Bounds(flush_seconds=0.001))) as hook:
+        record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
+        assert len(service.told) == 1, "the registration"
+        service.answering.set()
+    written = sorted(
+        SegmentKey.parse(f"stats/{path.relative_to(tmp_path / 'default/r/stats')}").last
+        for path in tmp_path.rglob("*-*.parquet")
+    )
+    assert max(service.announced) == written[-1], "the last is announced before the hook is closed"
+    assert len(service.announced) < len(written), "of those that waited only the newest"
+    assert hook.health["counts"]["skipped_announcements"] > 0
+
+
+def test_a_service_that_never_answers_does_not_keep_a_hook_from_closing(
+    service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep.capture.service_client._TIMEOUT_SECONDS", 600.0)
+    monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
+    monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+    service.answering.clear()
+    bounds = Bounds(flush_seconds=0.001, close_seconds=0.5)
+    with Hook(tmp_path, run="r", config=CaptureConfig(bounds=bounds)) as hook:
+        hook.log(loss=1.0)
+    (end,) = open_run(hook.run_url).ends()
+    assert (end.state, end.segments) == ("completed", 1)
+
+
 def record_until(hook: Hook, done: Callable[[], object]) -> None:
     """Record steps whose loss is not a number."""
     deadline = time.monotonic() + 60
@@ -172,3 +245,41 @@ def record_until(hook: Hook, done: Callable[[], object]) -> None:
         hook.log(loss=float("nan"))
         hook.step()
         time.sleep(0.01)  # the pace of a training
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        (b'{"status":"ok"}', "no control document"),
+        (b'{"control":null}', "no control document"),
+        (b'{"control":7}', "no control document"),
+        (b"[]", "another form"),
+        (b"[" * 100_000 + b"]" * 100_000, "no JSON"),
+        (b"[" + b"[]," * 600_000 + b"[]]", "no JSON"),
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_of_the_service(
+    service: Listening, answers: bytes, reason: str
+) -> None:
+    service.answers = answers
+    with pytest.raises(ServiceError, match=reason):
+        ServiceClient(service.address, "vision").announce("r", KEY, {})
+
+
+@pytest.mark.parametrize("part", ["body", "line"])
+def test_a_service_whose_answer_never_ends_holds_up_neither_rows_nor_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr("watchstep.capture.service_client._TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setenv("WATCHSTEP_ATTEMPT", "a1")
+    with dripping(part) as url:
+        monkeypatch.setenv("WATCHSTEP_SERVICE", url)
+        monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
+        config = CaptureConfig(bounds=Bounds(flush_seconds=0.001, control_seconds=0.001))
+        with Hook(tmp_path, run="r", on_stop="raise", config=config) as hook:
+            record_until(hook, lambda: len(list(tmp_path.rglob("*-*.parquet"))) >= 20)
+            record_until(hook, lambda: "service" in hook.health["faults"])
+            stopped = ControlDocument().with_stop(StopRequest("a1", 3, "by test"))
+            (tmp_path / "default" / "r" / "control.json").write_bytes(stopped.encode())
+            with pytest.raises(StopTraining, match="by test"):
+                record_until(hook, lambda: False)

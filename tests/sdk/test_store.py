@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from tests.conftest import S3
 from tests.sdk.parts_server import PartsServer
-from watchstep.errors import ConfigError, NotFoundError, StoreError
+from watchstep.errors import ConfigError, FormatError, MissingStoreError, NotFoundError, StoreError
 from watchstep.store import Entry, Store
 
 
@@ -51,7 +52,7 @@ def test_ranges_are_read_at_once(store: Store) -> None:
 def test_a_limit_refuses_a_large_object(store: Store) -> None:
     store.put("a", b"0123456789")
     assert store.get("a", limit=10) == b"0123456789"
-    with pytest.raises(StoreError, match="10 bytes, over the limit of 9"):
+    with pytest.raises(FormatError, match="10 bytes, over the limit of 9"):
         store.get("a", limit=9)
 
 
@@ -163,7 +164,7 @@ def test_a_relative_path_and_a_home_path_are_folders(tmp_path: Path, monkeypatch
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"nowhere: no such folder\n  mend: check the path"):
+    with pytest.raises(MissingStoreError, match=r"nowhere: no such folder\n  mend: check the path"):
         Store.open(tmp_path / "nowhere")
 
 
@@ -227,6 +228,38 @@ def test_a_part_that_the_server_refuses_ends_the_upload(monkeypatch: pytest.Monk
         assert server.completed == 0
 
 
+@pytest.mark.timeout(60)
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.put("p/run/a", b"1")
+    store.put("p/run/empty", b"")
+    os.mkfifo(tmp_path / "p" / "run" / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "p" / "run" / "socket"))
+    run = store.child("p/run")
+    for key in ("pipe", "socket"):
+        for read in (
+            run.get,
+            run.size,
+            lambda key: run.get_range(key, 0, 1),
+            lambda key: run.get_ranges(key, [(0, 1)]),
+        ):
+            with pytest.raises(StoreError, match=f"p/run/{key}: not a regular file") as refused:
+                read(key)
+            assert not isinstance(refused.value, NotFoundError)
+    assert {entry.key for entry in run.entries()} == {"a", "empty"}
+    assert {entry.key for entry in store.entries("p/")} == {"p/run/a", "p/run/empty"}
+
+
+def test_a_folder_is_no_object(folder_store: Store) -> None:
+    folder_store.put("p/a", b"1")
+    for read in (folder_store.get, folder_store.size, lambda key: folder_store.get_range(key, 0, 1)):
+        with pytest.raises(NotFoundError):
+            read("p")
+        with pytest.raises(StoreError, match="not a key"):
+            read("p/../p/a")
+
+
 def test_a_denied_folder_is_told_as_denied(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -287,7 +320,9 @@ def test_a_missing_bucket_is_told(s3: S3) -> None:
     acts: tuple[Callable[[], object], ...] = (
         lambda: store.put("a", b""),
         lambda: store.create("a", b""),
+        lambda: store.create_in_parts("a", 6 * 2**20, iter([memoryview(bytes(6 * 2**20))])),
         lambda: store.get("a"),
+        lambda: store.get_range("a", 0, 1),
         lambda: store.delete("a"),
         store.folders,
         lambda: list(store.entries()),
@@ -295,7 +330,7 @@ def test_a_missing_bucket_is_told(s3: S3) -> None:
     )
     for act in acts:
         with pytest.raises(
-            StoreError, match=r"store s3://nowhere/runs: no such bucket\n  mend: create the bucket"
+            MissingStoreError, match=r"store s3://nowhere/runs: no such bucket\n  mend: create the bucket"
         ):
             act()
 
@@ -345,7 +380,7 @@ def test_opening_needs_no_region_credentials_or_answer(
     assert not Store.open("s3://runs/x").is_local
 
 
-def test_missing_credentials_are_told(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_told(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*_: object, **__: object) -> None:
         raise OSError("Error performing PUT http://169.254.169.254/latest/api/token in 5s")
 
@@ -353,18 +388,18 @@ def test_missing_credentials_are_told(folder_store: Store, monkeypatch: pytest.M
     with pytest.raises(
         StoreError, match=r"no credentials found, cannot write 'a'\n  mend: set AWS_ACCESS_KEY_ID"
     ):
-        folder_store.put("a", b"")
+        s3_store.put("a", b"")
 
 
 def test_an_error_without_words_is_named_by_its_type(
-    folder_store: Store, monkeypatch: pytest.MonkeyPatch
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("obstore.put", fail)
     with pytest.raises(StoreError, match=r"cannot write 'a' \(MemoryError\)"):
-        folder_store.put("a", b"")
+        s3_store.put("a", b"")
 
 
 def test_a_folder_whose_name_is_no_key_hides_no_other(
@@ -377,3 +412,27 @@ def test_a_folder_whose_name_is_no_key_hides_no_other(
     told = sorted(record.getMessage() for record in caplog.records)
     assert len(told) == 2
     assert "'\\x1b[2Jevil' in" in told[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["NoSuchBucket", "status-code-403", "os-error-20", "AccessDenied", "169.254.169.254"]
+)
+def test_names_are_never_taken_for_errors(store: Store, name: str) -> None:
+    run = store.child(f"{name}/{name}")
+    with pytest.raises(NotFoundError, match="not found"):
+        run.get(name)
+    assert run.create(name, b"1")
+    assert run.get(name) == b"1"
+    assert [entry.key for entry in run.entries()] == [name]
+    with pytest.raises(StoreError, match=f"cannot read '{name}'") as refused:
+        run.get_range(name, 5, 1)
+    assert type(refused.value) is StoreError
+
+
+def test_a_prefix_of_any_text_is_never_taken_for_an_error(s3: S3) -> None:
+    s3.make_bucket("runs")
+    store = Store.open("s3://runs/ - Server returned non-2xx status code: 403 <Code>NoSuchBucket</Code>")
+    with pytest.raises(NotFoundError, match="not found"):
+        store.get("a")
+    store.put("a", b"1")
+    assert store.get("a") == b"1"

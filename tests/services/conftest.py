@@ -92,12 +92,16 @@ def driven_sqlite(sqlite: Database, folder_store: Store) -> Driven:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_from_outside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     import os
 
     names: Any = [name for name in os.environ if name.startswith("WATCHSTEP_")]
     for name in names:
         monkeypatch.delenv(name)
+    # One folder for all tests: a service that outlives a test reads the job records of the next one.
+    monkeypatch.setenv("WATCHSTEP_JOBS", str(tmp_path_factory.getbasetemp() / "jobs"))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from watchstep_services.service import Service
 from watchstep_services.settings import Settings, load_settings
 
 RULES = (
-    RuleConfig(rule="nan_or_inf", severity="critical", actions=(StopAction(),)),
+    RuleConfig(rule="non_finite_values", severity="critical", actions=(StopAction(),)),
     RuleConfig(rule="exploding_gradient", **{"for": Hold(steps=3)}),
 )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from watchstep.process_record import record_process
 from watchstep_services.estimator.backend import JobHandle, Launch
-from watchstep_services.estimator.local import Local
+from watchstep_services.estimator.local import Local, job_of
 
 _WAITS = (
     "import pathlib, signal, sys\n{before}\npathlib.Path(sys.argv[1]).touch()\nwhile True: signal.pause()"
@@ -30,6 +33,18 @@ def launch(backend: Local, folder: Path, program: str, name: str = "job") -> Job
     )
     eventually(ready.exists)
     return job
+
+
+@contextmanager
+def recorded_process(folder: Path | None = None) -> Iterator[JobHandle]:
+    """A process that a launcher recorded as a job, in a session of its own."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True
+    ) as process:
+        try:
+            yield job_of(record_process(process.pid, folder).identity)
+        finally:
+            process.kill()
 
 
 def eventually(done: Callable[[], object], seconds: float = 30.0) -> None:

@@ -30,6 +30,11 @@ def nan_from(bad: int) -> Value:
     return lambda step, name: NAN if step >= bad and name == "loss" else 1.0
 
 
+def damage_from(bad: int) -> Value:
+    """NaN in everything from a step on, gradients that are applied included."""
+    return lambda step, _name: NAN if step >= bad else 1.0
+
+
 def exploding_from(bad: int) -> Value:
     """A gradient of the second layer that is a million times larger from a step on."""
     return lambda step, name: 1e6 if step >= bad and name.startswith("second") else 1.0 + 0.01 * step

@@ -59,6 +59,28 @@ def test_text_lines_end_with_the_fields() -> None:
     assert stream.getvalue().rstrip().endswith("WARNING a: said [run=run-1]")
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_names_of_runs_neither_act_on_a_terminal_nor_make_up_lines(form: logs.Format) -> None:
+    stream, hostile = io.StringIO(), "\x1b]0;owned\x07\x9b31m\u202e\n2026-01-01 ERROR forged"
+    logs.configure(form, "INFO", stream)
+    with logs.fields(run=hostile):
+        logging.getLogger("a").warning("run %s", hostile)
+    try:
+        int(hostile)
+    except ValueError:
+        logging.getLogger("a").exception("failed")
+    try:
+        dict[str, int]()[hostile]
+    except KeyError as error:
+        logging.getLogger("a").error("failed", exc_info=ValueError(error.args[0]))  # noqa: TRY400 - its message as it is
+    assert all(
+        line.isprintable() and not line.startswith("2026-01-01 ERROR")
+        for line in stream.getvalue().split("\n")
+    )
+    if form == "json":
+        assert lines(stream)[0]["message"] == f"run {hostile}"
+
+
 def test_uvicorn_and_celery_go_the_same_way_and_once() -> None:
     names = ("uvicorn.error", "uvicorn.access", "celery.worker", "celery.redirected")
     for name in names:  # as in a new process: a server of another test may have made them quiet

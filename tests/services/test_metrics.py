@@ -67,7 +67,7 @@ def test_an_evaluation_a_notification_and_a_lost_lease_are_counted(
     assert grown(before, "watchstep_evaluations_total{outcome=idle}") == 1
     assert grown(before, "watchstep_segments_total{result=read}") == 2
     assert grown(before, "watchstep_evaluation_lag_seconds_count") == 2
-    assert grown(before, "watchstep_rule_seconds_count{rule=nan_or_inf}") >= 1
+    assert grown(before, "watchstep_rule_seconds_count{rule=non_finite_values}") >= 1
     (stop, *_) = [action for action in driven_sqlite.actions(run_id) if action.kind == "stop"]
     assert dispatch(driven_sqlite.service, stop.id) is not None
     assert sum(

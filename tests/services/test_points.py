@@ -176,8 +176,8 @@ def lived(place: Place, point: str, deaths: int) -> tuple[Mortal, CountedJob]:
     database, run = place.database, f"dies-at-{point or 'nothing'}"
     tell = WebhookAction(url=place.receiver.url)
     rules = (
-        RuleConfig(rule="nan_or_inf", actions=(StopAction(), tell)),
-        RuleConfig(rule="nan_or_inf", name="again", actions=(StopAction(),)),
+        RuleConfig(rule="non_finite_values", actions=(StopAction(), tell)),
+        RuleConfig(rule="non_finite_values", name="again", actions=(StopAction(),)),
     )
     job = CountedJob()
     service = make_service(database, place.store, rules, grace_seconds=0.0, allowed_addresses="loopback")
@@ -216,7 +216,7 @@ def test_whoever_dies_at_a_point_loses_and_doubles_nothing(place: Place, point: 
         "run.started": 1, "alert.firing": 2, "stop.requested": 1, "stop.done": 1, "run.ended": 1
     }  # fmt: skip
     assert {name: alert[:2] for name, alert in driven.alerts(run_id).items()} == {
-        "nan_or_inf": ("firing", 9), "again": ("firing", 9)
+        "non_finite_values": ("firing", 9), "again": ("firing", 9)
     }  # fmt: skip
     assert set(driven.segments(run_id).values()) == {"read"}
     assert (job.gone, job.effective) == (True, 1)
@@ -308,3 +308,59 @@ def told(driven: Driven, run_id: int) -> dict[str, Any]:
         "segments": driven.segments(run_id),
         "looked": (run.listed_ns, run.heard_ns, run.attempt, run.health),
     }
+
+
+@pytest.mark.parametrize("point", ["stop.signalling", "stop.signalled"])
+@pytest.mark.parametrize("stage", ["asked to end", "killed"])
+def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
+    place: Place, point: str, stage: str
+) -> None:
+    """A program that takes no part: nothing but the signal ends its job, and its exit code says nothing of that."""
+    run = f"signalled-{point}-{stage}".replace(" ", "-")
+    job = StubbornJob(ends_by="stop" if stage == "asked to end" else "kill")
+    service = make_service(place.database, place.store, grace_seconds=0.0)
+    driven = Driven(replace(service, backends={"stubborn": job}))
+    recording = Recording(place.store, run).begin(on_stop="ignore")
+    run_id = driven.register(run)
+    with place.database.write() as session:
+        attempts.ensure(session, run_id, "a1")
+        session.add(
+            Job(run_id=run_id, attempt="a1", backend="stubborn", job_id=run, identity={}, bound_by="operator")
+        )
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    (action,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    mortal = Mortal(driven, run_id, point, 3)
+    with listening(mortal), no_transaction_when_dead(place.database, mortal):
+        for _ in range(20):
+            with place.database.write() as session:
+                session.get_one(Action, action.id).next_ns = 0
+            mortal.do(lambda: dispatch(mortal.driven.service, action.id))
+            if not mortal._pending():
+                break
+    assert mortal.died >= 1
+    (done,) = [event for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
+    assert done["data"]["how"] == ("terminated" if stage == "asked to end" else "killed")
+    assert job.gone
+    assert [row.state for row in driven.actions(run_id) if row.kind == "stop"] == ["done"]
+    assert advance_run(driven.service, run_id) == "stopped"
+
+
+@dataclass
+class StubbornJob(Stoppable):
+    """A job that one of the two signals ends, with an exit code that any program may have."""
+
+    ends_by: str = "stop"
+    gone: bool = False
+
+    def status(self, job: JobHandle) -> JobStatus:
+        del job
+        return JobStatus("ended", 1) if self.gone else JobStatus("running")
+
+    def stop(self, job: JobHandle) -> JobStatus:
+        self.gone |= self.ends_by == "stop"
+        return self.status(job)
+
+    def kill(self, job: JobHandle) -> JobStatus:
+        self.gone = True
+        return self.status(job)

@@ -12,10 +12,11 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from tests.services.collector import Collector, collecting
-from tests.services.recording import PROJECT, Recording, nan_from
+from tests.services.recording import PROJECT, Recording, damage_from
 from watchstep.capture import trace_context
-from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.service_client import ServiceClient
 from watchstep.store import Store
+from watchstep.transport import ServiceAddress
 from watchstep_services import logs, tracing
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
@@ -42,7 +43,7 @@ def test_one_trace_from_the_announcement_to_the_stop(collector: Collector, tmp_p
         client = ServiceClient(ServiceAddress.checked(service.url, service.recorder_token), PROJECT)
         client.register({"run": "run-1", "attempt": "a1", "rules": []})
         client.announce("run-1", recording.write(0, 0, 3), {})
-        client.announce("run-1", recording.write(1, 4, 7, nan_from(6)), {})
+        client.announce("run-1", recording.write(1, 4, 7, damage_from(6)), {})
         from sqlalchemy import select
 
         from watchstep_services.database.models import Action

@@ -24,6 +24,7 @@ from watchstep_rules.backtesting.replay_source import (
     recorded_attempts,
 )
 from watchstep_rules.config import RuleConfig
+from watchstep_rules.pinned_baseline import configs_of_attempt
 
 __all__ = ["AttemptOutcome", "Order", "Outcome", "RunOutcome", "backtest", "backtest_run", "backtest_sets"]
 
@@ -132,15 +133,18 @@ def backtest_sets(
 
 def _attempt(recorded: Recorded, rule_sets: Sequence[Sequence[RuleConfig]]) -> list[AttemptOutcome]:
     """By each set. Where the journal does not lead to the end, all is judged anew without it."""
+    pinned = [configs_of_attempt(rule_set, recorded.store, recorded.attempt) for rule_set in rule_sets]
+    sets = [configs for configs, _ in pinned]
     notes: list[str] = []
-    replay, order = Replay(rule_sets), Order.JOURNAL
+    replay, order = Replay(sets), Order.JOURNAL
     try:
         for arrival in arrivals_of_journal(recorded, notes):
             replay.evaluate(arrival)
     except OrderLostError as error:
-        notes, replay, order = [error.what], Replay(rule_sets), Order.STEPS
+        notes, replay, order = [error.what], Replay(sets), Order.STEPS
         for arrival in arrivals_by_steps(recorded):
             replay.evaluate(arrival)
+    notes += list(dict.fromkeys(problem for _, problem in pinned if problem))
     return [
         AttemptOutcome(recorded.attempt, order, tuple(notes), replay.rows, outcomes)
         for outcomes in replay.outcomes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,13 +26,15 @@ class Baselines(NamedTuple):
 
     Attributes:
         step: from which on these hold.
-        losses: ascending; empty where labels are all alike, so that they cannot be what is learnt.
+        losses: ascending, the cross-entropy last; empty where labels are all alike, so that they cannot be what is learnt.
         in_order: whether batches come sorted by label.
+        least: the lowest that each can be, where the shares of some classes are not known.
     """
 
     step: int
     losses: tuple[float, ...]
     in_order: bool = False
+    least: tuple[float, ...] = ()
 
 
 class LabelState(State):
@@ -45,6 +48,7 @@ class LabelState(State):
     m2: float = 0.0
     names: tuple[str, ...] = ()
     last: tuple[float, ...] | None = None
+    least: tuple[float, ...] = ()
     batches: int = 0
     within: float = 0.0
 
@@ -63,12 +67,13 @@ def follow(state: LabelState, block: Block) -> tuple[LabelState, list[Baselines]
 
     Of k classes with shares p: cross-entropy ``-sum p log p``, and squared error against one-hot labels, summed or averaged
     over classes. Of measured targets: their variance, the squared error. Nothing where several tensors are recorded as
-    labels, or whole numbers that were not counted, as tokens are. The shares of the largest and the smallest class are known, the others are taken as alike.
+    labels, or whole numbers that were not counted, as tokens are. The shares of the largest and the smallest class are known, the others are taken as
+    alike; ``least`` takes them as far apart as they can be.
 
     Returns:
         The state afterwards, and the baselines of each step with labels, ascending; first what the state had.
     """
-    found = [] if state.last is None else [Baselines(-1, state.last, state.in_order)]
+    found = [] if state.last is None else [Baselines(-1, state.last, state.in_order, state.least)]
     rows = np.flatnonzero(rows_where(block, has_role, "label"))
     done = -1
     for row in map(int, rows[np.argsort(block.step[rows], kind="stable")]):
@@ -78,13 +83,18 @@ def follow(state: LabelState, block: Block) -> tuple[LabelState, list[Baselines]
         done = step
         state = _with(state, block, row)
         if state.last is not None:
-            found.append(Baselines(step, state.last, state.in_order))
+            found.append(Baselines(step, state.last, state.in_order, state.least))
     return state, found
 
 
 def at(found: list[Baselines], steps: NDArray[np.int64]) -> list[tuple[float, ...] | None]:
     """The baselines that hold at each of some steps; None where labels are not known."""
     return [found[place].losses if place >= 0 else None for place in _places(found, steps)]
+
+
+def least_at(found: list[Baselines], steps: NDArray[np.int64]) -> list[tuple[float, ...]]:
+    """The lowest that the baselines of `at` can be; empty where labels are not known."""
+    return [found[place].least if place >= 0 else () for place in _places(found, steps)]
 
 
 def in_order_at(found: list[Baselines], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -109,19 +119,22 @@ def _with(state: LabelState, block: Block, row: int) -> LabelState:
     m2 = state.m2 + float(held.m2[row]) + apart * apart * state.count * count / total
     classes = _of_classes(block, row)
     measured = None if "int" in block.info(row).dtype else (m2 / total,) if m2 > 0 else ()
-    last = measured if classes is None else classes
+    last, least = (measured, measured or ()) if classes is None else classes
+    enough = total >= _ENOUGH and last is not None
     return LabelState(
         count=total,
         mean=mean,
         m2=m2,
         names=names,
-        last=last if total >= _ENOUGH and last is not None else state.last,
+        last=last if enough else state.last,
+        least=least if enough else state.least,
         batches=state.batches + 1,
         within=state.within + float(held.m2[row]),
     )
 
 
-def _of_classes(block: Block, row: int) -> tuple[float, ...] | None:
+def _of_classes(block: Block, row: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """The losses of a constant prediction, ascending, and the lowest that each can be."""
     known = [
         float(block.probes[name][row]) if name in block.probes else np.nan
         for name in ("labels_counted", "classes", "largest_class", "smallest_class")
@@ -130,14 +143,65 @@ def _of_classes(block: Block, row: int) -> tuple[float, ...] | None:
         return None
     counted, classes, largest, smallest = known
     if classes < 2:
-        return ()
-    shares = np.array([largest, smallest]) / counted
-    if classes > 2:
-        rest = max(0.0, counted - largest - smallest) / counted / (classes - 2)
-        shares = np.concatenate([shares, np.full(int(classes) - 2, rest)])
-    shares = shares[shares > 0]
+        return (), ()
+    most, fewest, others = largest / counted, smallest / counted, int(classes) - 2
+    rest = max(0.0, counted - largest - smallest) / counted
+    alike = np.full(others, rest / max(1, others))
+    apart = np.full(others, fewest)
+    if most > fewest:
+        many = min(others, int(max(0.0, rest - others * fewest) / (most - fewest)))
+        apart[:many] = most
+        if many < others:
+            apart[many] = max(fewest, rest - apart.sum() + apart[many])
+    ends = [most, fewest]
+    return _guessed(np.array([*ends, *alike])), _guessed(np.array([*ends, *apart]))
+
+
+def _guessed(shares: Floats) -> tuple[float, ...]:
+    """Squared error as a mean over classes, squared error, cross-entropy: ascending, since ``-log p >= 1 - p``."""
+    classes, shares = len(shares), shares[shares > 0]
     squared = float(1 - (shares**2).sum())
-    return tuple(sorted((float(-(shares * np.log(shares)).sum()), squared, squared / classes)))
+    return squared / classes, squared, float(-(shares * np.log(shares)).sum())
+
+
+_CROSS_ENTROPIES = ("NllLoss", "NllLoss2D", "CrossEntropyLoss")
+_OF_TWO_CLASSES = ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
+_SQUARED = "MseLoss"
+
+
+def own_baseline(losses: tuple[float, ...] | None, function: str) -> int | None:
+    """Which of the baselines is that of a loss, by the function that computes it; None where none is.
+
+    Args:
+        losses: as `at` gives them.
+        function: as `TensorInfo.module_type` has it; empty where it is not known. Then labels that are classes are taken to
+            be learnt by cross-entropy, as they nearly always are.
+    """
+    if not losses:
+        return None
+    if len(losses) == 1:
+        return 0 if function in (_SQUARED, "") else None
+    if function in _OF_TWO_CLASSES:
+        return 2 if round(losses[1] / losses[0]) == 2 else None
+    if function == _SQUARED:
+        return 0
+    return 2 if function in (*_CROSS_ENTROPIES, "") else None
+
+
+def own_baselines(known: list[tuple[float, ...] | None], function: str) -> Floats:
+    """The baseline of a loss at each of some steps, by the function that computes it; NaN where there is none.
+
+    Args:
+        known: as `at` gives them.
+        function: as of `own_baseline`.
+    """
+    places = [own_baseline(losses, function) for losses in known]
+    return _picked(known, places)
+
+
+def _picked(held: Sequence[tuple[float, ...] | None], places: list[int | None]) -> Floats:
+    pairs = zip(held, places, strict=True)
+    return np.array([each[place] if each and place is not None else np.nan for each, place in pairs])
 
 
 @dataclass(frozen=True)
@@ -145,25 +209,56 @@ class AgainstLabels:
     """Levels of a loss held against what labels say of it, columns of shape (n,).
 
     Attributes:
-        lowest: the lowest loss of a constant prediction, zero where labels are not known.
-        constant: the level is one of these losses.
+        own: the loss of a constant prediction, by the function that the loss is; NaN where labels are not known, or do not tell.
+        least: the lowest that it can be, by what is known of the labels.
+        constant: the level is that, or where the function is not known one that it may be: within 3 %, and no more than a
+            standard error below.
         above: the level is at least the highest of them; false where labels are not known.
         told: labels are not known, or differ.
     """
 
-    lowest: Floats
+    own: Floats
+    least: Floats
     constant: NDArray[np.bool_]
     above: NDArray[np.bool_]
     told: NDArray[np.bool_]
 
 
-def against_labels(level: Floats, known: list[tuple[float, ...] | None]) -> AgainstLabels:
-    """Hold levels against the losses of constant predictions, one tuple for each."""
-    lowest = np.array([losses[0] if losses else 0.0 for losses in known])
-    highest = np.array([losses[-1] if losses else np.inf for losses in known])
-    pairs = zip(level.tolist(), known, strict=True)
-    near = [any(abs(one - loss) <= _NEAR * loss for loss in losses or ()) for one, losses in pairs]
-    told = [losses is None or bool(losses) for losses in known]
-    return AgainstLabels(
-        lowest, np.array(near, np.bool_), level >= (1 - _NEAR) * highest, np.array(told, np.bool_)
+def against_labels(
+    level: Floats,
+    error: Floats,
+    known: list[tuple[float, ...] | None],
+    least: list[tuple[float, ...]],
+    function: str,
+) -> AgainstLabels:
+    """Hold levels of a loss against the losses of constant predictions, one tuple for each.
+
+    Args:
+        level: of the loss, shape (n,).
+        error: their standard errors, shape (n,).
+        known: as `at` gives them.
+        least: as `least_at` gives them.
+        function: that computes the loss, as `TensorInfo.module_type` has it.
+    """
+    places = [own_baseline(losses, function) for losses in known]
+    own, lowest = _picked(known, places), _picked(least, places)
+    may_be = [
+        range(len(losses or ())) if not function else () if place is None else (place,)
+        for losses, place in zip(known, places, strict=True)
+    ]
+    highest = np.array(
+        [
+            (losses or ())[chosen[-1]] if chosen else np.inf
+            for losses, chosen in zip(known, may_be, strict=True)
+        ]
     )
+    is_near = np.zeros(len(level), np.bool_)
+    for row, (losses, lows, chosen) in enumerate(zip(known, least, may_be, strict=True)):
+        one, off = float(level[row]), float(error[row])
+        is_near[row] = any(
+            max((1 - _NEAR) * lows[place], lows[place] - off) <= one <= (1 + _NEAR) * losses[place]
+            for place in chosen
+            if losses
+        )
+    told = [losses is None or bool(losses) for losses in known]
+    return AgainstLabels(own, lowest, is_near, level >= (1 - _NEAR) * highest, np.array(told, np.bool_))

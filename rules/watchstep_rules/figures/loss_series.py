@@ -18,7 +18,10 @@ from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 Kind = Literal["train", "eval"]
 _VALIDATION = ("val", "eval", "test", "dev")
 _WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
+_NUMBERED = re.compile(r"loss_\d+")
 _ROWS_AT_ONCE = 4096
+NOTHING = 1e-6
+"""A first loss so small sets no threshold: of a loss of about 1 it is what float32 rounds away, and what grows from it grew from nothing."""
 _KEPT_NUMBERS = 1 << 16
 """So many numbers of windows are kept for the next figure of the same width, as in a run that goes on."""
 
@@ -30,6 +33,8 @@ class LossSeries:
     Attributes:
         key: ``name/mode``.
         name: the loss's.
+        function: that computes it, as `TensorInfo.module_type` has it; empty where it is not known.
+        derived: it was found at ``backward()``, and named by its place among those found: the first is ``loss``.
         rows: its rows in the block, int64 of shape (n,).
         steps: their steps, int64 of shape (n,).
         values: their losses, float64 of shape (n,); NaN where any element was not finite.
@@ -38,6 +43,8 @@ class LossSeries:
 
     key: str
     name: str
+    function: str
+    derived: bool
     rows: NDArray[np.intp]
     steps: NDArray[np.int64]
     values: Floats
@@ -84,6 +91,8 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
         LossSeries(
             key=key,
             name=block.info(int(rows[0])).name,
+            function=block.info(int(rows[0])).module_type,
+            derived=block.info(int(rows[0])).derived,
             rows=rows,
             steps=block.step[rows],
             values=_losses(block, rows),
@@ -143,15 +152,17 @@ def is_whole(series: LossSeries, known: Mapping[str, int]) -> NDArray[np.bool_]:
     """At which rows a loss is what the program as a whole makes smaller.
 
     Of several losses that is the one whose name says so: the parts of a sum, and the two sides of a game (GAN), need not
-    fall.
+    fall. A loss that was found at ``backward()`` and named ``loss`` as the first of several was not named by anybody.
 
     Args:
         series: the loss.
         known: as `first_steps` gives it.
     """
-    if series.name.rpartition("/")[2].lower() in _WHOLE:
-        return np.ones(len(series.rows), np.bool_)
     others = [step for name, step in known.items() if name != series.name]
+    if series.name.rpartition("/")[2].lower() in _WHOLE:
+        if not series.derived:
+            return np.ones(len(series.rows), np.bool_)
+        others = [step for name, step in known.items() if _NUMBERED.fullmatch(name)]
     return series.steps < min(others, default=np.iinfo(np.int64).max)
 
 

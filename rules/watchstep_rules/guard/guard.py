@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from watchstep.block import Block
 from watchstep.errors import RuleError
+from watchstep_rules.capture_needs import element_probes
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_rules.finding import Finding
@@ -37,6 +38,10 @@ class Guard:
     Only rule configs with the action ``stop`` end the training, by `watchstep.StopTraining`: those that judge rows as they
     come (``nan_or_inf``) before the optimizer updates anything, the others when the step is over, before the next
     begins. What the others find is logged, and told by ``hook.health["guard"]``.
+
+    Attributes:
+        probes: what its rules need to be measured besides; ``Hook(guard=…)`` measures it, a guard that is attached later finds what the
+            hook was made for.
 
     Example::
 
@@ -80,6 +85,7 @@ class Guard:
                 f"guard: {', '.join(slow)}: a rule of kind {' or '.join(sorted(KINDS))} would take milliseconds of each step",
                 "leave it out of the guard's rules, and let the service judge it",
             )
+        self.probes = element_probes(configs)
         self._every = every
         self._agree = agree
         self._told = told

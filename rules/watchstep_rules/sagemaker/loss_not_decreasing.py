@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures.loss_series import LossSeries, loss_series
+from watchstep.tensors import LOSSES, TensorInfo
+from watchstep_rules.contract import Needs, Rule, State
+from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.loss_not_decreasing import LossNotDecreasing
+from watchstep_rules.reference import lowest_workers
+from watchstep_rules.sagemaker.amazon import ModeName, ScopedParams, is_named
+
+_ORDER = ("eval", "train")
+"""Of several modes the first counts; others are Amazon's GLOBAL."""
 
 
-class SagemakerLossNotDecreasingParams(Params):
+class SagemakerLossNotDecreasingParams(ScopedParams):
     """Parameters of `SagemakerLossNotDecreasing`."""
 
+    amazon: ClassVar[str] = "LossNotDecreasing"
+    use_losses_collection: bool = Field(
+        True, description="Judge the collection losses, besides what is named."
+    )
     num_steps: int = Field(
         10, ge=1, description="Steps at least between two losses that are held against each other."
     )
@@ -25,6 +36,10 @@ class SagemakerLossNotDecreasingParams(Params):
     )
     increase_threshold_percent: float = Field(
         5.0, ge=0, description="Percent by which it may rise between them; the message says when it did."
+    )
+    mode: ModeName | None = Field(
+        None,
+        description="TRAIN, EVAL, or GLOBAL for all; the first of EVAL and TRAIN that has losses if null.",
     )
 
 
@@ -36,17 +51,19 @@ class Checked(NamedTuple):
 
 
 class SagemakerLossNotDecreasingState(State):
-    """The last loss of each series that was checked, by ``name/mode``."""
+    """The last loss of each series that was checked, by ``name/mode``, and the modes that had losses so far."""
 
     checked: dict[str, Checked] = Field(default_factory=dict)
+    modes: tuple[str, ...] = ()
 
 
 class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, SagemakerLossNotDecreasingState]):
     """Fires when a loss falls by less than ``diff_percent`` within ``num_steps``, or rises by more than ``increase_threshold_percent``.
 
     Each loss is looked at whenever ``num_steps`` have passed since it was last: ``100 * (before - loss) / |before|``. That is
-    SageMaker's LossNotDecreasing with its defaults, in every mode that has losses (SageMaker: the first of eval,
-    train and global, unless told). A loss that rises does not fall, so the second test fires with the first.
+    SageMaker's LossNotDecreasing with its defaults. Without a ``mode`` losses of the mode EVAL are judged once there are some, before
+    that those of TRAIN, and others only where there are neither. Only single numbers are losses. A loss that rises does not
+    fall, so the second test fires with the first.
 
     Losses of batches scatter by more than a tenth of a percent, so it fires for most trainings: `loss_not_decreasing` says
     which of these make no progress.
@@ -61,41 +78,40 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
     params_type = SagemakerLossNotDecreasingParams
     state_type = SagemakerLossNotDecreasingState
 
+    def needed(self, params: SagemakerLossNotDecreasingParams) -> Needs:
+        """The losses, and what is named."""
+        return params.needs_of(self.needs)
+
     def evaluate(
         self,
         params: SagemakerLossNotDecreasingParams,
         state: SagemakerLossNotDecreasingState,
-        context: Block,
+        context: Block,  # noqa: ARG002 - the contract's
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[SagemakerLossNotDecreasingState, list[Finding]]:
-        """Judge each loss by itself."""
-        checked, findings = dict(state.checked), {}
-        for series in [*loss_series(context, block, "train"), *loss_series(context, block, "eval")]:
-            known = np.flatnonzero(np.isfinite(series.values))
-            place = 0
-            while place < len(known):
-                at = int(known[place])
-                step, loss = int(series.steps[at]), float(series.values[at])
-                before = checked.get(series.key)
-                if before is not None and step - before.step < params.num_steps:
-                    place = int(np.searchsorted(series.steps[known], before.step + params.num_steps))
+        """Judge each loss by itself, step by step."""
+        checked, modes, findings = dict(state.checked), set(state.modes), {}
+        for step_rows in _by_step(block, _losses(params, block)):
+            modes.update(block.mode_name(row) for row in step_rows)
+            for row in step_rows:
+                if not _is_in_mode(params, block.mode_name(row), modes):
                     continue
-                if before is not None and (found := self._judge(params, block, series, at, before)):
-                    findings[int(series.rows[at])] = found
-                checked[series.key] = Checked(step, loss)
-                place += 1
-        return SagemakerLossNotDecreasingState(checked=checked), [findings[row] for row in sorted(findings)]
+                mode = "" if params.mode == "GLOBAL" else f"/{block.mode_name(row)}"
+                key, loss = f"{block.info(row).name}{mode}", float(block.statistics.mean[row])
+                step, before = int(block.step[row]), checked.get(key)
+                if before is not None and step - before.step < params.num_steps:
+                    continue
+                checked[key] = Checked(step, loss)
+                if before is not None and (found := self._judge(params, block, row, before)):
+                    findings[row] = found
+        state = SagemakerLossNotDecreasingState(checked=checked, modes=tuple(sorted(modes)))
+        return state, [findings[row] for row in sorted(findings)]
 
     def _judge(
-        self,
-        params: SagemakerLossNotDecreasingParams,
-        block: Block,
-        series: LossSeries,
-        at: int,
-        before: Checked,
+        self, params: SagemakerLossNotDecreasingParams, block: Block, row: int, before: Checked
     ) -> Finding | None:
-        loss = float(series.values[at])
+        loss = float(block.statistics.mean[row])
         fall = before.loss - loss
         fallen = (
             100 * fall / abs(before.loss) if before.loss else float(np.sign(fall)) * np.inf if fall else 0.0
@@ -109,12 +125,40 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
             if rises
             else f"fallen by {fallen:.3g} %, less than {limit:g} %"
         )
-        message = f"{series.name} has {what}, since step {before.step}: from {before.loss:.4g} to {loss:.4g}"
+        message = f"{block.info(row).name} has {what}, since step {before.step}: from {before.loss:.4g} to {loss:.4g}"
         return finding_at(
             self.name,
             block,
-            int(series.rows[at]),
+            row,
             value=float(-fallen if rises else fallen),
             threshold=limit,
             message=message,
         )
+
+
+def _losses(params: SagemakerLossNotDecreasingParams, block: Block) -> NDArray[np.intp]:
+    """Rows of losses that are numbers, each of the lowest worker that has it."""
+    collections = (*(params.collection_names or ()), *((LOSSES,) if params.use_losses_collection else ()))
+    chosen = rows_where(block, is_named, collections, params.tensor_regex or ()) & rows_where(
+        block, _is_scalar
+    )
+    finite = (block.statistics.nonfinite == 0) & (block.statistics.count > 0)
+    return np.flatnonzero(chosen & finite & lowest_workers(block))
+
+
+def _is_scalar(info: TensorInfo) -> bool:
+    return info.role in ("loss", "metric") or info.shape in ((), (1,))
+
+
+def _by_step(block: Block, rows: NDArray[np.intp]) -> list[list[int]]:
+    """Rows of each step, steps ascending."""
+    rows = rows[np.argsort(block.step[rows], kind="stable")]
+    parts = np.split(rows, np.flatnonzero(np.diff(block.step[rows])) + 1)
+    return [part.tolist() for part in parts if len(part)]
+
+
+def _is_in_mode(params: SagemakerLossNotDecreasingParams, mode: str, seen: set[str]) -> bool:
+    if params.mode is not None:
+        return params.mode in ("GLOBAL", mode.upper())
+    first = next((one for one in _ORDER if one in seen), None)
+    return first is None or mode == first

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures.loss_series import LossSeries, loss_series
+from watchstep_rules.contract import Needs, Rule, State
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.loss_series import loss_series
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.overfit import Overfit
+from watchstep_rules.sagemaker.amazon import AmazonParams, Patterns, is_matched
 
 
-class SagemakerOverfitParams(Params):
+class SagemakerOverfitParams(AmazonParams):
     """Parameters of `SagemakerOverfit`."""
 
+    amazon: ClassVar[str] = "Overfit"
+    tensor_regex: Patterns | None = Field(None, description="Losses by name; all where it is left out.")
     start_step: int = Field(0, ge=0, description="Evaluations before this step are not judged.")
     patience: int = Field(1, ge=1, le=1000, description="Evaluations in a row that must be above the ratio.")
     ratio_threshold: float = Field(
@@ -23,18 +30,18 @@ class SagemakerOverfitParams(Params):
 
 
 class SagemakerOverfitState(State):
-    """The newest training loss by name; evaluations in a row above the ratio, by ``name/mode``."""
+    """The newest training loss by ``name/mode``; evaluations in a row above the ratio."""
 
     train: dict[str, float] = Field(default_factory=dict)
-    above: dict[str, int] = Field(default_factory=dict)
+    above: int = 0
 
 
 class SagemakerOverfit(Rule[SagemakerOverfitParams, SagemakerOverfitState]):
     """Fires when ``(validation - training) / training > ratio_threshold`` for ``patience`` evaluations in a row.
 
-    SageMaker's Overfit, with its defaults. The training loss is that of the same name, or the only one, at the newest step up
-    to the evaluation's. Every model that generalises a little worse than it fits is found: `overfit` asks for a validation
-    loss that rises.
+    SageMaker's Overfit, with its defaults. Of several losses the means are held against each other: over those of validation at the
+    evaluation's step, and over the newest of training up to it. Every model that generalises a little worse than it fits is
+    found: `overfit` asks for a validation loss that rises.
     """
 
     name = "sagemaker_overfit"
@@ -54,40 +61,53 @@ class SagemakerOverfit(Rule[SagemakerOverfitParams, SagemakerOverfitState]):
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[SagemakerOverfitState, list[Finding]]:
-        """Judge each evaluation beside the training loss of its step."""
-        train, above, findings = dict(state.train), dict(state.above), {}
-        courses = {series.name: series for series in loss_series(context, block, "train")}
-        for series in loss_series(context, block, "eval"):
-            for at in map(
-                int, np.flatnonzero(np.isfinite(series.values) & (series.steps >= params.start_step))
-            ):
-                seen = _train_at(train, courses, series.name, int(series.steps[at]))
-                if seen is None or seen == 0:
-                    continue
-                ratio = (float(series.values[at]) - seen) / seen
-                above[series.key] = above.get(series.key, 0) + 1 if ratio > params.ratio_threshold else 0
-                if above[series.key] >= params.patience:
-                    message = (
-                        f"{series.name} of validation is {series.values[at]:.4g}, that of training {seen:.4g}: above it by "
-                        f"{ratio:.3g} of it, {params.ratio_threshold:g} at most"
-                    )
-                    row = int(series.rows[at])
-                    findings[row] = finding_at(
+        """Judge each evaluation beside the training losses of its step."""
+        if params.tensor_regex is not None:
+            block = block.where(
+                rows_where(block, has_role, "loss") & rows_where(block, is_matched, params.tensor_regex)
+            )
+        train, above, findings = dict(state.train), state.above, []
+        losses = _numbers(context, block)
+        for step in sorted(losses):
+            for key, (_, loss) in losses[step].get("train", {}).items():
+                train[key] = loss
+            evaluated = losses[step].get("eval", {})
+            if not evaluated or not train or step < params.start_step:
+                continue
+            validation = float(np.mean([loss for _, loss in evaluated.values()]))
+            training = float(np.mean(list(train.values())))
+            if training == 0:
+                continue
+            ratio = (validation - training) / training
+            above = above + 1 if ratio > params.ratio_threshold else 0
+            if above >= params.patience:
+                row = min(row for row, _ in evaluated.values())
+                message = (
+                    f"{block.info(row).name} of validation is {validation:.4g}, that of training {training:.4g}: above it by "
+                    f"{ratio:.3g} of it, {params.ratio_threshold:g} at most"
+                )
+                findings.append(
+                    finding_at(
                         self.name, block, row, value=ratio, threshold=params.ratio_threshold, message=message
                     )
-        for name, course in courses.items():
-            known = course.values[np.isfinite(course.values)]
-            if len(known):
-                train[name] = float(known[-1])
-        state = SagemakerOverfitState(train=train, above=above)
-        return state, [findings[row] for row in sorted(findings)]
+                )
+        return SagemakerOverfitState(train=train, above=above), findings
 
 
-def _train_at(before: dict[str, float], courses: dict[str, LossSeries], name: str, step: int) -> float | None:
-    """The newest training loss up to a step, of this name or the only one."""
-    known = dict(before)
-    for other, course in courses.items():
-        values = course.values[(course.steps <= step) & np.isfinite(course.values)]
-        if len(values):
-            known[other] = float(values[-1])
-    return known.get(name, next(iter(known.values())) if len(known) == 1 else None)
+_Losses = dict[str, dict[str, tuple[int, float]]]
+
+
+def _numbers(context: Block, block: Block) -> dict[int, _Losses]:
+    """Row and loss by step, kind and ``name/mode``."""
+    found: dict[int, _Losses] = {}
+    for kind in ("train", "eval"):
+        for series in loss_series(context, block, kind):
+            for place in _finite(series.values):
+                of_kind = found.setdefault(int(series.steps[place]), {}).setdefault(kind, {})
+                of_kind[series.key] = (int(series.rows[place]), float(series.values[place]))
+    return found
+
+
+def _finite(values: NDArray[np.float64]) -> list[int]:
+    places: list[int] = np.flatnonzero(np.isfinite(values)).tolist()
+    return places

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.capture.element_probes import INPUT_VARIANCE, PERCENTILE_RANGE, element_probe
 from watchstep.derived import quantile_bounds, variance
-from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep.statistics import Floats
+from watchstep_rules.contract import Needs, Rule, State
+from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.figures.layers import is_weighted
 from watchstep_rules.figures.steps import whole_steps
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.poor_initialization import PoorInitialization
+from watchstep_rules.sagemaker.amazon import AmazonParams, Patterns, is_matched
 
 
-class SagemakerPoorWeightInitializationParams(Params):
+class SagemakerPoorWeightInitializationParams(AmazonParams):
     """Parameters of `SagemakerPoorWeightInitialization`."""
 
+    amazon: ClassVar[str] = "PoorWeightInitialization"
+    activation_inputs_regex: Patterns | None = Field(
+        None, description="Rectifiers by the name of their input; all where it is left out."
+    )
     threshold: float = Field(
         10.0, gt=1, description="Ratio of two layers' variances of what goes into activations."
     )
@@ -30,6 +40,16 @@ class SagemakerPoorWeightInitializationParams(Params):
         5, ge=1, le=1000, description="Losses in a row that are no lower than the one before."
     )
     steps: int = Field(10, ge=1, le=10_000, description="First steps that are judged.")
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """The variance of what goes into rectifiers, and how wide gradients are."""
+        return (INPUT_VARIANCE, self.range_probe, "function_calls")
+
+    @property
+    def range_probe(self) -> str:
+        """The distance from the 5th to the 95th percentile."""
+        return element_probe(PERCENTILE_RANGE, self.steps)
 
 
 class Course(NamedTuple):
@@ -51,9 +71,10 @@ class SagemakerPoorWeightInitialization(
 ):
     """Fires within the first ``steps`` when one of these holds, as SageMaker's PoorWeightInitialization says.
 
-    - ``max / min > threshold`` of the variances of what goes into activations: outputs of linear, convolutional and recurrent
-      layers.
-    - ``p95 - p5 < distribution_range`` for some gradient; from the histogram, so only where it surely is.
+    - ``max / min > threshold`` of the variances of what goes into rectifiers. Where that is not on record, as of rectifiers that write
+      over their input, the outputs of linear, convolutional and recurrent layers are taken for it.
+    - ``p95 - p5 < distribution_range`` for some gradient. Where the recorder did not measure it, it is judged by the histogram, so
+      only where it surely is. Of gradients of more than 16,384 elements evenly spaced ones are taken.
     - A loss is no lower than the one before for ``patience`` steps in a row.
 
     Healthy networks do all three: `poor_initialization` judges the weights themselves.
@@ -71,6 +92,10 @@ class SagemakerPoorWeightInitialization(
     what_to_try = PoorInitialization.what_to_try
     params_type = SagemakerPoorWeightInitializationParams
     state_type = SagemakerPoorWeightInitializationState
+
+    def needed(self, params: SagemakerPoorWeightInitializationParams) -> Needs:
+        """Figures of elements within the first steps."""
+        return replace(self.needs, probes=params.probes)
 
     def evaluate(
         self,
@@ -99,14 +124,13 @@ class SagemakerPoorWeightInitialization(
     def _layers(
         self, params: SagemakerPoorWeightInitializationParams, block: Block, rows: NDArray[np.intp]
     ) -> list[tuple[int, Finding]]:
-        rows = rows[[is_weighted(block.info(int(row))) for row in rows]]
-        held = variance(block.statistics)[rows]
+        rows, held = _variances(params, block, rows)
         rows, held = rows[held > 0], held[held > 0]
         if len(rows) < 2 or held.max() <= params.threshold * held.min():
             return []
         row, ratio = int(rows[np.argmin(held)]), float(held.max() / held.min())
         message = (
-            f"the variance of {block.info(row).name} is {held.min():.3g}, that of "
+            f"the variance of what goes into activations is {held.min():.3g} at {block.info(row).name}, and at "
             f"{block.info(int(rows[np.argmax(held)])).name} {held.max():.3g}, more than {params.threshold:g} times that"
         )
         return [
@@ -116,8 +140,10 @@ class SagemakerPoorWeightInitialization(
     def _gradients(
         self, params: SagemakerPoorWeightInitializationParams, block: Block, rows: NDArray[np.intp]
     ) -> list[tuple[int, Finding]]:
-        held = block.statistics.take(rows)
-        width = quantile_bounds(held, 0.95)[1] - quantile_bounds(held, 0.05)[0]
+        width = probe(block, params.range_probe)[rows]
+        unknown = np.flatnonzero(~np.isfinite(width))
+        held = block.statistics.take(rows[unknown])
+        width[unknown] = quantile_bounds(held, 0.95)[1] - quantile_bounds(held, 0.05)[0]
         found = []
         for place in np.flatnonzero(width < params.distribution_range):
             row, wide = int(rows[place]), float(width[place])
@@ -166,3 +192,18 @@ class SagemakerPoorWeightInitialization(
                     )
                 )
         return found
+
+
+def _variances(
+    params: SagemakerPoorWeightInitializationParams, block: Block, rows: NDArray[np.intp]
+) -> tuple[NDArray[np.intp], Floats]:
+    """Rows whose tensors stand for what goes into activations, and the variance of that."""
+    named = rows
+    if params.activation_inputs_regex is not None:
+        named = rows[rows_where(block, is_matched, params.activation_inputs_regex)[rows]]
+    measured = probe(block, INPUT_VARIANCE)[named]
+    if np.isfinite(measured).any():
+        known = np.isfinite(measured)
+        return named[known], measured[known]
+    rows = rows[[is_weighted(block.info(int(row))) for row in rows]]
+    return rows, variance(block.statistics)[rows]

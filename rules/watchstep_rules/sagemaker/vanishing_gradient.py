@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep.derived import abs_mean
-from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.contract import Needs, Rule, State
 from watchstep_rules.finding import Finding, finding_at
+from watchstep_rules.sagemaker.amazon import AmazonParams
 from watchstep_rules.vanishing_gradient import VanishingGradient
 
 
-class SagemakerVanishingGradientParams(Params):
+class SagemakerVanishingGradientParams(AmazonParams):
     """Parameters of `SagemakerVanishingGradient`."""
 
+    amazon: ClassVar[str] = "VanishingGradient"
     threshold: float = Field(1e-7, gt=0, description="Mean magnitude below which a gradient has vanished.")
 
 

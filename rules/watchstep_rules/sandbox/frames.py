@@ -1,4 +1,8 @@
-"""Messages between parent and child: a length, a JSON document, and bytes that it names. No pickle."""
+"""Messages between parent and child: two lengths, a JSON document, and bytes. No pickle.
+
+The child's messages are not trusted: the parent compares both lengths with its limits before it reads anything, so that
+a long message costs it no memory.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,54 @@ import select
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-MAX_ANSWER = 32 * 1024 * 1024
-"""Longest document that a child may send."""
-
-_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<IQ")
 _CHUNK = 1 << 20
+_MEGABYTE = 1 << 20
+
+Parts = Sequence[bytes | memoryview]
 
 
 class FrameError(Exception):
-    """The other side is gone, too slow, or sends what is no message."""
+    """The other side is gone, too slow, or sends an invalid message."""
 
 
-def pack(document: Any, parts: Sequence[bytes] = ()) -> bytes:
+@dataclass(frozen=True)
+class Bounds:
+    """The longest message that a parent reads.
+
+    Attributes:
+        document: bytes of the JSON document. Parsing takes up to 25 times as much memory.
+        payload: bytes that follow it.
+    """
+
+    document: int
+    payload: int = 0
+
+
+SHORT = Bounds(_MEGABYTE + _MEGABYTE // 16)
+"""A rule's state of at most 1 MiB, and what belongs to it."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A child's message.
+
+    Attributes:
+        document: what its JSON says.
+        payload: the bytes that followed.
+    """
+
+    document: Any
+    payload: bytearray
+
+
+def pack(document: Any, parts: Parts = ()) -> bytes:
     """One message."""
     head = json.dumps({"document": document, "parts": [len(part) for part in parts]}).encode()
-    return b"".join([_HEAD.pack(len(head), len(parts)), head, *parts])
+    return b"".join([_HEAD.pack(len(head), sum(map(len, parts))), head, *parts])
 
 
 def kept(text: str) -> str:
@@ -32,7 +67,7 @@ def kept(text: str) -> str:
     return text.encode(errors="replace").decode().replace("\0", "\ufffd")
 
 
-def read_blocking(descriptor: int) -> tuple[Any, list[bytes]]:
+def read_blocking(descriptor: int) -> tuple[Any, list[bytearray]]:
     """The child's way to read a message.
 
     Raises:
@@ -72,34 +107,36 @@ def send(descriptor: int, data: bytes, deadline: float) -> None:
             raise FrameError("ended") from error
 
 
-def receive(descriptor: int, deadline: float) -> Any:
-    """The document of the child's next message; nothing that it sends is trusted.
+def receive(descriptor: int, deadline: float, bounds: Bounds) -> Reply:
+    """The child's next message.
 
     Raises:
-        FrameError: it is gone, the deadline has come, or it is no such document.
+        FrameError: the child is gone, the deadline has come, or the message is invalid or over the bounds.
     """
-    length, parts = _HEAD.unpack(_received(descriptor, _HEAD.size, deadline))
-    if length > MAX_ANSWER or parts:
-        raise FrameError(f"sent a message of {length} bytes and {parts} parts, over the limit")
+    length, size = _HEAD.unpack(_received(descriptor, _HEAD.size, deadline))
+    if length > bounds.document or size > bounds.payload:
+        raise FrameError(f"sent a message of {length} and {size} bytes, over the limit")
     data = _received(descriptor, length, deadline)
     try:
-        return json.loads(data)["document"]
+        document = json.loads(data)["document"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FrameError("sent what is no message") from error
+        raise FrameError("sent an invalid message") from error
+    return Reply(document, _received(descriptor, size, deadline))
 
 
-def _received(descriptor: int, size: int, deadline: float) -> bytes:
-    held = bytearray()
-    while len(held) < size:
+def _received(descriptor: int, size: int, deadline: float) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
         _wait(descriptor, select.POLLIN, deadline)
         try:
-            part = os.read(descriptor, min(size - len(held), _CHUNK))
+            count = os.readv(descriptor, [view[:_CHUNK]])
         except BlockingIOError:
             continue
-        if not part:
+        if not count:
             raise FrameError("ended")
-        held += part
-    return bytes(held)
+        view = view[count:]
+    return data
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
@@ -110,11 +147,12 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
         raise FrameError("took too long")
 
 
-def _exactly(descriptor: int, size: int) -> bytes:
-    held = bytearray()
-    while len(held) < size:
-        part = os.read(descriptor, min(size - len(held), _CHUNK))
-        if not part:
+def _exactly(descriptor: int, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = os.readv(descriptor, [view[:_CHUNK]])
+        if not count:
             raise EOFError
-        held += part
-    return bytes(held)
+        view = view[count:]
+    return data

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 
 from watchstep_rules.sandbox.syscalls import number
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.syscall.restype = ctypes.c_long
+_PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -29,6 +31,21 @@ def call(name: str, *arguments: int | ctypes.c_void_p | None) -> int:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
     return result
+
+
+def die_with(parent: int) -> bool:
+    """Be killed when the thread that started this process ends; whether the kernel agreed.
+
+    A parent that is gone before the call sends no signal, so the caller compares `os.getppid` afterwards: this function
+    does, and ends the process.
+
+    Args:
+        parent: process id of the parent.
+    """
+    agreed = hasattr(_LIBC, "prctl") and _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(0)
+    return agreed
 
 
 def no_new_privileges() -> bool:

@@ -31,7 +31,7 @@ def abi() -> int:
 
 
 def restrict(readable: Sequence[Path]) -> int:
-    """From now on this thread, and those that it starts, may open only files below some folders, and only to read.
+    """From now on this thread, and those that it starts, may open only some files and those below some folders, to read.
 
     Where the kernel knows how, it may not bind or connect TCP sockets either, nor signal others.
 
@@ -69,7 +69,8 @@ def _allow(rules: int, folder: Path) -> None:
     except OSError:
         return  # not there
     try:
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", _READ_FILE | _READ_DIR, opened), 12)
+        rights = _READ_FILE | _READ_DIR if folder.is_dir() else _READ_FILE
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, opened), 12)
         call("landlock_add_rule", rules, _PATH_BENEATH, _address(rule), 0)
     finally:
         os.close(opened)

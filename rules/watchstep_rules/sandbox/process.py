@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from watchstep.errors import RuleError
-from watchstep_rules.sandbox.frames import FrameError, kept, pack, receive, send
+from watchstep_rules.sandbox.frames import SHORT, Bounds, FrameError, Parts, Reply, kept, pack, receive, send
 from watchstep_rules.sandbox.isolation import Isolation, why_not
 
 _START_SECONDS = 30.0
@@ -24,9 +28,32 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
     "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
-"""All that it gets of an environment: no credentials, and one thread for each library."""
+"""All that it gets of an environment: no credentials, and one thread and one heap for each library."""
+
+
+class Runnable(Hashable, Protocol):
+    """What a child is started for. Children are kept by it, so it is hashable."""
+
+    @property
+    def kind(self) -> str:
+        """``python`` or ``sql``: which part of the package the child loads before it is confined."""
+
+    @property
+    def memory_mb(self) -> int:
+        """How much memory the child may take beyond what its libraries take, in MiB."""
+
+    @property
+    def called(self) -> str:
+        """What to call it in an error."""
+
+    def setup(self) -> dict[str, Any]:
+        """What the child is told once it is confined."""
+
+    def refusal(self, isolation: Isolation) -> str:
+        """Why it must not run under this isolation; empty where it may."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +75,52 @@ class Program:
     memory_mb: int
 
     @property
+    def kind(self) -> str:
+        """See `Runnable`."""
+        return "python"
+
+    @property
     def called(self) -> str:
         """What to call it in an error."""
         return f"Python rule {self.class_name} of {self.file or self.module or 'its source'}"
+
+    def setup(self) -> dict[str, Any]:
+        """The class and where it comes from."""
+        fields = asdict(self)
+        return {**fields, "class": fields.pop("class_name")}
+
+    def refusal(self, isolation: Isolation) -> str:
+        """Programs need the isolation that the settings ask for."""
+        return why_not(isolation)
 
 
 class DeadError(RuleError):
     """The child ended, or was ended."""
 
 
+class StartError(DeadError):
+    """No child could be started: the machine is at fault, not what should have been run."""
+
+
 class Child:
     """A process with one program, and how far it is shut off."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Runnable) -> None:
         """Start it.
 
         Raises:
-            DeadError: it does not start, or ends.
+            StartError: it does not start.
+            DeadError: it ends.
             RuleError: the isolation is not what is asked for, or the program is at fault.
         """
         self.program = program
         self.retired = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-m", "watchstep_rules.sandbox.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_ENVIRONMENT,
-            cwd="/",
-            close_fds=True,
-            start_new_session=True,
-        )
+        try:
+            self._process = _STARTER.run(_popen)
+        except OSError as error:
+            raise StartError(
+                f"{program.called}: no process can be started ({error})", "look at the limits of the service"
+            ) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._outgoing, self._incoming = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -86,31 +128,81 @@ class Child:
         os.set_blocking(self._incoming, False)
         try:
             self.isolation = self._confined()
-            self._check(self._exchange(self._setup(), (), _LOAD_SECONDS))
+            self.ask(program.setup(), (), _LOAD_SECONDS)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
         """Whether it still runs; one that waits may have been killed."""
         return self._process.poll() is None
 
-    def ask(self, request: dict[str, Any], parts: tuple[bytes, ...], seconds: float) -> dict[str, Any]:
-        """One answer.
+    def ask(self, request: dict[str, Any], parts: Parts, seconds: float, bounds: Bounds = SHORT) -> Reply:
+        """Send a request and return the only reply.
+
+        Args:
+            request: the document.
+            parts: bytes that go with it.
+            seconds: after so long the child is killed.
+            bounds: the longest reply.
 
         Raises:
             DeadError: it ended, or took too long and was killed.
             RuleError: the program is at fault.
         """
-        return self._check(self._exchange(request, parts, seconds))
+        deadline = time.monotonic() + seconds
+        self.send(request, parts, deadline, seconds)
+        return self.receive(deadline, seconds, bounds)
+
+    def send(self, request: dict[str, Any], parts: Parts, deadline: float, seconds: float) -> None:
+        """Send a message.
+
+        Args:
+            request: the document.
+            parts: bytes that go with it.
+            deadline: by `time.monotonic`.
+            seconds: what to say that it took.
+
+        Raises:
+            DeadError: it ended, or does not read and was killed.
+        """
+        try:
+            send(self._outgoing, pack(request, parts), deadline)
+        except FrameError as error:
+            raise self._dead(error, seconds) from error
+
+    def receive(self, deadline: float, seconds: float, bounds: Bounds = SHORT) -> Reply:
+        """Read its next message.
+
+        Args:
+            deadline: by `time.monotonic`; then it is killed.
+            seconds: what to say that it took.
+            bounds: the longest message.
+
+        Raises:
+            DeadError: it ended, took too long and was killed, or sends what is not a message.
+            RuleError: the program is at fault.
+        """
+        try:
+            reply = receive(self._incoming, deadline, bounds)
+        except FrameError as error:
+            raise self._dead(error, seconds) from error
+        self._check(reply.document)
+        return reply
 
     def close(self) -> None:
         """End it, whatever it does."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+        if self._process.returncode is None:  # else its process id may be another's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
         self._close_pipes()
 
     def abandon(self) -> None:
@@ -126,48 +218,39 @@ class Child:
 
     def _confined(self) -> Isolation:
         """What it reached; said before it is told anything of the program."""
-        said = self._exchange({"memory_mb": self.program.memory_mb}, (), _START_SECONDS)
         try:
-            reached = Isolation.model_validate(said)
-        except ValidationError as error:
-            raise DeadError(
-                f"{self.program.called}: its process does not start", "see if Python runs"
+            request = {"kind": self.program.kind, "memory_mb": self.program.memory_mb}
+            reached = Isolation.model_validate(self.ask(request, (), _START_SECONDS).document)
+        except (DeadError, ValidationError) as error:
+            raise StartError(
+                f"{self.program.called}: its process does not start ({error})", "see if Python runs"
             ) from error
-        reason = why_not(reached)
+        reason = self.program.refusal(reached)
         if reason:
             raise RuleError(f"{self.program.called}: {reason}", "see docs/python-rules.md, 'Isolation'")
         return reached
 
-    def _setup(self) -> dict[str, Any]:
-        held = asdict(self.program)
-        return {**held, "class": held.pop("class_name")}
+    def _dead(self, error: FrameError, seconds: float) -> DeadError:
+        reason = str(error)
+        if reason == "took too long":
+            reason = f"took more than {seconds:g} s and was ended"
+        elif reason == "ended":
+            reason = self._end()
+        self.close()
+        return DeadError(
+            f"{self.program.called}: {reason}", "correct the rule; a new process is started after a pause"
+        )
 
-    def _exchange(self, document: dict[str, Any], parts: tuple[bytes, ...], seconds: float) -> Any:
-        deadline = time.monotonic() + seconds
-        try:
-            send(self._outgoing, pack(document, parts), deadline)
-            return receive(self._incoming, deadline)
-        except FrameError as error:
-            reason = str(error)
-            if reason == "took too long":
-                reason = f"took more than {seconds:g} s and was ended"
-            elif reason == "ended":
-                reason = self._end()
+    def _check(self, document: Any) -> None:
+        if not isinstance(document, dict):
             self.close()
-            raise DeadError(
-                f"{self.program.called}: {reason}", "correct the rule; a new process is started after a pause"
-            ) from error
-
-    def _check(self, said: Any) -> dict[str, Any]:
-        if not isinstance(said, dict):
-            raise DeadError(f"{self.program.called}: sent what is no answer", "correct the rule")
-        self.retired = said.get("retire") is True
-        error = said.get("error")
+            raise DeadError(f"{self.program.called}: sent what is not an answer", "correct the rule")
+        self.retired = document.get("retire") is True
+        error = document.get("error")
         if error is not None:
             raise RuleError(
                 f"{self.program.called}: {kept(str(error)[:500])}", "correct the rule, or its parameters"
             )
-        return said
 
     def _end(self) -> str:
         try:
@@ -177,9 +260,65 @@ class Child:
         return f"its process died of {_signal(-code)}" if code < 0 else f"its process ended with {code}"
 
 
+class _Starter:
+    """A thread that lives as long as the process and starts its children.
+
+    The kernel kills a child when the *thread* that started it ends, not the process (``PR_SET_PDEATHSIG``). Threads that
+    answer requests or evaluate runs come and go.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        """Run it in the thread, and return what it returns or raise what it raises."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="watchstep-children", daemon=True)
+                self._thread.start()
+        future: Future[subprocess.Popen[bytes]] = Future()
+        self._waiting.put((work, future))
+        return future.result()
+
+    def _serve(self) -> None:
+        while True:
+            work, future = self._waiting.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+                future.set_exception(error)
+
+
+def _popen() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603 - this interpreter
+        [sys.executable, "-I", "-B", "-m", "watchstep_rules.sandbox.child", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=_ENVIRONMENT,
+        cwd="/",
+        close_fds=True,
+        start_new_session=True,
+    )
+
+
 def _signal(number: int) -> str:
     """Its name; those of real time have none but the first and the last."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+_STARTER = _Starter()
+
+
+def _new_starter() -> None:
+    """In a forked process there is no such thread."""
+    global _STARTER  # noqa: PLW0603 - one for each process
+    _STARTER = _Starter()
+
+
+os.register_at_fork(after_in_child=_new_starter)

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from watchstep.block import Block
 from watchstep_rules.contract import AnyRule, Rule, State
-from watchstep_rules.sandbox.wire import from_bytes
+from watchstep_rules.sandbox.wire import MAX_FINDINGS, MAX_MESSAGE, FoundRow, from_bytes, pack_findings
 
 MODULE = "watchstep_user_rule"
-_MAX_MESSAGE = 500
+_Answer = tuple[dict[str, Any], bytes]
 
 
 class ProgramError(Exception):
@@ -42,8 +42,8 @@ def load(setup: dict[str, Any]) -> AnyRule:
         raise ProgramError(f"{name} cannot be made: {error}") from error
 
 
-def answer(rule: AnyRule, request: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
-    """What the rule says to one request, as data.
+def answer(rule: AnyRule, request: dict[str, Any], parts: list[bytearray]) -> _Answer:
+    """What the rule says to one request: a document, and its findings as `pack_findings` gives them.
 
     Raises:
         ProgramError: the parameters are not its.
@@ -55,18 +55,18 @@ def answer(rule: AnyRule, request: dict[str, Any], parts: list[bytes]) -> dict[s
         place = ".".join(["params", *map(str, first["loc"])])
         raise ProgramError(f"{place}: {first['msg']}") from error
     if request["ask"] == "describe":
-        return _described(rule, params)
+        return _described(rule, params), b""
     return _evaluated(rule, params, request, *map(from_bytes, parts))
 
 
 def told(error: BaseException) -> str:
     """An error in one line, with the line of the user's program where it came from."""
     if isinstance(error, ProgramError):
-        return str(error)[:_MAX_MESSAGE]
+        return str(error)[:MAX_MESSAGE]
     frames = traceback.extract_tb(error.__traceback__)
     lines = [str(frame.lineno) for frame in frames if frame.filename.startswith("<")]
     place = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error}"[: _MAX_MESSAGE - 20] + place
+    return f"{type(error).__name__}: {error}"[: MAX_MESSAGE - 20] + place
 
 
 def _module(setup: dict[str, Any]) -> types.ModuleType:
@@ -94,9 +94,7 @@ def _described(rule: AnyRule, params: Any) -> dict[str, Any]:
     }
 
 
-def _evaluated(
-    rule: AnyRule, params: Any, request: dict[str, Any], context: Block, block: Block
-) -> dict[str, Any]:
+def _evaluated(rule: AnyRule, params: Any, request: dict[str, Any], context: Block, block: Block) -> _Answer:
     now = request["now"]
     state = rule.state_type()
     if request["state"] is not None:
@@ -109,20 +107,25 @@ def _evaluated(
         (int(block.step[row]), int(block.worker[row]), block.mode_name(row), block.info(row).name): row
         for row in reversed(range(len(block)))
     }
-    said = []
+    found = []
     for finding in findings:
         row = rows.get((finding.step, finding.worker, finding.mode, finding.tensor))
         if row is None:
             raise ProgramError(
                 f"a finding names step {finding.step}, tensor {finding.tensor!r}: no row of the block"
             )
-        said.append([row, float(finding.value), float(finding.threshold), finding.message[:_MAX_MESSAGE]])
-    return {
+        found.append(FoundRow(row, float(finding.value), float(finding.threshold), finding.message))
+    payload = pack_findings(found)
+    if len(payload) > MAX_FINDINGS:
+        raise ProgramError(
+            f"{len(found)} findings take {len(payload)} bytes, at most {MAX_FINDINGS} are taken"
+        )
+    document = {
         "version": rule.version,
         "state": _kept(rule, state),
-        "findings": said,
-        "problem": str(rule.problem(state))[:_MAX_MESSAGE],
+        "problem": str(rule.problem(state))[:MAX_MESSAGE],
     }
+    return document, payload
 
 
 def _kept(rule: AnyRule, state: State) -> Any:

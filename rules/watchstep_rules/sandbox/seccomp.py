@@ -24,6 +24,7 @@ _CLONE_THREAD = 0x00010000
 _WRITING = (
     os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0x400000
 )  # the last: O_TMPFILE's own bit
+_PATH_ONLY = 0x200000  # O_PATH, which Landlock does not look at
 _FCNTL = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
 _IOCTL = (
     0x5401,
@@ -48,15 +49,18 @@ class _Step:
         return struct.pack("=HBBI", self.code, self.if_so, self.if_not, self.constant)
 
 
-def restrict() -> bool:
+def restrict(*, threads: bool) -> bool:
     """From now on every thread of this process is held to the list; whether the kernel agreed.
 
     `no_new_privileges` must have been called.
+
+    Args:
+        threads: whether more threads may be started. ``RLIMIT_NPROC`` does not bound those of root.
     """
     here = machine()
     if here is None:
         return False
-    code = b"".join(step.packed() for step in program(_ARCHITECTURE[here], os.getpid()))
+    code = b"".join(step.packed() for step in program(_ARCHITECTURE[here], os.getpid(), threads=threads))
     steps = ctypes.create_string_buffer(code, len(code))
     filter_ = ctypes.create_string_buffer(
         struct.pack("@HP", len(code) // 8, ctypes.addressof(steps)), struct.calcsize("@HP")
@@ -67,12 +71,13 @@ def restrict() -> bool:
         return False
 
 
-def program(architecture: int, pid: int) -> list[_Step]:
+def program(architecture: int, pid: int, *, threads: bool) -> list[_Step]:
     """The filter.
 
     Args:
         architecture: as the kernel numbers it; calls in another's convention end the process.
         pid: the only process that may be signalled.
+        threads: whether more threads may be started.
     """
     steps = [
         _Step(_LOAD, _ARCHITECTURE_AT),
@@ -83,8 +88,9 @@ def program(architecture: int, pid: int) -> list[_Step]:
     for name in ALLOWED:
         steps += _if_call(name, [_Step(_RETURN, _ALLOW)])
     for name, argument in (("open", 1), ("openat", 2)):
-        steps += _if_call(name, [_argument(argument), *_unless_any_bit(_WRITING)])
-    steps += _if_call("clone", [_argument(0), *_if_bit(_CLONE_THREAD)])
+        steps += _if_call(name, [_argument(argument), *_unless_any_bit(_WRITING | _PATH_ONLY)])
+    if threads:
+        steps += _if_call("clone", [_argument(0), *_if_bit(_CLONE_THREAD)])
     steps += _if_call("fcntl", [_argument(1), *_if_one_of(_FCNTL)])
     steps += _if_call("ioctl", [_argument(1), *_if_one_of(_IOCTL)])
     for name in ("kill", "tgkill"):

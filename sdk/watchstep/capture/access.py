@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from watchstep import documents
+from watchstep.capture.announcer import Announcer
+from watchstep.capture.claims import earlier_attempts, reuse_warning
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
 from watchstep.capture.identity import Identity
-from watchstep.capture.service_client import RefusalError, ServiceClient
-from watchstep.capture.service_pause import ServicePause
-from watchstep.errors import ServiceError, StoreError
+from watchstep.capture.service_client import ServiceClient
+from watchstep.errors import StoreError
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
+from watchstep.store_identity import StoreIdentity
+
+_log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 10.0
@@ -28,24 +34,30 @@ class Target:
     Attributes:
         store_url: of the store, for whoever uploads later what this process could not.
         open_store: opens the store, seen from the run; called on the writer's thread until it succeeds.
+        store_identity: of the store, once it was opened.
         identity: who records.
         run: to make the run with.
+        asked_rules: rule configs to register the run with.
         attempt: to claim the attempt with.
         service: where to announce.
         open_attempt: opens it for another attempt; None where one store is for all.
+        warns_of_reuse: whether to look for earlier attempts of the run, whose steps this one hides.
     """
 
     store_url: str
     open_store: Callable[[], Store]
+    store_identity: StoreIdentity
     identity: Identity
     run: documents.RunDocument
     attempt: documents.AttemptDocument
     service: ServiceClient | None
     open_attempt: Callable[[str], Store] | None = None
+    asked_rules: tuple[dict[str, Any], ...] = ()
+    warns_of_reuse: bool = False
 
 
 class Access:
-    """The way to the store and the service. On the writer's thread.
+    """The way to the store and the service. On the writer's thread; what is announced has a thread of its own.
 
     What is announced while ``is_urgent`` says so, the service evaluates before other runs.
 
@@ -58,16 +70,17 @@ class Access:
         self, target: Target, control: ControlReader, health: Health, is_urgent: Callable[[], bool]
     ) -> None:
         self.target = target
-        self._is_urgent = is_urgent
         self.store: Store | None = None
-        self._control = control
         self._health = health
         self._retry_at = 0.0
         self._backoff = _FIRST_BACKOFF
         self._longest = _LONGEST_BACKOFF
         self._failing_since: float | None = None
-        self._registered = target.service is None
-        self._pause = ServicePause()
+        self._looked_for_reuse = False
+        asked = {"run": target.identity.run, "rules": list(target.asked_rules)}
+        self._announcer = (
+            None if target.service is None else Announcer(target.service, asked, control, health, is_urgent)
+        )
 
     @property
     def ready(self) -> bool:
@@ -77,7 +90,7 @@ class Access:
     @property
     def is_left_alone(self) -> bool:
         """Whether the service has refused, and is not to be asked yet."""
-        return self._pause.goes_on
+        return self._announcer is not None and self._announcer.is_left_alone
 
     @property
     def failing_for(self) -> float | None:
@@ -87,7 +100,8 @@ class Access:
     def hurry(self) -> None:
         """The process is about to end: try at once, and often."""
         self._retry_at, self._longest = 0.0, _LONGEST_IN_HURRY
-        self._pause.hurry()
+        if self._announcer is not None:
+            self._announcer.hurry()
 
     def open(self) -> Store:
         """The store.
@@ -108,6 +122,22 @@ class Access:
             self.store = self.target.open_attempt(attempt)
         return self.open()
 
+    def warn_of_reuse(self, store: Store) -> None:
+        """Report once that the run has earlier attempts, if this one records its steps again.
+
+        Raises:
+            StoreError: the store could not be listed.
+        """
+        identity = self.target.identity
+        if not self.target.warns_of_reuse or self._looked_for_reuse:
+            return
+        earlier = earlier_attempts(store, identity.attempt)
+        self._looked_for_reuse = True
+        if earlier:
+            warning = reuse_warning(identity.project, identity.run, len(earlier))
+            self._health.note("earlier_attempts", warning)
+            _log.warning("watchstep: %s (first_step= goes on with a run; another run= begins one)", warning)
+
     def advanced(self) -> None:
         """The store has taken something."""
         self._retry_at, self._backoff = 0.0, _FIRST_BACKOFF
@@ -124,22 +154,20 @@ class Access:
         self._backoff = min(self._longest, 2 * self._backoff)
 
     def announce(self, key: SegmentKey) -> None:
-        """Tell the service of a segment, if there is one; its answer goes to the control reader.
+        """Have the service told of a segment, if there is one. Never waits: its answer goes to the control reader.
 
-        A service that has refused is told nothing for a while: it finds the segments without.
+        A service that has refused, or does not answer, is told nothing for a while, and then what it has missed: of many segments
+        the newest. It finds the others without.
         """
-        service = self.target.service
-        if service is None or self._pause.goes_on:
-            return
-        try:
-            if not self._registered:
-                run = self.target.run
-                service.register({"run": run.run, "attempt": key.writer.attempt, "rules": list(run.rules)})
-                self._registered = True
-            name, said = self.target.identity.run, self._health.as_data()
-            self._control.accept(service.announce(name, key, said, urgent=self._is_urgent()))
-            self._pause.answered()
-        except ServiceError as error:
-            self._health.fault("service", error)
-            if isinstance(error, RefusalError):
-                self._pause.refused(error.status, error.after_seconds)
+        if self._announcer is not None:
+            self._announcer.announce(key)
+
+    def finish_announcing(self, is_late: Callable[[], bool]) -> None:
+        """Nothing more is announced: wait until the service knows of all segments, has failed, or it is late."""
+        if self._announcer is not None:
+            self._announcer.close(is_late)
+
+    def tell_cost(self, told: Callable[[float], None]) -> None:
+        """Tell of the processor time that announcing takes, in seconds."""
+        if self._announcer is not None:
+            self._announcer.tell_cost(told)

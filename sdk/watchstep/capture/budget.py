@@ -82,7 +82,7 @@ class Budget:
         self._spent_in_step = 0.0
         self._floor = 0.0
         self._floors = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the hook
         self._written = 0.0
 
     def due(self, collection: str, step: int) -> bool:

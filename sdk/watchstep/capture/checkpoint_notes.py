@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
 
+from watchstep.capture.bounded_join import join_until
 from watchstep.capture.health import Health
 from watchstep.checkpoints import Checkpoint
 from watchstep.errors import StoreError
@@ -29,7 +31,7 @@ class CheckpointNotes:
         self._saved: list[Checkpoint] = []
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may save a checkpoint or close the hook
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Note a checkpoint. Never waits."""
@@ -53,18 +55,15 @@ class CheckpointNotes:
             old = [one for one in self._saved if one.saved_ns < since]
         return frozenset(one.path for one in [*old[-1:], *new])
 
-    def close(self, seconds: float) -> None:
-        """Write what is left, and wait so long for the store."""
-        with self._lock:
-            thread = self._thread
-        if thread is None:
-            return
+    def close(self) -> None:
+        """Have what is left written. Waits for nothing."""
         self._closing.set()
-        try:
+        with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
-        except queue.Full:
-            return
-        thread.join(seconds)
+
+    def join(self, is_late: Callable[[], bool]) -> None:
+        """Wait until all is written, or it is late."""
+        join_until(self._thread, is_late)
 
     def _write_all(self) -> None:
         while (checkpoint := self._waiting.get()) is not None:

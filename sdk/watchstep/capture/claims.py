@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import PurePosixPath as Path
 
 from watchstep import documents
+from watchstep.capture.health import Health
 from watchstep.capture.identity import Identity
-from watchstep.errors import StoreError
-from watchstep.layout import RUN_DOCUMENT, WriterId, attempt_document
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.layout import ATTEMPTS, RUN_DOCUMENT, WriterId, attempt_document
 from watchstep.store import Store
 
 _MOST_ATTEMPTS = 1000
@@ -55,9 +58,72 @@ def claim_attempt(
         name = identity.attempt if number == 1 else f"{identity.attempt}.{number}"
         key, data = attempt_document(name), documents.encode(replace(attempt, attempt=name))
         held = store if others is None or number == 1 else others(name)
-        if held.create(key, data) or held.get(key, limit=documents.MAX_BYTES) == data:
+        if held.create(key, data) or _is_ours(held, key, data):
             return replace(identity, attempt=name).writer()
     raise StoreError(f"run {run.run}: {_MOST_ATTEMPTS} attempts are taken", "record under a new run id")
+
+
+def restore_documents(
+    store: Store, run: documents.RunDocument, attempt: documents.AttemptDocument, name: str, health: Health
+) -> None:
+    """Write the documents of a run and an attempt anew where somebody has emptied a local store that is recorded to.
+
+    Without them nothing that is recorded from then on could be read. What was written before is gone, and readers see the gap. In a bucket
+    nothing is looked for: it would cost a request for each segment.
+
+    Args:
+        store: seen from the run.
+        run: the run's document, as it was written.
+        attempt: the attempt's.
+        name: of the attempt that was claimed.
+        health: where it is told, once.
+
+    Raises:
+        StoreError: the store refused, or is another one.
+    """
+    if not store.is_local:
+        return
+    try:
+        store.size(RUN_DOCUMENT)
+    except NotFoundError:
+        lost = StoreError(
+            f"run {store.location}: its document was removed while it is recorded, and what was written before, too, most likely",
+            "the document is written anew; leave the folder alone while the program runs",
+        )
+        health.fault("emptied run", lost)
+        store.create(RUN_DOCUMENT, documents.encode(run))
+        store.create(attempt_document(name), documents.encode(replace(attempt, attempt=name)))
+
+
+def earlier_attempts(store: Store, attempt: str) -> list[str]:
+    """Attempts of a run besides one and its restarts, which are named ``<attempt>.2`` or ``<attempt>-r1``.
+
+    Args:
+        store: seen from the run.
+        attempt: as its launcher drew it.
+
+    Raises:
+        StoreError: the store could not be listed.
+    """
+    names = (Path(entry.key).stem for entry in store.entries(ATTEMPTS))
+    restart = re.compile(rf"{re.escape(attempt)}([.]\d+|-r\d+([.]\d+)?)?")
+    return sorted(name for name in names if not restart.fullmatch(name))
+
+
+def reuse_warning(project: str, run: str, attempts: int) -> str:
+    """What a program is told that records a run again from its first step."""
+    count = "an earlier attempt" if attempts == 1 else f"{attempts} earlier attempts"
+    return (
+        f"run {project}/{run} has {count}: readers show the newest attempt of each step, so the steps that are recorded now"
+        " hide the earlier ones"
+    )
+
+
+def _is_ours(store: Store, key: str, data: bytes) -> bool:
+    try:
+        return store.get(key, limit=documents.MAX_BYTES) == data
+    except FormatError:  # too large to be a claim
+        return False
 
 
 def claim_node(

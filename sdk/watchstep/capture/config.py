@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from watchstep import tensors
 from watchstep.capture.cadence import ADAPTIVE, Cadence
 from watchstep.capture.collections import BUILT_IN, STATE_ROLES, Collection, checked
+from watchstep.capture.element_probes import parsed
 from watchstep.errors import ConfigError
 
 PROBES = (
@@ -36,8 +37,12 @@ the shares of some tokens, ``token_share``, and of the most frequent one, ``top_
 
 
 _MIB = 1024 * 1024
-_BESIDES = (64 + 2 * 16 + 128) * _MIB
-"""Of the memory bound: a segment of 50,000 rows while it is made, samples, libraries."""
+_BESIDES = (2 * 16 + 128) * _MIB
+"""Of the memory bound: samples, libraries."""
+
+_SEGMENT = 4.25 * 0.5
+"""Of the memory bound, as a share of the queue's: a segment while it is made. That takes 4.25 times its rows at most (measured:
+3.4 to 4.2 times), which are 16 MiB, or those of one step, which has half of the queue at most."""
 
 
 def _default_collections() -> dict[str, Cadence | Collection]:
@@ -68,6 +73,8 @@ class Bounds:
         control_seconds: how often the control document is looked for on the store when no service answers.
         close_seconds: the longest that closing waits for the store.
         term_seconds: the longest that a SIGTERM is put off to write what is left.
+        checkpoint_seconds: the longest that a stop waits for the program to save a checkpoint (``WATCHSTEP_ON_STOP=checkpoint``);
+            less than the time after which the service ends the job.
     """
 
     queue_bytes: int = 64 * 1024 * 1024
@@ -78,6 +85,7 @@ class Bounds:
     control_seconds: float = 5.0
     close_seconds: float = 10.0
     term_seconds: float = 5.0
+    checkpoint_seconds: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -151,9 +159,11 @@ class CaptureConfig:
             with an adaptive cadence are measured. None for no budget: these are then measured at every step.
         allowance_seconds: that measuring may take of each step at least, for steps so short that their share pays for
             nothing; the share decides where a step takes longer than a hundred times that.
-        gate: look for NaN and infinity at every step, and measure everything of a step that has some.
+        gate: look for NaN and infinity at every step, and measure everything of a step that has some; and of five steps from one
+            on whose loss is far above those before.
         gradients: where a program clips gradients by `torch.nn.utils`: as they were before it, or are after it.
-        probes: figures besides the row, see `PROBES`.
+        probes: figures besides the row, see `PROBES`; those of `watchstep.capture.element_probes`, which take arguments, only where
+            they are named here or a rule file that the hook is given needs them.
         token_values: the tokens whose share of an embedding's input is told; the module's ``padding_idx`` where there are
             none, or 0 where it has none.
         snapshots: full tensors of weights and gradients.
@@ -179,7 +189,7 @@ class CaptureConfig:
         object.__setattr__(self, "collections", checked(self.collections))
         if self.gradients not in {"after_clipping", "before_clipping"}:
             raise ConfigError(f"gradients={self.gradients!r}", 'use "after_clipping" or "before_clipping"')
-        if unknown := set(self.probes) - set(PROBES):
+        if unknown := {name for name in set(self.probes) - set(PROBES) if parsed(name) is None}:
             raise ConfigError(f"probes: {sorted(unknown)} unknown", f"use some of {', '.join(PROBES)}")
         if not isinstance(self.token_values, tuple) or any(type(one) is not int for one in self.token_values):
             raise ConfigError(f"token_values={self.token_values!r}", "give whole numbers: token_values=(0,)")
@@ -192,13 +202,15 @@ class CaptureConfig:
 
     @property
     def memory_bound(self) -> int:
-        """Bytes of memory that recording takes at most, whatever the store does; on the host.
+        """Bytes of memory that recording adds to the process at most, whatever the store does; on the host.
 
         The queue and the backlog, one segment while it is made, snapshots, the samples that updates and gradients are
-        compared by, and what libraries take when they are loaded (some 100 MiB, measured).
+        compared by, and what libraries take when they are loaded (some 100 MiB, measured). The memory of the program itself, PyTorch
+        included, is not in it.
         """
         bounds = self.bounds
-        return bounds.queue_bytes + bounds.backlog_bytes + self.snapshots.memory_bytes + _BESIDES
+        segment = max(68 * _MIB, int(_SEGMENT * bounds.queue_bytes))
+        return bounds.queue_bytes + bounds.backlog_bytes + segment + self.snapshots.memory_bytes + _BESIDES
 
     @property
     def sampling(self) -> SystemSampling | None:

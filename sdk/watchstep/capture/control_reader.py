@@ -12,12 +12,16 @@ from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.layout import CONTROL_DOCUMENT
 from watchstep.store import Store
 
+TOMBSTONE = "tombstone"
+"""The note in health that nobody knows yet whether the run was stopped for good."""
+
 
 class ControlReader:
-    """Keeps the newest document seen, and tells of each newer one. On the writer's thread, but for `look`.
+    """Keeps the newest document seen, and tells of each newer one. Thread-safe; the store is asked on the writer's thread, but by `look`.
+
+    Until the store or the service has answered for the first time, health says that nobody knows whether the run was stopped for good.
 
     Attributes:
-        attempt: the attempt that this worker claimed; empty before that.
         document: the newest document.
         relay: told of each newer document, for other ranks.
     """
@@ -31,19 +35,46 @@ class ControlReader:
         self._next = 0.0
         self._taking = threading.Lock()
         self._relayed = 0
+        self._attempt = ""
+        self._heard_as = ""
+        self._unverified = True
         self.document = ControlDocument()
-        self.attempt = ""
         self.relay: Callable[[ControlDocument], None] | None = None
+        health.note(TOMBSTONE, "unverified: neither the store nor the service has answered yet")
+
+    @property
+    def attempt(self) -> str:
+        """The attempt that this worker claimed; empty before that."""
+        return self._attempt
+
+    @attempt.setter
+    def attempt(self, attempt: str) -> None:
+        with self._taking:
+            self._attempt = attempt
+            if self.document.version and self._heard_as != attempt:
+                self._heard_as = attempt
+                self._changed(self.document, attempt)
 
     def accept(self, document: ControlDocument) -> None:
         """A document from the service; also puts off the next look at the store."""
         self._next = time.monotonic() + self._interval
         self._take(document)
-        newest = self.document
-        if newest.version > self._relayed:
-            self._relayed = newest.version
-            if self.relay is not None:
-                self.relay(newest)
+        with self._taking:
+            newest = self.document
+            is_new = newest.version > self._relayed
+            self._relayed = max(self._relayed, newest.version)
+            relay = self.relay
+        if is_new and relay is not None:
+            relay(newest)
+
+    def hear(self, document: ControlDocument, attempt: str) -> None:
+        """A document from the service, in the answer to a registration. On any thread.
+
+        Args:
+            document: the document.
+            attempt: the attempt that was registered, where this worker has claimed none yet.
+        """
+        self._take(document, attempt)
 
     def look(self, store: Store) -> None:
         """Look at the store now. On any thread; other ranks are told of what is found when the writer's next hears of it.
@@ -53,11 +84,24 @@ class ControlReader:
         """
         self._take(ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES)))
 
-    def _take(self, document: ControlDocument) -> None:
+    def verify(self, store: Store) -> None:
+        """Look at the store for the first time, before anything is uploaded."""
+        if self._unverified:
+            self.refresh(store)
+
+    def verified(self) -> None:
+        """The store or the service has answered: whether the run was stopped for good is known."""
+        if self._unverified:
+            self._unverified = False
+            self._health.withdraw(TOMBSTONE)
+
+    def _take(self, document: ControlDocument, attempt: str = "") -> None:
+        self.verified()
         with self._taking:
             if document.version > self.document.version:
                 self.document = document
-                self._changed(document, self.attempt)
+                self._heard_as = self._attempt or attempt
+                self._changed(document, self._heard_as)
 
     def refresh(self, store: Store) -> None:
         """Look at the store, if no service has answered for a while."""
@@ -67,6 +111,6 @@ class ControlReader:
         try:
             self.accept(ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES)))
         except NotFoundError:
-            return
+            self.verified()
         except (StoreError, FormatError) as error:
             self._health.fault("control document", error)

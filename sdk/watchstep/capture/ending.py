@@ -9,10 +9,14 @@ from typing import Any
 
 from watchstep.capture.health import Health
 from watchstep.capture.recorder import Recorder
+from watchstep.capture.termination import deferred_sigterm
 from watchstep.capture.writer import Writer
-from watchstep.documents import EndDocument, EndState
+from watchstep.documents import TERMINATED, EndDocument, EndState
 
 _log = logging.getLogger("watchstep")
+
+_STORE_SHARE = 0.8
+"""Of the time that a SIGTERM is put off; the rest is for writing to disk what the store did not take."""
 
 
 class Ending:
@@ -21,8 +25,9 @@ class Ending:
     Attributes:
         run_url: the run, for messages.
         close_seconds: how long the store is waited for when the program closes its hook, or exits.
-        term_seconds: the same when it is terminated.
-        reason: why the process is about to end with a failure, if something has said so; told where it does end.
+        term_seconds: how long the end may take when it is terminated, from the signal or from the end's beginning.
+        reason: why the process was told to end, if something has said so; told where it does end with a failure.
+        survived: the program's handler of that signal returned: the program goes on, and its end alone says how it ended.
     """
 
     def __init__(
@@ -42,22 +47,54 @@ class Ending:
         self.close_seconds = bounds.close_seconds
         self.term_seconds = bounds.term_seconds
         self.reason = ""
+        self.survived = False
         self._recorder = recorder
         self._writer = writer
         self._health = health
         self._report = report
         self._watches: list[Callable[[], None]] = []
+        self._joins: list[Callable[[Callable[[], bool]], None]] = []
         self._ended = False
         self._forgotten = False
+        self._words_given = False
+        self._deadline = float("inf")
+
+    @property
+    def fails(self) -> bool:
+        """Whether something ends the process with a failure."""
+        return bool(self.reason) and not self.survived
+
+    @property
+    def last_step(self) -> int:
+        """The last finished step."""
+        return self._recorder.last_finished
+
+    @property
+    def obeys(self) -> bool:
+        """Whether the program ends because it was asked to stop, by whatever code."""
+        return self._recorder.heeded and self._recorder.stopped is not None
 
     @property
     def ended(self) -> bool:
         """Whether nothing more is recorded."""
         return self._ended
 
-    def detach_with(self, detach: Callable[[], None]) -> None:
-        """Call this when nothing more is recorded."""
+    def is_late(self) -> bool:
+        """Whether the time for ending is over: nothing is waited for any more. There is one deadline for all that is waited for."""
+        return time.monotonic() >= self._deadline
+
+    def detach_with(
+        self, detach: Callable[[], None], join: Callable[[Callable[[], bool]], None] | None = None
+    ) -> None:
+        """Call this when nothing more is recorded.
+
+        Args:
+            detach: must not wait for the store or the service.
+            join: called after the last rows were written, or went to disk; waits for a thread until what it is given says that it is late.
+        """
         self._watches.append(detach)
+        if join is not None:
+            self._joins.append(join)
 
     def wake(self) -> None:
         """The process is told to end: have what is there written now, and let training go on to where it ends. Waits for nothing."""
@@ -78,28 +115,61 @@ class Ending:
     ) -> None:
         """Write what is left within bounds, and how it ended. A second call only brings the bound forward.
 
+        A SIGTERM that comes meanwhile does the same. The program's handler of it is called when this is done, unless the
+        program has been told before.
+
         Args:
             state: how; None for completed, or stopped where Watchstep asked for it.
             reason: why, where it was not as planned.
-            seconds: how long to wait for the store; `close_seconds` where it is left out.
+            seconds: how long to wait for the store; where it is left out, `close_seconds`, and less than `term_seconds` where a
+                SIGTERM ends the program.
             dying: the process ends right after this, and the training thread may be anywhere: hooks stay where they are.
         """
         if self._forgotten:
             return
-        bound = self.close_seconds if seconds is None else seconds
+        with deferred_sigterm(self.hurry, repeated=lambda: bool(self.reason)):
+            self._end(state, reason, self._usual_seconds() if seconds is None else seconds, dying=dying)
+
+    def _usual_seconds(self) -> float:
+        """How long to wait for the store; less where a handler of SIGTERM runs, or has ended the program by an exception."""
+        if self.reason == TERMINATED and self.fails:
+            return min(self.close_seconds, _STORE_SHARE * self.term_seconds)
+        return self.close_seconds
+
+    def _end(self, state: EndState | None, reason: str, bound: float, *, dying: bool) -> None:
+        """What `end` does. Safe to call again where a call was interrupted, by Ctrl-C or by a handler that calls it."""
         first, self._ended = not self._ended, True
-        if not first:
-            self._writer.close(None, bound)
-            return
+        self._deadline = min(self._deadline, time.monotonic() + bound)
+        complete = False
+        if state == "failed" and self.reason and not reason.startswith(self.reason):
+            reason = f"{self.reason}; {reason}"
         try:
             if dying:
                 self._recorder.guarding = None  # what is left of the time is for writing
             else:
                 self._detach()
-            if not self._writer.close(self._last_words(state, reason, dying=dying), bound):
-                self._tell_what_is_left()
+            words = None if self._words_given else self._last_words(state, reason, dying=dying)
+            self._words_given = True
+            complete = self._writer.close(words, max(0.0, self._deadline - time.monotonic()))
+            if not dying:
+                self._join()
         except Exception as error:  # noqa: BLE001 - ending must not break the program's own
             self._health.fault("close", error)
+        except BaseException:
+            self._writer.close(None, 0.0)  # the program does not wait any longer: what is left goes to disk
+            raise
+        if first and not complete:
+            self._tell_what_is_left()
+
+    def limit(self) -> None:
+        """What ends after others has no more time than they: the deadline of an end that begins now."""
+        self._deadline = min(self._deadline, time.monotonic() + self._usual_seconds())
+
+    def hurry(self) -> None:
+        """SIGTERM came meanwhile: from now on the store is waited for as long as a SIGTERM may be put off."""
+        seconds = _STORE_SHARE * self.term_seconds
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+        self._writer.hurry(seconds)
 
     def forget(self) -> None:
         """Record nothing more: this is a forked child, and the run is its parent's."""
@@ -110,6 +180,11 @@ class Ending:
     def _detach(self) -> None:
         while self._watches:  # which hold models and optimizers
             self._watches.pop()()
+
+    def _join(self) -> None:
+        """A thread that ends while the interpreter is torn down may abort it."""
+        while self._joins:
+            self._joins.pop()(self.is_late)
 
     def _tell_what_is_left(self) -> None:
         health = self._health.as_data()

@@ -45,6 +45,6 @@ def attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptDo
         attempt=identity.attempt,
         started_ns=time.time_ns(),
         world_size=identity.world_size,
-        on_stop="callback" if callable(on_stop) else on_stop,
+        on_stop="callback" if callable(on_stop) or on_stop == "check" else on_stop,
         host=socket.gethostname(),
     )

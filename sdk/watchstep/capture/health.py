@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from watchstep.terminal_text import printable
+
 _log = logging.getLogger("watchstep")
 _MAX_KINDS = 32
 
@@ -15,9 +17,11 @@ class Health:
     """Counters of one recorder. Thread-safe; nothing here ever raises."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the hook
         self._counts: dict[str, int] = {}
         self._faults: dict[str, str] = {}
+        self._logged: set[str] = set()
+        self._expected: dict[str, Callable[[BaseException], bool]] = {}
         self._notes: dict[str, str] = {}
         self._accounts: dict[str, Callable[[], dict[str, Any]]] = {}
 
@@ -32,22 +36,41 @@ class Health:
             self._counts[name] = max(self._counts.get(name, 0), value)
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Note a fault of the recorder; each kind is logged once."""
-        text = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
+        """Note a fault of the recorder; each kind is logged once, unless it is expected."""
+        text = printable(f"{type(error).__name__}: {error}".split("\n", 1)[0][:300])
         with self._lock:
             self._counts["faults"] = self._counts.get("faults", 0) + 1
-            new = where not in self._faults and len(self._faults) < _MAX_KINDS
+            has_room = where in self._faults or len(self._faults) < _MAX_KINDS
+            expected = where in self._expected and self._expected[where](error)
+            new = has_room and not expected and where not in self._logged
             if new:
+                self._logged.add(where)
+            if new or (has_room and where not in self._faults):
                 self._faults[where] = text
         if new:
             _log.warning(
                 "watchstep: %s: %s. Training goes on; further faults of this kind are counted.", where, text
             )
 
+    def expect(self, where: str, is_expected: Callable[[BaseException], bool]) -> None:
+        """The user has been told of some faults already: they are counted, and not logged again."""
+        with self._lock:
+            self._expected[where] = is_expected
+
+    def unexpect(self, where: str) -> None:
+        """It works: the next fault is new to the user."""
+        with self._lock:
+            self._expected.pop(where, None)
+
     def note(self, name: str, text: str) -> None:
         """Say something about what is recorded, e.g. that activations are not observed, and why."""
         with self._lock:
             self._notes[name] = text
+
+    def withdraw(self, name: str) -> None:
+        """Take back what was noted: it is true no more."""
+        with self._lock:
+            self._notes.pop(name, None)
 
     def account(self, name: str, gives: Callable[[], dict[str, Any]]) -> None:
         """Have something told that is kept elsewhere: JSON-ready, and asked for from any thread."""

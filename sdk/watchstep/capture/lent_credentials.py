@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from watchstep.capture.service_client import ServiceAddress, ServiceClient
+from watchstep.capture.service_client import ServiceClient
 from watchstep.cloud_store import S3Access
 from watchstep.errors import ConfigError, ServiceError, StoreError
 from watchstep.store import Store, checked_scheme
+from watchstep.store_identity import StoreIdentity
+from watchstep.transport import ServiceAddress
 
 CREDENTIALS = "WATCHSTEP_CREDENTIALS"
 SERVICE = "service"
@@ -71,6 +73,8 @@ def open_recorded(
     names: tuple[str, str, str],
     service: ServiceClient | None = None,
     told: Callable[[str, Exception], None] | None = None,
+    *,
+    identity: StoreIdentity | None = None,
 ) -> Store:
     """The store that a recorder writes to; with lent credentials where the environment asks for them.
 
@@ -81,13 +85,14 @@ def open_recorded(
         names: project, run and attempt.
         service: where to ask; the environment's where it is left out.
         told: hears what went wrong, once.
+        identity: of the store, where it is a folder; remembered from the first time that it is opened.
 
     Raises:
         ConfigError: the URL or a variable cannot be used.
         StoreError: there are no credentials, or a local folder cannot be made.
     """
     if not lent():
-        return Store.open(url, create=True)
+        return Store.open(url, create=True, identity=identity)
     try:
         return _open_lent(url, names, service)
     except ServiceError as error:
@@ -98,7 +103,7 @@ def open_recorded(
             ) from error
         if told is not None:
             told("credentials", error)
-        return Store.open(url, create=True)
+        return Store.open(url, create=True, identity=identity)
 
 
 def lent() -> bool:

@@ -13,7 +13,7 @@ def obey(session: Session, stop_talk: StopTalk, document: ControlDocument, attem
         stop_talk.hear(document.stop, attempt)
     elif not document.admits(attempt):
         session.recorder.ask_to_stop(
-            StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}")
+            StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}"), refused=True
         )
     session.schedule.override(dict(document.cadence))
     asked = [session.snapshots.request(one.id, one.step) for one in document.asked_of(attempt)]

@@ -13,10 +13,12 @@ import weakref
 from types import TracebackType
 
 from watchstep.capture.ending import Ending
-from watchstep.capture.termination import Termination
+from watchstep.capture.exit_status import ExitStatus
+from watchstep.capture.termination import Termination, deferred_sigterm
 
 _recordings: weakref.WeakSet[Ending] = weakref.WeakSet()
 _terminations: list[Termination] = []  # one, or none before the first recording
+_exits: list[ExitStatus] = []  # likewise
 _masks: dict[int, set[int | signal.Signals]] = {}  # of threads that are about to fork
 
 
@@ -26,6 +28,7 @@ def watch(ending: Ending) -> None:
     _watch_exit()
     if not _terminations:
         _terminations.append(Termination(_Recordings()))
+        _exits.append(ExitStatus(lambda: [ending.last_step for ending in live()]))
     _terminations[0].take_sigterm()
 
 
@@ -34,6 +37,8 @@ def ended() -> None:
     if not live():
         while _terminations:
             _terminations.pop().withdraw()
+        while _exits:
+            _exits.pop().withdraw()
 
 
 def live() -> list[Ending]:
@@ -58,8 +63,13 @@ class _Recordings:
     def noted(self, reason: str) -> None:
         """Remember why the program is about to end, and have written what is there."""
         for ending in live():
-            ending.reason = reason
+            ending.reason, ending.survived = reason, False
             ending.wake()
+
+    def survived(self) -> None:
+        """The program goes on: whatever ends it later says how."""
+        for ending in live():
+            ending.survived = True
 
     def urged(self) -> None:
         """Have written what is there."""
@@ -73,11 +83,13 @@ def _watch_exit() -> None:
     previous = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for ending in live():
-            if issubclass(kind, KeyboardInterrupt):
-                ending.reason = kind.__name__  # ended at exit, so that its code stays 130
-            else:
-                ending.end("failed", f"{kind.__name__}: {error}")
+        with deferred_sigterm(_hurry_all, ends=True):
+            for ending in live():
+                if issubclass(kind, KeyboardInterrupt):
+                    # ended at exit, so that its code stays 130
+                    ending.reason, ending.survived = kind.__name__, False
+                else:
+                    ending.end("failed", f"{kind.__name__}: {error}")
         previous(kind, error, trace)
 
     sys.excepthook = note
@@ -87,9 +99,22 @@ def _watch_exit() -> None:
 
 
 def _end_all() -> None:
-    for ending in live():
-        ending.end("failed" if ending.reason else None, ending.reason)
-    ended()
+    with deferred_sigterm(_hurry_all, ends=True):
+        for ending in live():
+            if ending.fails:
+                ending.limit()
+        exited = _exits[0].failure() if _exits else ""
+        for ending in live():
+            if ending.fails or (exited and not ending.obeys):
+                ending.end("failed", ending.reason if ending.fails else exited)
+            else:
+                ending.end()
+        ended()
+
+
+def _hurry_all() -> None:
+    for ending in list(_recordings):
+        ending.hurry()
 
 
 def _hold_sigterm() -> None:
@@ -109,4 +134,6 @@ def _forget_all() -> None:
         ending.forget()
     while _terminations:
         _terminations.pop().forget()
+    while _exits:
+        _exits.pop().withdraw()
     _let_sigterm()

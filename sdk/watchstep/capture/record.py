@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,15 +10,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.block import Block, Places, concatenate
+from watchstep.capture.element_probes import counts_on, is_summed
 from watchstep.kernels.interface import Measurement
 from watchstep.sort_key import sort_key
 from watchstep.statistics import Floats, merge_rows
 from watchstep.tensors import MODES, Mode, Placement, TensorInfo
 
 _ROW_BYTES = 700
-"""What one row of statistics takes in memory, with a histogram of about 40 bins."""
+"""What one row of statistics is taken to need, with a histogram of about 40 bins, while that is not known."""
 
-_COUNTED_ON = frozenset({"examples", "correct", "confused", "confused_with"})
+_ROW_BYTES_BESIDES = 100
+"""What it needs besides its statistics: its step, placement, probes."""
+
+_COUNTED_ON = frozenset(
+    {
+        "examples",
+        "correct",
+        "confused",
+        "confused_with",
+        "all_examples",
+        "all_correct",
+        "all_predicted",
+        "all_mistaken",
+        "all_mistaken_for",
+    }
+)
 """Probes that count on from pass to pass: the last of a step has taken in the others."""
 
 _RECORD_BYTES = 1500
@@ -71,6 +88,7 @@ class Record:
         measurement: their statistics.
         probes: figures besides.
         condition: where it does not hold, the record is left out.
+        update: the number of the update that it was measured for, from 1; 0 where it belongs to none.
     """
 
     step: int
@@ -81,11 +99,15 @@ class Record:
     measurement: Measurement
     probes: tuple[Probe, ...] = ()
     condition: Condition | None = None
+    update: int = 0
 
     @property
     def bytes(self) -> int:
         """About how much memory it holds."""
-        return _RECORD_BYTES + _ROW_BYTES * len(self.group.tensors)
+        rows = len(self.group.tensors)
+        known: int | None = getattr(self.measurement, "bytes", None)  # of a device's it is not known yet
+        statistics = _ROW_BYTES * rows if known is None else _ROW_BYTES_BESIDES * rows + known
+        return _RECORD_BYTES + statistics
 
 
 def to_block(record: Record) -> Block:
@@ -111,7 +133,7 @@ def merge_repeats(block: Block) -> Block:
     """Merge rows of one tensor, step, mode and worker: micro-batches, and modules that are called several times.
 
     Of a probe the smallest value stays: channels are counted over all passes of a step so far, and only get fewer. Of those
-    that count on the last stays.
+    that count on the last stays, and sums add up.
     """
     key = sort_key(block.step, block.mode, block.worker, block.tensor, block.places.shard_index)
     _, first, group = np.unique(key, return_index=True, return_inverse=True)
@@ -127,11 +149,22 @@ def merge_repeats(block: Block) -> Block:
         catalogue=block.catalogue,
         places=merged.places,
         statistics=merge_rows(block.statistics, group, len(first)),
-        probes={
-            name: (_last if name in _COUNTED_ON else _least)(column, group, len(first))
-            for name, column in block.probes.items()
-        },
+        probes={name: _merge_of(name)(column, group, len(first)) for name, column in block.probes.items()},
     ).ordered()
+
+
+def _merge_of(probe: str) -> Callable[[Floats, NDArray[np.intp], int], Floats]:
+    if is_summed(probe):
+        return _sum
+    return _last if probe in _COUNTED_ON or counts_on(probe) else _least
+
+
+def _sum(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:
+    measured = ~np.isnan(column)
+    total = np.full(groups, np.nan)
+    total[group[measured]] = 0.0
+    np.add.at(total, group[measured], column[measured])
+    return total
 
 
 def _least(column: Floats, group: NDArray[np.intp], groups: int) -> Floats:

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NoReturn
 
 from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
 from watchstep.capture.common_stop import CommonStop
 from watchstep.capture.guarding import Guarding, request
 from watchstep.capture.health import Health
+from watchstep.capture.loss_onset import LossOnsets
 from watchstep.capture.record import Condition, Group, Probe, Record
+from watchstep.capture.scalar_values import DeviceScalar, ScalarValues
 from watchstep.capture.system.alongside import Alongside, Sampled
 from watchstep.control import StopRequest
 from watchstep.kernels.interface import Measurement
 from watchstep.kernels.ready import Ready
-from watchstep.statistics import scalars
-from watchstep.stopping import OnStop, SavesThenStops, StopTraining
-from watchstep.tensors import LOSSES, METRICS, Mode, TensorInfo
+from watchstep.stopping import AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
+from watchstep.tensors import Mode
+from watchstep.terminal_text import printable
 
-_SHARE_OF_STEP = 0.75
+_SHARE_OF_STEP = 0.5
 """Of the queue's room, for tensors of a step that is not over: it may never be, where nothing counts steps."""
-
-
-@dataclass(frozen=True)
-class _Awaited:
-    """A number that is not known yet."""
-
-    measurement: Measurement
-    condition: Condition | None
 
 
 class Recorder:
@@ -53,20 +48,32 @@ class Recorder:
         self.worker = worker
         self.stopped: StopRequest | None = None
         self.heeded = False
-        """Whether the program does something about it: it is stopped by `StopTraining` or its function, or has looked at it."""
+        """Whether the program ends because of it: by `StopTraining`, its function, or itself where it said that it would."""
         self.guarding: Guarding | None = None
+        self._checkpoint_deadline: float | None = None
+        self._has_new_checkpoint = False
+        self.update = 0
+        """The number of the update that is being measured for; 0 while none is."""
+        self.logged_nan = False
+        """Whether the program has logged a training loss that is NaN before an update; whoever looks clears it."""
+        self._updates = 0
         self._queue = queue
         self._health = health
         self._on_stop = on_stop
+        self.launched_unverified = False
+        """Whether 'watchstep run' started the program without knowing whether the run was stopped for good."""
         self._system = system
         self.stops = CommonStop(worker, lambda: self.last_finished, takes_part=on_stop != "ignore")
         self._pending: list[Record] = []
         self._pending_bytes = 0
-        self._scalars: dict[tuple[Mode, str], tuple[TensorInfo, float | _Awaited]] = {}
+        self._scalars = ScalarValues(health)
         self._finished = False
         self._nonfinite = False
         self._was_nonfinite = False
-        self._group_of_scalars: dict[tuple[TensorInfo, ...], Group] = {}
+
+    def tell_onsets(self, onsets: LossOnsets) -> None:
+        """Let training losses be looked at for onsets as they are recorded."""
+        self._scalars.onsets = onsets
 
     @property
     def last_finished(self) -> int:
@@ -116,7 +123,7 @@ class Recorder:
         try:
             if self.guarding is not None and not self.guarding.ended:
                 self.hand_over()
-            sys.stderr.write(f"watchstep: the guard stops, at step {self.step}: {reason}\n")
+            sys.stderr.write(f"watchstep: the guard stops, at step {self.step}: {printable(reason)}\n")
         except Exception as error:  # noqa: BLE001 - other ranks may stop at this very place
             self._health.fault("stop", error)
         raise StopTraining(self.stopped, self.step)
@@ -139,16 +146,68 @@ class Recorder:
             return
         self._append(record)
 
+    def begin_update(self) -> None:
+        """What is recorded until `update` is set to 0 is measured for an update of its own."""
+        self._updates += 1
+        self.update = self._updates
+
+    def withdraw(self, update: int) -> None:
+        """Leave out what was measured for an update that was not made."""
+        left = [record for record in self._pending if record.update != update]
+        self._pending_bytes -= sum(record.bytes for record in self._pending if record.update == update)
+        self._pending = left
+
     def _append(self, record: Record) -> None:
         self._pending.append(record)
         self._pending_bytes += record.bytes
 
-    def scalar(self, name: str, value: float, mode: Mode = "train", *, derived: bool = False) -> None:
-        """Record a number; a later one of the same name and step replaces it, unless that is only derived."""
-        held = self._scalars.get((mode, name))
-        if derived and held is not None and not held[0].derived:
-            return
-        self._scalars[mode, name] = (scalar_info(name, derived=derived), float(value))
+    def scalar(
+        self, name: str, value: float, mode: Mode = "train", *, derived: bool = False, replaces: bool = False
+    ) -> None:
+        """Record a number. Several losses of one name, step and mode are one row; of a metric the last is recorded.
+
+        Args:
+            name: of the row.
+            value: the number.
+            mode: of the row.
+            derived: it was not logged by the program; what the program logs under this name takes its place.
+            replaces: it takes the place of what was recorded under this name, also of a loss.
+        """
+        number = float(value)
+        if (
+            math.isnan(number)
+            and mode == "train"
+            and not (derived or self._finished)
+            and "loss" in name.lower()
+        ):
+            self.logged_nan = True
+        self._scalars.add(mode, name, number, derived=derived, replaces=replaces)
+
+    def note_function(self, name: str, mode: Mode, function: str) -> None:
+        """Name the function that computes a loss; the one named first for a name and mode is recorded.
+
+        Args:
+            name: of the loss.
+            mode: of the loss.
+            function: as `TensorInfo.module_type` has it; empty where it is not known.
+        """
+        self._scalars.note_function(mode, name, function)
+
+    def undivide(self, name: str, divisor: float) -> None:
+        """The losses of this name that were found in this step so far are each a part of their divisor: record them whole."""
+        self._scalars.undivide("train", name, divisor)
+
+    def device_scalar(
+        self,
+        name: str,
+        value: DeviceScalar,
+        mode: Mode = "train",
+        *,
+        derived: bool = False,
+        replaces: bool = False,
+    ) -> None:
+        """Record a number in a device's memory, as `scalar` does one at hand."""
+        self._scalars.add_on_device(mode, name, value, derived=derived, replaces=replaces)
 
     def awaited_scalar(
         self,
@@ -159,11 +218,8 @@ class Recorder:
         derived: bool = False,
         condition: Condition | None = None,
     ) -> None:
-        """Record a number that is still on its way from a device, as `scalar` does one at hand."""
-        held = self._scalars.get((mode, name))
-        if derived and held is not None and not held[0].derived:
-            return
-        self._scalars[mode, name] = (scalar_info(name, derived=derived), _Awaited(measurement, condition))
+        """Record a number that is being measured; it takes the place of earlier ones."""
+        self._scalars.add_measured(mode, name, measurement, condition, derived=derived)
 
     def finish(self) -> None:
         """The update of the current step is done.
@@ -172,14 +228,29 @@ class Recorder:
             StopTraining: a stop is due and the program opted in.
         """
         self._finished = True
+        self._scalars.update_done()
         if self._system is not None:
             self._system.times.finished()
         if self.stopped is None and (request := self.stops.due(self.step)) is not None:
             self.stopped = request
             self._obey(request)
+        elif self._checkpoint_deadline is not None:
+            self._stop_once_saved(self._checkpoint_deadline)
 
-    def ask_to_stop(self, request: StopRequest) -> None:
-        """Let the first step at or after the request's be the last. Not on the training thread."""
+    def checkpoint_saved(self) -> None:
+        """The program has saved a checkpoint. Any thread; it counts for a stop that the program has come to."""
+        self._has_new_checkpoint = self.stopped is not None
+
+    def ask_to_stop(self, request: StopRequest, *, refused: bool = False) -> None:
+        """Let the first step at or after the request's be the last. Not on the training thread.
+
+        Args:
+            request: what is asked.
+            refused: the attempt should not have started. Where its launch could not see that, it ends as it would not have begun,
+                also if stops are ignored.
+        """
+        if refused and self.launched_unverified and self._on_stop == "ignore":
+            self._on_stop = "raise"
         self.stops.hear(request)
 
     def hand_over(self) -> None:
@@ -200,29 +271,30 @@ class Recorder:
             self._health.count("dropped_rows", item.rows)
             self._health.count("dropped_steps")
 
+    def hand_over_unfinished(self) -> None:
+        """Give what was recorded so far of a step that may never end.
+
+        Raises:
+            StopTraining: a guard asks for it.
+        """
+        self.hand_over()
+        if self.guarding is not None and self.stopped is None and (reason := self.guarding.stop()):
+            self.stop(reason)
+
     def _flush_scalars(self) -> None:
         for record in self._scalar_records():
             self._nonfinite |= bool(record.measurement.nonfinite)
             self._append(
                 record
             )  # however full the step is: numbers are few, and a loss is what a run is read for
-        self._scalars = {}
+        self._scalars.clear()
 
     def _scalar_records(self) -> list[Record]:
-        """The numbers of the current step: those on their way each by itself, the others by mode."""
-        by_mode: dict[Mode, list[tuple[TensorInfo, float]]] = {}
-        found = []
-        for (mode, _), (info, value) in self._scalars.items():
-            if isinstance(value, _Awaited):
-                group = Group.of((info,))
-                found.append(self._record(mode, group, value.measurement, condition=value.condition))
-            else:
-                by_mode.setdefault(mode, []).append((info, value))
-        for mode, entries in by_mode.items():
-            infos = tuple(info for info, _ in entries)
-            group = self._group_of_scalars.setdefault(infos, Group.of(infos))
-            found.append(self._record(mode, group, Ready(scalars([value for _, value in entries]))))
-        return found
+        """The numbers of the current step so far."""
+        return [
+            self._record(mode, group, measurement, condition=condition)
+            for mode, group, measurement, condition in self._scalars.rows()
+        ]
 
     def _record(
         self,
@@ -232,36 +304,57 @@ class Recorder:
         probes: tuple[Probe, ...] = (),
         condition: Condition | None = None,
     ) -> Record:
-        return Record(self.step, mode, self.worker, time.time_ns(), group, measurement, probes, condition)
+        now = time.time_ns()
+        return Record(self.step, mode, self.worker, now, group, measurement, probes, condition, self.update)
 
     def _obey(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":
             return
         self.heeded = True
         self.hand_over()
-        sys.stderr.write(f"watchstep: asked to stop, after step {self.step}: {request.reason}\n")
+        sys.stderr.write(f"watchstep: asked to stop, after step {self.step}: {printable(request.reason)}\n")
+        if self._on_stop == "check":
+            return
         if self._on_stop == "raise":
             raise StopTraining(request, self.step)
         call: Callable[[StopRequest], None] = self._on_stop
+        if isinstance(call, AwaitsCheckpoint):
+            self._checkpoint_deadline = time.monotonic() + call.seconds
+            self.heeded = False  # a program that trains to its end meanwhile is not stopped
+            return
         if not isinstance(call, SavesThenStops):
             call(request)
             return
         try:
             call(request)
+            if not self._has_new_checkpoint:
+                self._health.note("on_stop", "the function named no checkpoint by Hook.checkpoint_saved")
         except Exception as error:  # noqa: BLE001 - what could not be saved must not keep a rank from stopping with the others
             self._health.fault("on_stop", error)
+            self._tell_unsaved(request, f"{type(error).__name__}: {error}")
         raise StopTraining(request, self.step)
+
+    def _stop_once_saved(self, deadline: float) -> None:
+        """End the training where a checkpoint was saved since it came to its stop, or where that has taken too long."""
+        request = self.stopped
+        assert request is not None
+        if not self._has_new_checkpoint:
+            if time.monotonic() < deadline:
+                return
+            self._tell_unsaved(request, "none in time")
+        self.heeded = True
+        self.hand_over()
+        raise StopTraining(request, self.step)
+
+    def _tell_unsaved(self, request: StopRequest, why: str) -> None:
+        """Say, here and in how the run ended, that it stops without a new checkpoint."""
+        unsaved = f"no checkpoint was saved after the stop was requested ({why})"
+        self.stopped = replace(request, reason=f"{request.reason}; {unsaved}")
+        self._health.note("on_stop", unsaved)
+        sys.stderr.write(f"watchstep: {printable(unsaved)}\n")
 
 
 def _record_of(sampled: Sampled, step: int, worker: int) -> Record:
     return Record(
         step, "global", worker, sampled.time_ns, Group.of(sampled.tensors), Ready(sampled.statistics)
-    )
-
-
-def scalar_info(name: str, *, derived: bool = False) -> TensorInfo:
-    """A loss, if its name says so, or else a metric."""
-    loss = "loss" in name.lower()
-    return TensorInfo(
-        name, (LOSSES if loss else METRICS,), "loss" if loss else "metric", dtype="float64", derived=derived
     )

@@ -14,6 +14,17 @@ from watchstep.tensors import Mode
 
 _MOST_BAD_STEPS = 3
 _STEPS_OF_CREDIT = 100
+_BURST = 5
+"""Steps that are measured whole from an onset on."""
+
+_SPAN = 1000
+_MOST_BURSTS = 4
+"""Within so many steps …"""
+
+_MOST_GREATER = 8
+"""… and so many with those of onsets that are greater by `_GREATER` than all of them."""
+
+_GREATER = 4.0
 
 
 class Schedule:
@@ -21,6 +32,7 @@ class Schedule:
 
     Attributes:
         budget: None where there is none.
+        bursts: how many have begun.
     """
 
     def __init__(self, config: CaptureConfig, health: Health) -> None:
@@ -31,6 +43,9 @@ class Schedule:
         self._bad_step = -2
         self._bad_steps = 0
         self._told = False
+        self.bursts = 0
+        self._burst_end = -1
+        self._bursts: list[tuple[int, float]] = []
         self._passes: dict[Mode, _Passes] = {}
         adaptive = [name for name, chosen in self._collections.items() if chosen.cadence.every is None]
         self.budget: Budget | None = None
@@ -51,7 +66,7 @@ class Schedule:
             return False
         if mode != "train":
             return self._is_due_in_pass(cadence, mode)
-        if step == self._demanded or step in cadence.steps:
+        if step == self._demanded or step < self._burst_end or step in cadence.steps:
             return True
         if self.budget is None or cadence.every is not None:
             return cadence.due(step)
@@ -94,6 +109,33 @@ class Schedule:
             self._bad_step = step
         if self._bad_steps <= _MOST_BAD_STEPS:
             self._demanded = step
+
+    def onset(self, step: int, excess: float) -> bool:
+        """A loss has left its range: measure everything at this step and the next, if there is room for it.
+
+        Four times in a thousand steps, after the first of them only while the budget's account is not overdrawn; and up to eight times where an
+        onset is four times as great as those before. What is measured is taken off the allowance as ever: the budget holds.
+
+        Args:
+            step: of the run.
+            excess: how far it is above the range, in a unit of its own.
+
+        Returns:
+            Whether a burst begins.
+        """
+        if step < self._burst_end:
+            return False
+        recent = self._bursts = [burst for burst in self._bursts if burst[0] > step - _SPAN]
+        affords = self.budget is None or self.budget.affords_more or not recent
+        is_greater = bool(recent) and excess >= _GREATER * max(size for _, size in recent)
+        if not (affords and len(recent) < _MOST_BURSTS) and not (is_greater and len(recent) < _MOST_GREATER):
+            self._health.count("unmeasured_onsets")
+            return False
+        self._bursts.append((step, excess))
+        self.bursts += 1
+        self._burst_end = step + _BURST
+        self._health.count("measured_onsets")
+        return True
 
     def now(self) -> float:
         """Seconds of the clock by which costs are told."""

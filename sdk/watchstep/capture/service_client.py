@@ -2,85 +2,64 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import quote
 
+from watchstep.bounded_json import parse_json
 from watchstep.capture import trace_context
-from watchstep.capture.kept_connections import Answer, KeptConnections
 from watchstep.control import ControlDocument
-from watchstep.errors import ConfigError, FormatError, ServiceError
+from watchstep.errors import FormatError, ServiceError
 from watchstep.layout import SegmentKey
+from watchstep.transport import RefusedError, ServiceAddress, Transport, UnreachableError, segment
 
-SERVICE = "WATCHSTEP_SERVICE"
-TOKEN = "WATCHSTEP_TOKEN"  # noqa: S105 - the name of a variable
 _TIMEOUT_SECONDS = 5.0
 _LENDING_SECONDS = 30.0  # the service asks AWS meanwhile
 _LONGEST_PAUSE = 30.0
 _MAX_ANSWER = 4 * 1024 * 1024
-
-
-class RefusalError(ServiceError):
-    """The service answered with a refusal.
-
-    Attributes:
-        status: HTTP's.
-        after_seconds: when it may be asked again, if it said so.
-    """
-
-    def __init__(self, status: int, what: str, mend: str, after_seconds: float | None = None) -> None:
-        super().__init__(what, mend)
-        self.status = status
-        self.after_seconds = after_seconds
-
-
-@dataclass(frozen=True)
-class ServiceAddress:
-    """Where the service answers, and the token to show it."""
-
-    url: str
-    token: str = ""
-
-    @classmethod
-    def from_environment(cls) -> ServiceAddress | None:
-        """The service that ``WATCHSTEP_SERVICE`` names, if it names one.
-
-        Raises:
-            ConfigError: it is no http or https URL.
-        """
-        url = os.environ.get(SERVICE, "")
-        return cls.checked(url, os.environ.get(TOKEN, "")) if url else None
-
-    @classmethod
-    def checked(cls, url: str, token: str) -> ServiceAddress:
-        """An address.
-
-        Raises:
-            ConfigError: it is no http or https URL.
-        """
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"service {url!r}: no http or https URL", "use the URL that 'watchstep serve' prints"
-            )
-        return cls(url.rstrip("/"), token)
+_MAX_ANSWER_MEMORY = 64 * 1024 * 1024
+_MEND = "check the URL, and that 'watchstep serve' runs there; recording goes on without it"
 
 
 class ServiceClient:
-    """A few requests for one project. Blocks up to five seconds each; never called on the training thread."""
+    """A few requests for one project, each sent once: whoever asks also waits between two tries, and may be told to end meanwhile.
 
-    def __init__(self, address: ServiceAddress, project: str) -> None:
-        self._address = address
+    Each takes five seconds at most, its answer's last byte included (30 for credentials); never called on the training thread.
+    """
+
+    def __init__(
+        self,
+        address: ServiceAddress | None,
+        project: str,
+        locate: Callable[[], ServiceAddress | None] | None = None,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            address: of the service; None where it is not known yet.
+            project: whose runs.
+            locate: says where the service answers now, when it does not at its address.
+        """
         # Announcements come from a thread of their own, on which the program has no span.
         self._parent = trace_context.current_span()
         self.pause_seconds = 0.0
         """What the last answer asked for between two announcements; the service lags where it is not 0."""
-        self._connections = KeptConnections(address.url)
-        self._runs = f"{address.url}/v1/projects/{quote(project, safe='')}/runs"
+        self._locate = locate
+        self._runs = f"/v1/projects/{segment(project)}/runs"
+        self._transport: Transport | None = None
+        if address is not None:
+            self.move(address)
+
+    @property
+    def is_located(self) -> bool:
+        """Whether there is an address to ask."""
+        return self._transport is not None
+
+    def move(self, address: ServiceAddress) -> bool:
+        """Ask at another address from now on; whether it is another."""
+        if self._transport is not None and self._transport.address == address:
+            return False
+        self._transport = Transport(address, _TIMEOUT_SECONDS, bounds_request=True, tries=1)
+        return True
 
     def register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
         """Make a run known, with its rules and job.
@@ -102,7 +81,7 @@ class ServiceClient:
         Raises:
             ServiceError: the service refused, or did not answer.
         """
-        named = f"{quote(run, safe='')}/attempts/{quote(attempt, safe='')}"
+        named = f"{segment(run)}/attempts/{segment(attempt)}"
         return self._post(f"{self._runs}/{named}/credentials", {}, seconds=_LENDING_SECONDS)
 
     def announce(
@@ -130,59 +109,56 @@ class ServiceClient:
             "urgent": urgent,
         }
         trace = trace_context.current_span() or self._parent or trace_context.new_trace()
-        answer = self._post(
-            f"{self._runs}/{quote(run, safe='')}/announcements", body, {trace_context.HEADER: trace}
-        )
+        answer = self._post(f"{self._runs}/{segment(run)}/announcements", body, {trace_context.HEADER: trace})
         try:
             control = ControlDocument.from_data(answer["control"])
         except (KeyError, FormatError) as error:
-            raise ServiceError(
-                f"service {self._address.url}: no control document in its answer", _MEND
-            ) from error
+            raise ServiceError(f"{self._name}: no control document in its answer", _MEND) from error
         self.pause_seconds = _pause(answer.get("pause_seconds"))
         return control
 
+    @property
+    def _name(self) -> str:
+        return f"service {self._transport.address.url}" if self._transport else "service"
+
     def _post(
         self,
-        url: str,
+        path: str,
         body: Mapping[str, Any],
-        more: Mapping[str, str] = MappingProxyType({}),
+        headers: Mapping[str, str] | None = None,
         *,
-        seconds: float = _TIMEOUT_SECONDS,
+        seconds: float | None = None,
     ) -> dict[str, Any]:
-        headers = {
-            "Content-Type": "application/json", "Authorization": f"Bearer {self._address.token}", **more
-        }  # fmt: skip
-        content = json.dumps(body, default=str).encode()
+        seconds = _TIMEOUT_SECONDS if seconds is None else seconds
         try:
-            answer = self._connections.post(url, content, headers, seconds, _MAX_ANSWER)
-            if answer.status >= 300:
-                raise _refusal(self._address.url, answer)
-            data = json.loads(answer.content)
-        except (OSError, ValueError) as error:
-            raise ServiceError(f"service {self._address.url}: no answer ({error})", _MEND) from error
+            return self._posted(path, body, headers, seconds)
+        except (RefusedError, UnreachableError) as error:
+            if (isinstance(error, RefusedError) and not error.is_denial) or not self._has_moved():
+                raise
+        return self._posted(path, body, headers, seconds)
+
+    def _posted(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None, seconds: float
+    ) -> dict[str, Any]:
+        if self._transport is None:
+            raise UnreachableError("service: none is known yet", _MEND)
+        content, _ = self._transport.fetch(
+            "POST", path, None, body, headers, seconds=seconds, repeatable=True, most=_MAX_ANSWER
+        )
+        try:
+            data = parse_json(content, _MAX_ANSWER_MEMORY)
+        except (ValueError, RecursionError) as error:
+            raise ServiceError(f"{self._name}: its answer is no JSON ({error})", _MEND) from error
         if not isinstance(data, dict):
-            raise ServiceError(f"service {self._address.url}: an answer of another form", _MEND)
+            raise ServiceError(f"{self._name}: an answer of another form", _MEND)
         return data
 
-
-_MEND = "check the URL, and that 'watchstep serve' runs there; recording goes on without it"
+    def _has_moved(self) -> bool:
+        """Whether the service answers elsewhere, or with another token, since it was started again."""
+        address = self._locate() if self._locate is not None else None
+        return address is not None and self.move(address)
 
 
 def _pause(asked: Any) -> float:
     """Seconds, where an answer holds a number of them; no answer can hold a recorder up for long."""
-    told = float(asked) if type(asked) in (int, float) else 0.0
-    return min(told, _LONGEST_PAUSE) if told > 0 else 0.0
-
-
-def _refusal(url: str, answer: Answer) -> RefusalError:
-    status = answer.status
-    try:
-        problem = json.loads(answer.content)
-        detail, mend = str(problem.get("detail", "")), str(problem.get("mend", ""))
-    except (ValueError, AttributeError):
-        detail, mend = "", ""
-    said = detail or http.client.responses.get(status, "")
-    # A date in its place, as proxies may write it, is read as no word: the recorder's own pause follows.
-    after = float(answer.retry_after) if answer.retry_after.isdecimal() else None
-    return RefusalError(status, f"service {url}: refused ({status} {said})", mend or _MEND, after)
+    return float(min(asked, _LONGEST_PAUSE)) if type(asked) in (int, float) and asked > 0 else 0.0

@@ -1,25 +1,39 @@
-"""How long a recorder leaves a service alone that has refused it: addresses that go on asking are refused for longer."""
+"""How long a recorder leaves a service alone that refuses or does not answer, so that it can recover, and refuses no longer."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
-from http import HTTPStatus
+
+from watchstep.errors import ServiceError
+from watchstep.transport import LONGEST_RETRY_AFTER, RefusedError
 
 _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 30.0
-_ASKED_IN_VAIN = frozenset((HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.TOO_MANY_REQUESTS))
+_PAUSED = frozenset((401, 403, 429, 502, 503, 504))
+_random = random.SystemRandom()  # the program's own generator stays as it is
+
+
+def _jitter() -> float:
+    return _random.uniform(0.0, 0.25)
 
 
 class ServicePause:
-    """The pause after a refusal: what the service asks for, or else longer from refusal to refusal, 30 s at the most.
+    """The pause after a failure: what the service asks for, or else longer from failure to failure, 30 s at the most.
+
+    Each is up to a quarter longer, at random: recorders that failed together must not return together.
 
     Args:
         clock: seconds, growing.
+        jitter: the share that is added.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, jitter: Callable[[], float] = _jitter
+    ) -> None:
         self._clock = clock
+        self._jitter = jitter
         self._until = float("-inf")
         self._next = _FIRST_SECONDS
 
@@ -28,16 +42,22 @@ class ServicePause:
         """Whether the service should not be asked yet."""
         return self._clock() < self._until
 
-    def refused(self, status: int, after: float | None) -> None:
-        """The service refused.
+    @property
+    def left(self) -> float:
+        """Seconds until it may be asked."""
+        return max(0.0, self._until - self._clock())
 
-        Args:
-            status: HTTP's. Only 401, 403 and 429 speak of who asks; any other makes a pause where the service names one.
-            after: the seconds that it named, if it did.
+    def failed(self, error: ServiceError) -> None:
+        """The service refused, did not answer, or with something else.
+
+        Of refusals, 401, 403 and 429 are about the caller, and 502 to 504 about a service that is starting; any other makes a
+        pause only if the answer names one.
         """
-        if after is None and status not in _ASKED_IN_VAIN:
+        after = error.after_seconds if isinstance(error, RefusedError) else None
+        if isinstance(error, RefusedError) and after is None and error.status not in _PAUSED:
             return
-        self._until = self._clock() + min(_LONGEST_SECONDS, max(after or 0.0, self._next))
+        pause = self._next if after is None else max(self._next, min(LONGEST_RETRY_AFTER, after))
+        self._until = self._clock() + pause * (1.0 + self._jitter())
         self._next = min(_LONGEST_SECONDS, 2 * self._next)
 
     def answered(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from watchstep.capture.bounded_queue import BoundedQueue
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import Health
+from watchstep.capture.loss_onset import LossOnsets
 from watchstep.capture.recorder import Recorder
 from watchstep.capture.schedule import Schedule
 from watchstep.capture.snapshot_plan import SnapshotPlan
@@ -29,6 +30,7 @@ class Session:
         snapshots: says at which steps full tensors are taken.
         snapshot_writer: has the memory for them, and sees them onto the store.
         system: between the training thread and the sampler; None where the system is not sampled.
+        onsets: looks at training losses; None without a gate.
         mode: as the program last said; train where it said nothing.
         held: names of collections that hold some tensor.
     """
@@ -41,6 +43,7 @@ class Session:
     snapshots: SnapshotPlan
     snapshot_writer: SnapshotWriter
     system: Alongside | None = None
+    onsets: LossOnsets | None = None
     mode: Mode = "train"
     held: set[str] = field(default_factory=set)
 
@@ -60,13 +63,19 @@ class Session:
         schedule = Schedule(config, health)
         if schedule.budget is not None:
             health.account("overhead", schedule.budget.shares)
+        recorder = Recorder(worker, queue, health, on_stop, first_step, system)
+        onsets = None
+        if config.gate:
+            onsets = LossOnsets(lambda excess: schedule.onset(recorder.step, excess))
+            recorder.tell_onsets(onsets)
         return cls(
             config,
-            Recorder(worker, queue, health, on_stop, first_step, system),
+            recorder,
             schedule,
             queue,
             health,
             SnapshotPlan(config.snapshots),
             SnapshotWriter(config.snapshots, worker, health),
             system,
+            onsets,
         )

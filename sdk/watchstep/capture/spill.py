@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 from watchstep.capture.health import Health
 from watchstep.capture.outgoing import Outgoing, Place
 from watchstep.capture.spill_folder import About, Spilled, SpillFolder
 from watchstep.documents import EndDocument
+from watchstep.private_folder import cache_folder, temporary_folder
+from watchstep.store_identity import StoreIdentity
 
 SPILL = "WATCHSTEP_SPILL"
 _PAUSE_SECONDS = 5.0
 _log = logging.getLogger("watchstep")
 
 
-def spill_root() -> Path:
-    """Where spill folders lie: ``WATCHSTEP_SPILL``, or the user's cache, or a folder for the user in the temporary one."""
+def spill_roots() -> list[Path]:
+    """Where spill folders are created, in the order of preference.
+
+    ``WATCHSTEP_SPILL`` alone; else the user's cache, a folder for the user in the temporary one, and the temporary one itself.
+    """
     if named := os.environ.get(SPILL):
-        return Path(os.path.expanduser(named)).absolute()  # noqa: PTH111 - as below
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - it never raises
-    if home.is_absolute() and os.access(home if home.is_dir() else home.parent, os.W_OK):
-        return home / "watchstep" / "spill"
-    return Path(tempfile.gettempdir()) / f"watchstep-spill-{os.getuid()}"
+        return [Path(os.path.expanduser(named)).absolute()]  # noqa: PTH111 - it never raises
+    cache = cache_folder()
+    roots = [cache / "watchstep" / "spill"] if cache is not None else []
+    if (temporary := temporary_folder()) is not None:
+        roots += [temporary / f"watchstep-spill-{os.geteuid()}", temporary]
+    return roots
 
 
 class Spill:
@@ -37,8 +43,11 @@ class Spill:
         ending: the process is about to end; how it went is said then.
     """
 
-    def __init__(self, about: About, limit: int, health: Health) -> None:
+    def __init__(
+        self, about: About, limit: int, health: Health, store_identity: StoreIdentity | None = None
+    ) -> None:
         self._about = about
+        self._store_identity = store_identity or StoreIdentity()
         self._limit = limit
         self._health = health
         self._folder: SpillFolder | None = None
@@ -125,7 +134,7 @@ class Spill:
         self._about = about
         if self._folder is not None:
             try:
-                self._folder.describe(self._about)
+                self._folder.describe(self._described())
             except OSError as error:
                 self._failed(error)
 
@@ -166,7 +175,7 @@ class Spill:
         if self._folder is None:
             who = self._about.identity
             name = f"{who.run[:60]}-{who.attempt[:40]}-w{who.worker}"
-            self._folder = SpillFolder.make(spill_root(), name, self._about)
+            self._folder = self._made(name)
             if not self.ending:
                 _log.warning(
                     "watchstep: %s cannot be reached: what is recorded waits in %s. "
@@ -175,6 +184,21 @@ class Spill:
                     self._folder.path,
                 )
         return self._folder
+
+    def _made(self, name: str) -> SpillFolder:
+        roots = spill_roots()
+        failure: OSError = FileNotFoundError("this system has no temporary folder")
+        for place, root in enumerate(roots):
+            try:
+                return SpillFolder.make(root, name, self._described())
+            except OSError as error:
+                failure = error
+                if place + 1 < len(roots):
+                    self._health.fault("spill folder", error)
+        raise failure
+
+    def _described(self) -> About:
+        return replace(self._about, store_id=self._store_identity.id)
 
     def _failed(self, error: OSError) -> None:
         self._health.fault("spill", error)

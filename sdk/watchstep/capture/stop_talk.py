@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from watchstep.capture.bounded_join import join_until
 from watchstep.capture.common_stop import CommonStop
 from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
@@ -44,7 +45,7 @@ class StopTalk:
         self._answers: queue.SimpleQueue[tuple[str, StopAnswer]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._closing = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the hook
         self._thread: threading.Thread | None = None
 
     def hear(self, request: StopRequest, attempt: str) -> None:
@@ -68,13 +69,13 @@ class StopTalk:
         self._wake.set()
 
     def close(self) -> None:
-        """Say and hear no more."""
+        """Say and hear no more. Waits for nothing."""
         self._closing = True
         self._wake.set()
-        with self._lock:
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_SECONDS)
+
+    def join(self, is_late: Callable[[], bool]) -> None:
+        """Wait for what is being said, until it is late."""
+        join_until(self._thread, is_late, _JOIN_SECONDS)
 
     def _talk(self) -> None:
         pause = _FIRST_PAUSE

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from watchstep.capture.claims import claim_attempt
 from watchstep.capture.lent_credentials import lent, open_recorded
 from watchstep.capture.node.merging import settle
-from watchstep.capture.spill_folder import ABOUT, About, SpillFolder
+from watchstep.capture.spill_folder import ABOUT, About, Spilled, SpillFolder, is_own
 from watchstep.capture.upload import put_end, write_whole
 from watchstep.errors import StoreError, WatchstepError
 from watchstep.layout import WriterId, run_prefix
 from watchstep.store import Store
+from watchstep.store_identity import StoreIdentity
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,40 @@ class Synced:
 
 
 def spill_folders(root: Path) -> list[Path]:
-    """A spill folder itself, or those that lie directly in a folder; sorted by name."""
-    if (root / ABOUT).is_file():
-        return [root]
-    if not root.is_dir():
+    """Those of this user that lie directly in a folder; sorted by name.
+
+    What another user left in a shared folder is left out: it would be uploaded with this user's rights. The folder itself is
+    never one: another user may have put what makes it look like one in it.
+    """
+    try:
+        with os.scandir(root) as listed:
+            entries = list(listed)
+    except OSError:
         return []
-    return sorted(
-        Path(entry.path) for entry in os.scandir(root) if entry.is_dir() and (Path(entry) / ABOUT).is_file()
-    )
+    return sorted(Path(entry.path) for entry in entries if _is_own(entry) and (Path(entry) / ABOUT).is_file())
+
+
+def named_spill_folders(path: Path) -> list[Path]:
+    """A folder that the user named, where it is a spill folder; else those in it, as `spill_folders`.
+
+    One that is not this user's alone is a spill folder only where none of this user's lies in it; `sync` then says why it is left.
+    """
+    if not (path / ABOUT).is_file():
+        return spill_folders(path)
+    try:
+        facts = path.lstat()
+    except OSError:
+        return []  # removed meanwhile
+    if stat.S_ISDIR(facts.st_mode) and is_own(facts):
+        return [path]
+    return spill_folders(path) or [path]
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False) and entry.stat().st_uid == os.geteuid()
+    except OSError:
+        return False  # removed meanwhile
 
 
 def sync(path: Path) -> Synced:
@@ -69,9 +97,10 @@ def sync(path: Path) -> Synced:
 
 
 def _sync_held(folder: SpillFolder) -> Synced:
-    entries = folder.entries()
+    entries: list[Spilled] = []
     run, done, size = "", 0, 0
     try:
+        entries = folder.entries()
         about = folder.about()
         run = f"{about.identity.project}/{about.identity.run}"
         store = _open(about, about.writer.attempt if about.writer else about.identity.attempt)
@@ -91,14 +120,16 @@ def _sync_held(folder: SpillFolder) -> Synced:
             done, size = done + 1, size + held.size
         _sync_end(folder, store, writer, about.base or 0)
     except (WatchstepError, OSError) as error:
-        return Synced(folder.path, run, done, size, len(entries) - done, str(error))
+        reason = f"{error.what}; mend: {error.mend}" if isinstance(error, WatchstepError) else str(error)
+        return Synced(folder.path, run, done, size, len(entries) - done, reason)
     folder.remove()
     return Synced(folder.path, run, done, size)
 
 
 def _open(about: About, attempt: str) -> Store:
     project, run = about.identity.project, about.identity.run
-    return open_recorded(about.store_url, (project, run, attempt)).child(run_prefix(project, run))
+    opened = open_recorded(about.store_url, (project, run, attempt), identity=StoreIdentity(about.store_id))
+    return opened.child(run_prefix(project, run))
 
 
 def _claim(folder: SpillFolder, about: About, store: Store) -> WriterId:

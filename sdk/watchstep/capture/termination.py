@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, Protocol
+
+from watchstep.documents import TERMINATED
 
 _EXIT_SECONDS = 2.0
 _STANDING_SECONDS = 0.1
@@ -43,6 +46,9 @@ class Ends(Protocol):
 
     def noted(self, reason: str) -> None:
         """The program was told to end, and will see to it itself: write what is there, wait for nothing."""
+
+    def survived(self) -> None:
+        """The program's handler returned: the program goes on."""
 
     def urged(self) -> None:
         """The program may be killed soon, and goes on until then: write what is there, wait for nothing."""
@@ -87,6 +93,11 @@ class Termination:
             if taken not in {-1, self._sender.fileno()}:
                 signal.set_wakeup_fd(taken)  # an event loop's: only the main thread will hear of the signal
 
+    @property
+    def calls_program(self) -> bool:
+        """Whether SIGTERM is the program's to handle, which had a handler before."""
+        return self._previous is not None
+
     def withdraw(self) -> None:
         """Nothing is recorded any more: leave everything as it was found, where it is still ours."""
         self._leave_alone()
@@ -118,8 +129,9 @@ class Termination:
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         """On the main thread, as soon as that runs Python again."""
         if self._previous is not None:
-            self._ends.noted("SIGTERM")
+            self._ends.noted(TERMINATED)
             self._previous(number, frame)
+            self._ends.survived()
             return
         if os.getpid() == self._pid:
             if not self._has_default:
@@ -157,7 +169,7 @@ class Termination:
                 self._standing.wait(
                     _STANDING_SECONDS
                 )  # so that it records nothing meanwhile, if it runs Python
-                self._write_rest(self._ends.bound(), "SIGTERM", failed=True)
+                self._write_rest(self._ends.bound(), TERMINATED, failed=True)
                 take_default_action(number)
             elif number == _WITHDRAWN:
                 self._close()
@@ -186,6 +198,66 @@ class Termination:
         except RuntimeError:
             return  # the interpreter is being torn down: what is open has been closed by now
         worker.join(seconds)
+
+
+@contextlib.contextmanager
+def deferred_sigterm(
+    hurry: Callable[[], None], *, repeated: Callable[[], bool] = lambda: False, ends: bool = False
+) -> Iterator[None]:
+    """Keep a SIGTERM that the program handles from interrupting what is done in here; the handler is called after it.
+
+    A handler may raise, or close the hook itself: halfway through a close the one loses what is left to write, and the other
+    waits for itself. Where the program has been told to end, for its handler runs already, say, it is not told again.
+    Without a handler of the program's this does nothing, and so it does on other threads than the main one.
+
+    Args:
+        hurry: called when a SIGTERM comes; must not wait.
+        repeated: whether the program has been told before.
+        ends: the program ends right after this, so that nobody is left to be told.
+    """
+    handler = _program_handler()
+    if handler is None:
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    again = repeated()
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        hurry()
+        if not (again or ends or _is_running(handler, frame)):
+            came[:] = [(number, frame)]
+
+    signal.signal(signal.SIGTERM, defer)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is defer:
+            signal.signal(signal.SIGTERM, handler)
+        if came:
+            handler(*came[0])
+
+
+def _program_handler() -> Callable[[int, FrameType | None], Any] | None:
+    """What the program does about SIGTERM; None where it leaves that to the system or to the recorder, or on another thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler):
+        return None
+    owner = getattr(handler, "__self__", None)
+    return None if isinstance(owner, Termination) and not owner.calls_program else handler
+
+
+def _is_running(handler: Any, frame: FrameType | None) -> bool:
+    """Whether a handler is among the calls that a frame is in."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    code = getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def take_default_action(number: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from watchstep import documents
-from watchstep.capture.claims import claim_attempt
+from watchstep.capture.claims import claim_attempt, restore_documents
 from watchstep.capture.means import Means
 from watchstep.capture.node.merging import settle
 from watchstep.capture.outgoing import Outgoing
@@ -77,10 +77,13 @@ class Uploader:
         if not self._access.ready:
             return
         try:
-            store = self._access.open()
+            target, store = self._access.target, self._access.open()
             before, writer = self._writer, self._claimed(store)
             store = store if before is not None else self._access.change_to(writer.attempt)
+            self._control.verify(store)
             self._settle(store)
+            if not self._backlog.empty:
+                restore_documents(store, target.run, target.attempt, writer.attempt, self._health)
             while (head := self._backlog.head()) is not None:
                 self._write(store, head, writer)
                 self._access.advanced()
@@ -102,6 +105,7 @@ class Uploader:
     def _claimed(self, store: Store) -> WriterId:
         if self._writer is None:
             target = self._access.target
+            self._access.warn_of_reuse(store)
             writer = claim_attempt(
                 store, target.run, target.attempt, target.identity, others=target.open_attempt
             )
@@ -153,7 +157,12 @@ def write_whole(store: Store, path: str, data: bytes) -> bool:
     Raises:
         StoreError: the store refused.
     """
-    return store.create(path, data) or store.get(path, limit=len(data)) == data
+    if store.create(path, data):
+        return True
+    try:
+        return store.get(path, limit=len(data)) == data
+    except FormatError:  # larger
+        return False
 
 
 def put_end(store: Store, attempt: str, end: documents.EndDocument) -> None:

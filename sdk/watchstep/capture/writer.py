@@ -1,8 +1,10 @@
-"""The writer: a background thread that encodes, uploads and announces what the training thread hands over."""
+"""The writer: a background thread that encodes and uploads what the training thread hands over, and has it announced."""
 
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 - it cannot be imported, by pyarrow say, once the program ends
+import functools
+import gc
 import sys
 import threading
 import time
@@ -31,8 +33,18 @@ _FLUSH_OF_EACH = 0.25
 _LONGEST_FLUSH = 30.0
 _HASTY_PAUSE = 0.1
 _SETTLING_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 _SHARE_OF_SNAPSHOTS = 0.7  # of the time for closing; how the worker ended is written after them
 _MAX_ROWS = 50_000
+_MAX_BYTES = 16 * 1024 * 1024
+"""Of the rows of a segment before it is encoded, unless one step has more; with what encoding takes it is three times as much."""
+
+_STEPS_AT_ONCE = 8
+"""Steps that are made into arrays together; so many wait as objects of Python's, at most twice, where steps are short."""
+
+_SHORTEST_LOOK = 0.02
+_LONGEST_LOOK = 0.64
+"""Seconds from one look into the queue to the next, as steps come fast or slowly."""
 
 
 class Writer:
@@ -62,12 +74,14 @@ class Writer:
         self._health = health
         self.bounds = bounds
         self.left_in = ""
-        self._backlog = Backlog(bounds.backlog_bytes, Spill(about, bounds.spill_bytes, health), health)
+        spill = Spill(about, bounds.spill_bytes, health, target.store_identity)
+        self._backlog = Backlog(bounds.backlog_bytes, spill, health)
         self._encoder = SegmentEncoder(self._backlog, health)
         self._access = Access(target, control, health, queue.is_urgent)
         means = Means(self._access, self._backlog, control, health)
         self._uploader = Member(means, queue, bounds) if _shares_node(target) else Uploader(means)
         self._due_at = float("inf")
+        self._look_seconds = _SHORTEST_LOOK
         self._filling = threading.Lock()
         self._cost: Callable[[float], None] | None = None
         self._end: documents.EndDocument | None = None
@@ -86,13 +100,15 @@ class Writer:
         self._queue.press()
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads, once the libraries that they need are loaded."""
+        _load_libraries()
         for thread in self._threads:
             thread.start()
 
     def tell_cost(self, told: Callable[[float], None]) -> None:
         """Tell of the processor time that each turn took, in seconds."""
         self._cost = told
+        self._access.tell_cost(told)
 
     def close(self, end: documents.EndDocument | None, seconds: float) -> bool:
         """Write what is left and how the worker ended, first to the store and at last to disk. May be called again.
@@ -110,11 +126,18 @@ class Writer:
         self._uploader.hurry()
         self._closing.set()
         self._queue.press()
-        if self._settled.wait(seconds + _SETTLING_SECONDS) and self._worked.is_set():
+        # In short turns: `hurry` brings the deadline forward meanwhile.
+        while not self._settled.wait(_LOOK_SECONDS) and time.monotonic() < self._deadline + _SETTLING_SECONDS:
+            pass
+        if self._settled.is_set() and self._worked.is_set():
             # A thread that ends while the interpreter is torn down aborts it, if it has ever been in C++.
             for thread in self._threads:
-                thread.join(_SETTLING_SECONDS)
+                thread.join(max(_LOOK_SECONDS, self._deadline + _SETTLING_SECONDS - time.monotonic()))
         return self._complete
+
+    def hurry(self, seconds: float) -> None:
+        """Bring the end of a `close` that waits forward. Never waits: a signal's handler calls it."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def forget(self) -> None:
         """This is a forked child: it has no threads, and what they held is its parent's."""
@@ -122,24 +145,40 @@ class Writer:
         self._uploader.forget()
 
     def _work(self) -> None:
-        # Now, not when the program ends: importing then would undo the exit code of an interrupt.
-        import pyarrow.parquet  # noqa: F401
-
         started = time.monotonic()
         while not self._closing.is_set():
             pause = self._interval(time.monotonic() - started)
             self._due_at = min(self._due_at, time.monotonic() + pause)
             left = self._due_at - time.monotonic()
             # A follower writes when it is asked; should nobody ask, it does at last.
-            self._queue.wake.wait(
-                max(0.0, min(self._uploader.patience, pause if self._uploader.asks else left))
-            )
-            self._queue.wake.clear()
+            self._wait(max(0.0, min(self._uploader.patience, pause if self._uploader.asks else left)))
             if self._turn():
                 self._due_at = float("inf")
         while not self._turn_and_see() and time.monotonic() < self._deadline:
             time.sleep(0.05)
+        self._access.finish_announcing(lambda: time.monotonic() >= self._deadline)
         self._worked.set()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait so long, or until something is to be written at once; meanwhile take in what the training thread hands over."""
+        until = time.monotonic() + seconds
+        while not self._queue.wake.wait(max(0.0, min(self._look_seconds, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                break
+            began = time.thread_time()
+            try:
+                with self._filling:
+                    taken = self._take_in(_STEPS_AT_ONCE)
+            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+                self._health.fault("writer", error)
+                taken = 0
+            if taken >= _STEPS_AT_ONCE:
+                self._look_seconds = max(_SHORTEST_LOOK, self._look_seconds / 2)
+            elif taken < _STEPS_AT_ONCE // 4:
+                self._look_seconds = min(_LONGEST_LOOK, self._look_seconds * 2)
+            if self._cost is not None:
+                self._cost(time.thread_time() - began)
+        self._queue.wake.clear()
 
     def _interval(self, age: float) -> float:
         """Seconds from flush to flush: short in the first minute, then longer the more write beside each other.
@@ -197,17 +236,30 @@ class Writer:
 
         Where there is no room the queue fills, and drops what is over its own bound.
         """
+        while self._take_in(_STEPS_AT_ONCE):
+            pass
+        more = self._is_enough(self._encoder.rows, self._encoder.bytes)
+        self._encoder.encode()
+        return more and not self._backlog.full
+
+    def _take_in(self, most: int) -> int:
+        """Let the encoder take in so many steps at most, as far as a segment and the backlog have room; how many it were."""
         steps: list[FinishedStep] = []
-        rows = 0
-        while not self._backlog.full and rows < _MAX_ROWS:
+        rows, size = self._encoder.rows, self._encoder.bytes
+        while len(steps) < most and not self._is_enough(rows, size) and not self._backlog.full:
             item = self._queue.take()
             if item is None:
                 break
             steps.append(item)
-            rows += item.rows
+            rows, size = rows + item.rows, size + item.bytes
         if steps:
-            self._encoder.encode(steps)
-        return rows >= _MAX_ROWS and not self._backlog.full
+            self._encoder.take_in(steps)
+        return len(steps)
+
+    @staticmethod
+    def _is_enough(rows: int, size: int) -> bool:
+        """Whether so much makes a segment."""
+        return rows >= _MAX_ROWS or size >= _MAX_BYTES
 
     def _keep(self) -> None:
         """Wait until the working thread is done or the time is over, and then put on disk what it could not write."""
@@ -239,7 +291,8 @@ class Writer:
         self.left_in = self._backlog.leave(words and replace(words, segments=self._backlog.segments))
 
     def _drop_rest(self) -> None:
-        """Count what is still in the queue."""
+        """Count what is still in the queue, and what has no segment yet."""
+        self._encoder.drop_rest()
         while (item := self._queue.take()) is not None:
             self._health.count("dropped_rows", item.rows)
             self._health.count("dropped_steps")
@@ -253,6 +306,21 @@ class Writer:
             writer=writer,
             health={**self._end.health, **self._health.counted()},
         )
+
+
+@functools.cache
+def _load_libraries() -> None:
+    """Import what writing needs: once a process, on the calling thread, before the first step.
+
+    Beside training an import would hold the interpreter's lock while a shared library is loaded, and when the program ends it
+    would undo the exit code of an interrupt. The objects that imports make bring a full run of the collector of cycles, which
+    stops all threads for some tenths of a second: it is made here, too, and not at some step.
+    """
+    import obstore.store  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+
+    if gc.isenabled():
+        gc.collect()
 
 
 def _shares_node(target: Target) -> bool:

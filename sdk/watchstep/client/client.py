@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from watchstep.capture.service_client import ServiceAddress
 from watchstep.client import event_stream, queries
 from watchstep.client.documents import (
     Action,
@@ -19,10 +18,10 @@ from watchstep.client.documents import (
     Stop,
     read,
 )
-from watchstep.client.transport import Transport, segment
 from watchstep.errors import ConfigError
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 from watchstep.tensors import Mode
+from watchstep.transport import ServiceAddress, Transport, segment
 
 if TYPE_CHECKING:
     import pyarrow as pa

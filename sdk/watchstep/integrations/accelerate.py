@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 
-from watchstep.control import StopRequest
 from watchstep.hook import Hook
 from watchstep.integrations.missing import missing
 from watchstep.integrations.ranks import Ranks, opened
 from watchstep.integrations.recording import check_options
-from watchstep.stopping import Noted, OnStop
+from watchstep.stopping import OnStop
 
 try:
     from accelerate.state import AcceleratorState
@@ -29,7 +28,7 @@ def watch(
     optimizer: Any = None,
     *,
     store_url: str | os.PathLike[str] | None = None,
-    on_stop: OnStop | Literal["check"] | None = None,
+    on_stop: OnStop | None = None,
     first_step: int = 0,
     **options: Any,
 ) -> Hook:
@@ -43,8 +42,8 @@ def watch(
         model: as ``prepare`` gave it.
         optimizer: as ``prepare`` gave it; the first that updates the model where it is left out.
         store_url: as `Hook` takes it.
-        on_stop: as `Hook` takes it; or ``"check"``, where the loop looks at ``hook.stopped`` after each update, saves what it
-            wants to, and ends by itself. All ranks see the stop after the same update.
+        on_stop: as `Hook` takes it. With ``"check"`` the loop looks at ``hook.stopped`` after each update, saves what it wants
+            to, and ends by itself. All ranks see the stop after the same update.
         first_step: the number of the first step, where the loop goes on from a checkpoint.
         **options: ``run``, ``project``, ``rules``, ``guard``, ``config``, ``overhead_budget``, as `Hook` takes them.
 
@@ -57,10 +56,13 @@ def watch(
     state = accelerator.state
     check_options(options)
     ranks = ranks_of(state.num_processes, state.process_index, state.local_process_index)
-    said = Noted(_only_noted) if on_stop == "check" else on_stop
     run = options.pop("run", None)
-    hook = opened(ranks, run, {**options, "store_url": store_url, "on_stop": said, "first_step": first_step})
-    hook.watch(model, plain_optimizer(optimizer), sum_losses=accelerator.gradient_accumulation_steps > 1)
+    hook = opened(
+        ranks, run, {**options, "store_url": store_url, "on_stop": on_stop, "first_step": first_step}
+    )
+    hook.watch(
+        model, plain_optimizer(optimizer), loss_divisor=lambda: accelerator.gradient_accumulation_steps
+    )
     accelerator.trackers.append(_Tracker(hook))
     _tell_of_states(accelerator, hook)
     return hook
@@ -110,10 +112,6 @@ def _tell_of_states(accelerator: Any, hook: Hook) -> None:
         return place
 
     accelerator.save_state = save_state
-
-
-def _only_noted(request: StopRequest) -> None:
-    """The hook keeps the request, and the loop looks there."""
 
 
 def _broadcast(pair: tuple[str, str]) -> tuple[str, str]:

@@ -89,8 +89,14 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
         model = trainer.model if isinstance(trainer.model, nn.Module) else pl_module
         self._updates = trainer.global_step
         self._by_batch = not pl_module.automatic_optimization and len(optimizers) > 1
-        several = pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1
-        self._recording.watch(model, optimizers[0] if optimizers else None, sum_losses=several)
+        self._recording.watch(
+            model,
+            optimizers[0] if optimizers else None,
+            # Lightning divides by what a scheduler may change.
+            loss_divisor=(lambda: trainer.accumulate_grad_batches)
+            if pl_module.automatic_optimization
+            else 1.0,
+        )
         if self._by_batch:
             self._recording.count_by_hand()
         self._kept = KeptCheckpoints(trainer, self._recording)
@@ -163,9 +169,6 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
 
     def _log_training(self, trainer: Any) -> None:
         values = {name: value for name, value in self._fresh(trainer).items() if not _SEEN.fullmatch(name)}
-        for number, optimizer in enumerate(trainer.optimizers):
-            name = "learning_rate" if number == 0 else f"learning_rate_{number + 1}"
-            values[name] = optimizer.param_groups[0]["lr"]
         self._recording.log(values)
 
     def _stop(self, trainer: Any, hook: Hook) -> None:

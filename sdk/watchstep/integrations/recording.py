@@ -96,7 +96,13 @@ class Recording:
         return self.hook
 
     def watch(
-        self, model: Any, optimizer: Any, *, replicated: bool = False, sum_losses: bool = False
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        replicated: bool = False,
+        sum_losses: bool = False,
+        loss_divisor: float | Callable[[], float] = 1.0,
     ) -> None:
         """Watch a model as `Hook.watch` does, once with each hook.
 
@@ -104,7 +110,13 @@ class Recording:
             ConfigError: the model cannot be watched.
         """
         if self.hook is not None and model not in self._watched:
-            self.hook.watch(model, optimizer, replicated=replicated, sum_losses=sum_losses)
+            self.hook.watch(
+                model,
+                optimizer,
+                replicated=replicated,
+                sum_losses=sum_losses,
+                loss_divisor=loss_divisor,
+            )
             self._watched.add(model)
 
     def count_by_hand(self) -> None:

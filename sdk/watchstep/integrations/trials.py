@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from watchstep.capture.service_client import ServiceAddress
 from watchstep.client import Client
 from watchstep.errors import NotFoundError, ServiceError
 from watchstep.hook import Hook
+from watchstep.transport import ServiceAddress
 
 _SAID = re.compile(r"(?:rule )?(?P<rule>\S+) at step (?P<step>\d+): (?P<message>.*)", re.DOTALL)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")

@@ -70,6 +70,11 @@ class Measured:
         self._rows = rows
         self.nonfinite: bool | None = nonfinite
 
+    @property
+    def bytes(self) -> int:
+        """Of the figures."""
+        return self._figures.nbytes
+
     def collect(self) -> StatisticsBatch:
         """The statistics."""
         rows, figures = self._rows, self._figures

@@ -18,6 +18,11 @@ class Ready:
         """Whether some element is NaN or infinite."""
         return bool(self.statistics.nonfinite.any())
 
+    @property
+    def bytes(self) -> int:
+        """Of the statistics."""
+        return self.statistics.bytes
+
     def collect(self) -> StatisticsBatch:
         """The statistics."""
         return self.statistics

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from watchstep.capture.identity import ATTEMPT, PROJECT, RUN
-from watchstep.capture.service_client import SERVICE, TOKEN, ServiceAddress
+from watchstep.capture.registration import LAUNCH
 from watchstep.errors import ConfigError
 from watchstep.hook import STORE
-from watchstep.hook_arguments import ON_STOP
+from watchstep.hook_arguments import ON_STOP, PROBES
 from watchstep.layout import check_name
+from watchstep.store_identity import STORE_ID
+from watchstep.transport import SERVICE, TOKEN, ServiceAddress
 
 INJECTED = Path(__file__).parent / "injected"
 """A folder whose ``sitecustomize`` waits for the program to import PyTorch."""
@@ -36,6 +38,9 @@ class Launch:
         attempt: the nonce that all ranks of the attempt share.
         service: the service, if there is one.
         on_stop: what a cooperative stop does in the program.
+        store_id: of a local store, as `watchstep.store_identity.StoreIdentity` found it; empty where it is not known.
+        probes: what its rules need to be measured besides.
+        state: what the recorder has to do that the launch could not, as `watchstep.capture.registration.LaunchState` encodes it.
     """
 
     store_url: str
@@ -44,6 +49,9 @@ class Launch:
     attempt: str
     service: ServiceAddress | None = None
     on_stop: Literal["ignore", "raise", "stop", "checkpoint"] = "ignore"
+    store_id: str = ""
+    state: str = ""
+    probes: tuple[str, ...] = ()
 
 
 def environment(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
@@ -55,7 +63,13 @@ def environment(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
     added[ON_STOP] = launch.on_stop
     if launch.service is not None:
         added[SERVICE], added[TOKEN] = launch.service.url, launch.service.token
-    own = {name: value for name, value in base.items() if name not in {LAUNCHED, RESTARTS}}
+    if launch.store_id:
+        added[STORE_ID] = f"{launch.store_id} {launch.store_url}"
+    if launch.probes:
+        added[PROBES] = " ".join(dict.fromkeys([*base.get(PROBES, "").split(), *launch.probes]))
+    if launch.state:
+        added[LAUNCH] = launch.state
+    own = {name: value for name, value in base.items() if name not in {LAUNCH, LAUNCHED, RESTARTS, STORE_ID}}
     paths = [str(INJECTED), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     return {**own, **added, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from watchstep.capture.spill import SPILL, spill_root
-from watchstep.capture.sync import Synced, spill_folders, sync
+from watchstep.capture.spill import SPILL, spill_roots
+from watchstep.capture.sync import Synced, named_spill_folders, spill_folders, sync
 from watchstep.errors import ConfigError
+from watchstep.terminal_text import printable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,17 +33,18 @@ def main(arguments: Sequence[str]) -> NoReturn:
         ConfigError: the folder is none of a recorder's.
     """
     named = parser().parse_args(arguments).folder
-    root = Path(named).expanduser().absolute() if named else spill_root()
-    folders = spill_folders(root)
-    if named and not folders and not root.is_dir():
+    roots = [Path(named).expanduser().absolute()] if named else spill_roots()
+    listed = named_spill_folders if named else spill_folders
+    folders = [folder for root in roots for folder in listed(root)]
+    if named and not folders and not roots[0].is_dir():
         raise ConfigError(
-            f"folder {root}: not found", f"name a folder that a recorder's log named, or {SPILL}"
+            f"folder {roots[0]}: not found", f"name a folder that a recorder's log named, or {SPILL}"
         )
     done = [sync(folder) for folder in folders]
     for one in done:
-        sys.stdout.write(_line(one) + "\n")
+        sys.stdout.write(f"{printable(_line(one))}\n")
     if not done:
-        sys.stdout.write(f"nothing to upload in {root}\n")
+        sys.stdout.write(f"nothing to upload in {', '.join(map(str, roots))}\n")
     raise SystemExit(1 if any(one.why for one in done) else 0)
 
 

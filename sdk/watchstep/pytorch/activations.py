@@ -13,19 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from watchstep import tensors
 from watchstep.capture.record import Group, Probe
 from watchstep.capture.session import Session
 from watchstep.kernels.interface import Kernel
 from watchstep.pytorch.device_kernel import capturing
+from watchstep.pytorch.forward_passes import ForwardPasses
 from watchstep.pytorch.gate import LiveOutputs
 from watchstep.pytorch.module_hook import ModuleHook
 from watchstep.pytorch.names import Names, dtype_name
 from watchstep.pytorch.observable import dense_values
 from watchstep.pytorch.placement import standing
+from watchstep.pytorch.probes.channel_sums import ChannelSums
 from watchstep.pytorch.probes.channels import ChannelProbe
+from watchstep.pytorch.probes.since_earlier import Unchanged
 from watchstep.pytorch.probes.token_shares import TokenProbe
+from watchstep.pytorch.probes.unit_activity import UnitActivity, activation_kind
 from watchstep.tensors import Mode, TensorInfo
 
 _Look = Callable[[list[Tensor], int, Mode], tuple[Probe, ...]]
@@ -60,6 +65,7 @@ class _Observed:
     input: _Flow
     channels: ChannelProbe | None
     tokens: TokenProbe | None
+    activity: UnitActivity | None
 
     def probes(self, given: Any, output: list[Tensor], step: int, mode: Mode) -> tuple[Probe, ...]:
         """Figures of one pass besides the output's row.
@@ -70,12 +76,16 @@ class _Observed:
             step: of the run.
             mode: of the pass.
         """
-        found: Probe | None = None
-        if self.channels is not None and len(output) == 1:
-            found = self.channels.look(output[0], step, mode)
-        elif self.tokens is not None and (held := _numeric(given)):
-            found = self.tokens.look(held[0])
-        return () if found is None else (found,)
+        found: list[Probe | None] = []
+        if len(output) == 1:
+            if self.channels is not None:
+                found.append(self.channels.look(output[0], step, mode))
+            if self.activity is not None:
+                held = _real(given)
+                found.append(self.activity.look(held[0] if len(held) == 1 else None, output[0], step, mode))
+        if self.tokens is not None and (held := _numeric(given)):
+            found.append(self.tokens.look(held[0]))
+        return tuple(probe for probe in found if probe is not None)
 
 
 class ActivationHooks:
@@ -86,19 +96,37 @@ class ActivationHooks:
         idle_seconds: about what the hooks cost a pass in which nothing is due.
     """
 
-    def __init__(self, session: Session, names: Names, kernel: Kernel, mode: Callable[[], Mode]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        names: Names,
+        kernel: Kernel,
+        passes: ForwardPasses,
+        handles: list[RemovableHandle],
+    ) -> None:
+        """Put them on.
+
+        Args:
+            session: the recording.
+            names: of the model's modules.
+            kernel: measures.
+            passes: says which calls are recorded.
+            handles: gets what takes the hooks off, one by one, so that those of a model that fails halfway come off, too.
+        """
         self.live = LiveOutputs()
         self._session = session
         self._schedule = session.schedule
         self._recorder = session.recorder
         self._whole = names.whole
         self._kernel = kernel
-        self._mode = mode
+        self._passes = passes
         self._unseen: set[str] = set()
-        self._handles = []
         self._decided_for, self._decided_in = -1, ""
         self._decided: dict[tuple[str, ...], str | None] = {}
         probes = session.config.probes
+        self._unchanged = Unchanged(probes)
+        self._sums = ChannelSums(probes)
+        hooked = 0
         for order, (path, module) in enumerate(names.model.named_modules()):
             is_leaf, is_model = next(module.children(), None) is None, not path
             outputs = [tensors.ACTIVATIONS] * is_leaf + [tensors.OUTPUTS] * is_model
@@ -108,27 +136,30 @@ class ActivationHooks:
                 _Flow(names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model)),
                 probe if "channels" in probes and (probe := ChannelProbe(module)).applies else None,
                 tokens
-                if "token_shares" in probes
-                and (tokens := TokenProbe(module, session.config.token_values)).applies
+                if (tokens := TokenProbe(module, session.config.token_values, probes)).applies
+                else None,
+                activity
+                if (
+                    activity := UnitActivity(
+                        activation_kind(module), probes, in_place=bool(getattr(module, "inplace", False))
+                    )
+                ).applies
                 else None,
             )
             if observed.output.info.collections or observed.input.info.collections:
-                self._handles.append(
+                handles.append(
                     module.register_forward_hook(ModuleHook(self._hook(observed)), with_kwargs=True)
                 )
+                hooked += 1
                 if is_leaf:
                     self._unseen.add(observed.path)
-        self.idle_seconds = _HOOK_SECONDS * len(self._handles)
+        self._hooked = hooked
+        self.idle_seconds = _HOOK_SECONDS * hooked
 
     @property
     def unseen(self) -> list[str]:
         """Modules whose hook has not been called: compiled, or not part of the forward pass."""
         return sorted(self._unseen)
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
     def new_pass(self) -> None:
         """A forward pass of the whole model begins: decide anew what is due."""
@@ -152,8 +183,12 @@ class ActivationHooks:
         return hook
 
     def _observe(self, observed: _Observed, module: nn.Module, given: Any, output: Any) -> None:
-        mode = self._mode()
+        mode = self._passes.mode_of_call()
+        if mode is None:
+            return
         if self._decided_for != self._recorder.step or self._decided_in != mode:
+            if self._decided_for != self._recorder.step:
+                self.live.forget()  # nothing else does where the model itself is never called
             self._decided_for, self._decided_in = self._recorder.step, mode
             self._decided.clear()
         collections = observed.output.info.collections
@@ -171,7 +206,7 @@ class ActivationHooks:
         if collections:
             charged = self._due(collections, mode)
             if charged is not None:
-                self._measure(observed.input, given, mode, charged)
+                self._measure(observed.input, given, mode, charged, self._sums_of)
             elif module.training and mode == "train" and tensors.INPUTS in collections:
                 found = _numeric(given)
                 if found:
@@ -185,12 +220,22 @@ class ActivationHooks:
 
     def _measure(self, flow: _Flow, held: Any, mode: Mode, charged: str, look: _Look = lambda *_: ()) -> None:
         found = _numeric(held) if flow.takes_integers else _real(held)
-        if not found or _recomputes():
+        if not found:
             return
         since = self._schedule.now()
         probes = look(found, self._recorder.step, mode)
-        self._recorder.add(self._group(flow, found), self._kernel.measure(found), mode, probes)
+        group = self._group(flow, found)
+        if self._unchanged.applies:
+            names = [f"{info.name}/{mode}" for info in group.tensors]
+            same = self._unchanged.look(names, found, max(1, self._hooked))
+            probes = probes if same is None else (*probes, same)
+        self._recorder.add(group, self._kernel.measure(found), mode, probes)
         self._schedule.spent(charged, since)
+
+    def _sums_of(self, found: list[Tensor], _step: int, _mode: Mode) -> tuple[Probe, ...]:
+        """Sums by channel, where a model is given images and nothing else."""
+        sums = self._sums.look(found[0]) if self._sums.applies and len(found) == 1 else None
+        return () if sums is None else (sums,)
 
     def _group(self, flow: _Flow, found: list[Tensor]) -> Group:
         group = flow.groups.get(len(found))
@@ -208,11 +253,6 @@ class ActivationHooks:
             places = tuple(standing(tensor, self._whole).weight for tensor in found)
             group = flow.groups[len(found)] = Group(infos, places)
         return group
-
-
-def _recomputes() -> bool:
-    """Whether this forward pass runs inside a backward pass, as activation checkpointing's second one does."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - PyTorch's own test for it
 
 
 def _real(held: Any) -> list[Tensor]:

@@ -65,9 +65,9 @@ class Agreement:
         optimizer_steps.forget(self)
         optimizer_steps.listen(self)
 
-    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """An update comes next. May raise `StopTraining`, on all ranks."""
-        if not has_closure:
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
+        """An update comes next. May raise `StopTraining`, on all ranks. A retry has voted already."""
+        if not has_closure and not is_retry:
             self._agree(optimizer)
 
     def closure_done(self, optimizer: Optimizer) -> None:

@@ -11,8 +11,8 @@ import fcntl
 import gc
 import logging
 import os
-import tempfile
-from pathlib import Path
+import re
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,8 +20,8 @@ from torch.utils.data import get_worker_info
 
 from watchstep.capture.identity import ATTEMPT
 from watchstep.capture.process_end import live
-from watchstep.errors import WatchstepError
 from watchstep.hook import Hook
+from watchstep.private_folder import PrivateFolder
 from watchstep.pytorch import backward_losses, gradient_scaler, optimizer_steps
 from watchstep.pytorch.backward_losses import FoundLoss
 from watchstep.pytorch.watch import Watch
@@ -47,11 +47,11 @@ class Attachment:
         """Keep the losses of the step under way."""
         self._losses = [*self._losses[-_MOST_LOSSES + 1 :], loss]
 
-    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
         """The first step: start to record, unless the program does so itself."""
         watch = self._start(optimizer)
         if watch is not None:
-            watch.before_step(optimizer, has_closure=has_closure)
+            watch.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
 
     def closure_done(self, optimizer: Optimizer) -> None:
         """Nothing: the hook that the step has begun listens itself."""
@@ -69,17 +69,27 @@ class Attachment:
             watch.skipped(optimizer, scale)
 
     def _start(self, optimizer: Optimizer) -> Watch | None:
-        self._leave()
-        losses, self._losses = self._losses, []
-        if live() or get_worker_info() is not None or not _claim():
-            return None
+        """Start to record. Raises nothing: the program did not ask for a recorder, and goes on without one."""
+        hook: Hook | None = None
         try:
+            self._leave()
+            losses, self._losses = self._losses, []
+            if live() or get_worker_info() is not None:
+                return None
+            faults: list[OSError] = []
+            if not _claim(faults.append):
+                return None
             hook = Hook()
+            for fault in faults:
+                hook._health.fault("claim", fault)  # noqa: SLF001 - as below
             hook.watch(_model_of(optimizer), optimizer)
             watch = hook._watches[0]  # noqa: SLF001 - the first watch learns what came before it
             watch.adopt_loss(losses)
-        except WatchstepError as error:
-            _log.error("watchstep: not recording: %s", error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the program
+            if hook is None:
+                _log.error("watchstep: not recording: %s", error)
+            else:
+                hook._health.fault("attach", error)  # noqa: SLF001 - as above
             return None
         return watch
 
@@ -95,17 +105,34 @@ def wait_for_first_step() -> None:
     _waiting.append(Attachment())
 
 
-def _claim() -> bool:
-    """Claim this rank of this attempt on this machine, for as long as the process lives."""
-    folder = Path(tempfile.gettempdir()) / f"watchstep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    name = f"{os.environ.get(ATTEMPT, 'none')}-{os.environ.get('RANK', '0')}.claim"
-    handle = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _claim(report: Callable[[OSError], None]) -> bool:
+    """Claim this rank of this attempt on this machine, for as long as the process lives.
+
+    Args:
+        report: called with what kept the claim from being made where it belongs. Without a claim, the rank records all the
+            same: a second process of the rank would be recorded as well, which is less of a loss than no recording.
+
+    Returns:
+        Whether this process records; False where another process of the rank does.
+    """
+    attempt, rank = os.environ.get(ATTEMPT) or "none", os.environ.get("RANK") or "0"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{attempt}-{rank}")[:200] + ".claim"
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return False
+        folder = PrivateFolder.open()
+        if folder.refused:
+            report(PermissionError(f"{folder.refused}; using {folder.path}"))
+        try:
+            handle = folder.open_file(name)
+        finally:
+            folder.close()
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            _log.warning("watchstep: not recording: another process records rank %s of this attempt", rank)
+            return False
+    except OSError as error:
+        report(error)
     return True
 
 

@@ -3,7 +3,8 @@
 No hook of PyTorch sees ``backward()``, and a `TorchFunctionMode` costs 1.7 times the CPU; so
 `torch.autograd.backward`, which ``Tensor.backward`` calls, is wrapped once for the process. Each place in the program
 that calls it is one loss: the first is named ``loss``, the next ``loss_2``. Under a gradient scaler the loss before
-scaling is taken. A loss that was divided for accumulation is as the program divided it: it is marked derived.
+scaling is taken. Losses found here are marked derived: where the program divides its loss for accumulation, and
+`watchstep.pytorch.accumulated_losses` does not know by how much, they are as the program divided them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from watchstep.pytorch.accumulated_losses import divisor_of
+from watchstep.pytorch.loss_functions import loss_function
 from watchstep.pytorch.observable import observable
 
 Place = tuple[str, int]
 _UNSCALED = "_watchstep_unscaled"
+_FUNCTION = "_watchstep_function"
+_DIVISOR = "_watchstep_divisor"
 _MOST_PLACES = 16
 _PASSED_OVER = {"torch", "accelerate"}
 """Packages that call ``backward()`` for a program: who calls them is the place."""
@@ -39,10 +44,14 @@ class FoundLoss:
     Attributes:
         place: file and line of the program that called ``backward()``.
         value: before scaling, off the graph.
+        function: the function that computed it, as `loss_function` names it.
+        divisor: by what the program divided it last; 1 where it did not.
     """
 
     place: Place
     value: Tensor
+    function: str = ""
+    divisor: float = 1.0
 
 
 class LossListener(Protocol):
@@ -103,6 +112,8 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
             return scaled
         if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
             setattr(scaled, _UNSCALED, outputs.detach())
+            setattr(scaled, _FUNCTION, loss_function(outputs))
+            setattr(scaled, _DIVISOR, divisor_of(outputs))
         return scaled
 
     return call
@@ -110,7 +121,11 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tell(loss: Tensor, frame: FrameType) -> None:
     value = getattr(loss, _UNSCALED, None)
-    found = FoundLoss(_place_of(frame), loss.detach() if value is None else value)
+    if value is None:
+        found = FoundLoss(_place_of(frame), loss.detach(), loss_function(loss), divisor_of(loss))
+    else:
+        function, divisor = getattr(loss, _FUNCTION, ""), getattr(loss, _DIVISOR, 1.0)
+        found = FoundLoss(_place_of(frame), value, function, divisor)
     for held in _listeners:
         if (listener := held()) is not None:
             listener.found(found)
@@ -135,10 +150,18 @@ def _beyond_lightning(frame: FrameType | None) -> FrameType | None:
 
 
 class LossNames:
-    """Names for places: the first is ``loss``, the next ``loss_2``, up to sixteen."""
+    """Names for places: the first is ``loss``, the next ``loss_2``, up to sixteen. One for all models of a hook."""
 
     def __init__(self) -> None:
         self._names: dict[Place, str] = {}
+        self._last: weakref.ref[FoundLoss] | None = None
+
+    def is_new(self, loss: FoundLoss) -> bool:
+        """Whether this loss was not asked about before: each watched model is told of it."""
+        if self._last is not None and self._last() is loss:
+            return False
+        self._last = weakref.ref(loss)
+        return True
 
     def of(self, place: Place) -> str | None:
         """The name of the loss at a place; None past the sixteenth."""

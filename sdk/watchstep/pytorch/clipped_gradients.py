@@ -45,7 +45,12 @@ class _Norm:
 
 
 class ClippedGradients:
-    """Of one model: gradients as they were before clipping, where they are asked for, and their norms."""
+    """Of one model: gradients as they were before clipping, where they are asked for, and their norms.
+
+    Attributes:
+        numbered: the step of the last norm that was recorded, and its number in that step.
+        released_nonfinite: whether some gradient that was released last is known to be NaN or infinite before clipping.
+    """
 
     def __init__(self, session: Session, parameters: Parameters) -> None:
         self._session = session
@@ -55,7 +60,10 @@ class ClippedGradients:
         self._backward = 0
         self._clips: list[_Clip] = []
         self._norms: list[_Norm] = []
-        self._numbered = (-1, 0)
+        self._released_clips: list[_Clip] = []
+        self._released_norms: list[_Norm] = []
+        self.numbered = (-1, 0)
+        self.released_nonfinite = False
 
     def after_backward(self) -> None:
         """Another backward pass: the gradients are no longer those that were clipped."""
@@ -67,7 +75,8 @@ class ClippedGradients:
             return
         ids = self._parameters.watched(clipped)
         self._clips = [held for held in self._clips if held.backward == self._backward or not held.ids & ids]
-        ids = ids.difference(*(held.ids for held in self._clips))
+        failed = (held.ids for held in self._released_clips if held.backward == self._backward)
+        ids = ids.difference(*(held.ids for held in self._clips), *failed)
         if ids:
             chosen = {id(parameter): parameter for parameter in clipped if id(parameter) in ids}
             found = self._parameters.gradients_of(list(chosen.values()), self._recorder.step)
@@ -92,6 +101,26 @@ class ClippedGradients:
             value = norm.detach().item() if on_host else TorchKernel().measure([norm])
             self._norms.append(_Norm(self._backward, ids, value))
 
+    def take_back(self, updated: Collection[int], numbered: tuple[int, int]) -> None:
+        """The step of these parameters raised: what was measured for it counts for the next, unless gradients were added since.
+
+        Args:
+            updated: the ids of its parameters.
+            numbered: as `numbered` was before `release`.
+        """
+        ids = frozenset(updated)
+        self._clips += [c for c in self._released_clips if c.ids & ids and c.backward == self._backward]
+        self._norms += [n for n in self._released_norms if n.ids & ids and n.backward == self._backward]
+        self.updated(ids)
+        self.numbered = numbered
+
+    def updated(self, updated: Collection[int]) -> None:
+        """The step of these parameters is made."""
+        if self._released_clips or self._released_norms:
+            ids = frozenset(updated)
+            self._released_clips = [clip for clip in self._released_clips if not clip.ids & ids]
+            self._released_norms = [norm for norm in self._released_norms if not norm.ids & ids]
+
     def release(self, updated: Iterable[int], condition: Condition | None) -> frozenset[int]:
         """Their optimizer steps: record what is held of its parameters.
 
@@ -107,13 +136,17 @@ class ClippedGradients:
             if norm.ids & ids:
                 self._record_norm(norm, condition)
         measured: set[int] = set()
+        self.released_nonfinite = False
         for clip in self._clips:
             if clip.ids & ids:
                 measured |= clip.ids
                 for found in clip.measured:
+                    self.released_nonfinite |= bool(found.measurement.nonfinite)
                     self._recorder.add(
                         found.group, found.measurement, probes=found.probes, condition=condition
                     )
+        self._released_clips += [clip for clip in self._clips if clip.ids & ids]
+        self._released_norms += [norm for norm in self._norms if norm.ids & ids]
         self._forget(ids)
         return frozenset(measured)
 
@@ -127,9 +160,9 @@ class ClippedGradients:
 
     def _record_norm(self, norm: _Norm, condition: Condition | None) -> None:
         """The first of a step as ``gradient_norm``, the next as ``gradient_norm_2``."""
-        step, number = self._numbered
+        step, number = self.numbered
         number = number + 1 if step == self._recorder.step else 1
-        self._numbered = (self._recorder.step, number)
+        self.numbered = (self._recorder.step, number)
         name = NORM if number == 1 else f"{NORM}_{number}"
         if isinstance(norm.value, float):
             self._recorder.scalar(name, norm.value, derived=True)

@@ -33,13 +33,31 @@ class _Counts:
     """The probe: one value for each class.
 
     ``examples`` of the class, ``correct`` of them, ``confused`` of them taken for the class ``confused_with``, the one that
-    they are most often taken for.
+    they are most often taken for. Over all batches so far ``all_examples`` of the class, ``all_correct`` of them, ``all_predicted``,
+    how many were taken for the class, ``all_mistaken`` of these being of the class ``all_mistaken_for``, the most frequent other one.
     """
 
     matrix: OnTheWay
+    since_the_start: OnTheWay
 
     def collect(self) -> dict[str, Floats]:
-        """The columns. The matrix has a row for each label and a column for each prediction."""
+        """The columns. The matrices have a row for each label and a column for each prediction."""
+        return {**self._of_late(), **self._of_all()}
+
+    def _of_all(self) -> dict[str, Floats]:
+        held = self.since_the_start.numbers()
+        correct = np.diagonal(held)
+        others = held - np.diag(correct)
+        mistaken = others.max(0)
+        return {
+            "all_examples": held.sum(1),
+            "all_correct": correct.copy(),
+            "all_predicted": held.sum(0),
+            "all_mistaken": mistaken,
+            "all_mistaken_for": np.where(mistaken > 0, others.argmax(0), np.nan),
+        }
+
+    def _of_late(self) -> dict[str, Floats]:
         held = self.matrix.numbers()
         examples, correct = held.sum(1), np.diagonal(held)
         others = held - np.diag(correct)
@@ -69,7 +87,7 @@ class _Shares:
 
 @dataclass
 class _Matrix:
-    """What has been counted of late: labels by predictions, on a device."""
+    """What has been counted: labels by predictions, on a device."""
 
     counts: Tensor
     examples: int = 0
@@ -91,6 +109,7 @@ class Confusion:
         self._wanted = tensors.CONFUSION in session.config.collections
         self._given: dict[tuple[str, Mode], _Given] = {}
         self._matrices: dict[Mode, _Matrix] = {}
+        self._of_all: dict[Mode, _Matrix] = {}
 
     def give(self, name: str, value: Tensor, mode: Mode) -> None:
         """A tensor that may be one half of a pair.
@@ -128,7 +147,10 @@ class Confusion:
         given = labels.detach().reshape(-1).to(outputs.device, non_blocking=True).long()
         predicted = outputs.detach()
         predicted = predicted.argmax(1) if predicted.dim() == 2 else predicted.long()
-        held = self._matrix(mode, classes, outputs.device)
+        held = _matrix(self._matrices, mode, classes, outputs.device)
+        whole = _matrix(self._of_all, mode, max(classes, len(held.counts)), outputs.device)
+        if len(whole.counts) > len(held.counts):  # it has seen more classes before
+            held = _matrix(self._matrices, mode, len(whole.counts), outputs.device)
         classes = len(held.counts)
         known = (given >= 0) & (given < classes) & (predicted >= 0) & (predicted < classes)
         place = torch.where(known, given * classes + predicted, classes * classes)
@@ -136,7 +158,8 @@ class Confusion:
         counted.scatter_add_(0, place, torch.ones_like(place))
         held.counts = held.counts + counted[:-1].view(classes, classes)
         held.examples += len(given)
-        counts = _Counts(OnTheWay(held.counts))
+        whole.counts = whole.counts + counted[:-1].view(classes, classes)
+        counts = _Counts(OnTheWay(held.counts), OnTheWay(whole.counts))
         infos = tuple(
             TensorInfo(f"confusion/{one}", (tensors.CONFUSION,), "confusion", dtype="float64")
             for one in range(classes)
@@ -145,16 +168,16 @@ class Confusion:
         if held.examples >= max(_EXAMPLES, _EXAMPLES_OF_EACH * classes):
             del self._matrices[mode]
 
-    def _matrix(self, mode: Mode, classes: int, device: torch.device) -> _Matrix:
-        held = self._matrices.get(mode)
-        if held is None or held.counts.device != device:
-            held = self._matrices[mode] = _Matrix(
-                torch.zeros(classes, classes, dtype=torch.int64, device=device)
-            )
-        more = classes - len(held.counts)
-        if more > 0:
-            held.counts = torch.nn.functional.pad(held.counts, (0, more, 0, more))
-        return held
+
+def _matrix(matrices: dict[Mode, _Matrix], mode: Mode, classes: int, device: torch.device) -> _Matrix:
+    """The one of a mode, for so many classes at least."""
+    held = matrices.get(mode)
+    if held is None or held.counts.device != device:
+        held = matrices[mode] = _Matrix(torch.zeros(classes, classes, dtype=torch.int64, device=device))
+    more = classes - len(held.counts)
+    if more > 0:
+        held.counts = torch.nn.functional.pad(held.counts, (0, more, 0, more))
+    return held
 
 
 def _classes(labels: Tensor, outputs: Tensor) -> int | None:

@@ -30,6 +30,11 @@ class CountingOptimizer:
         """Whether this optimizer's updates are steps of the run."""
         return self._held is not None and self._held() is optimizer
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether there was one, and the program has let it go."""
+        return self._held is not None and self._held() is None
+
     def updates(self, optimizer: Optimizer, parameters: Collection[int]) -> None:
         """An optimizer is about to update.
 

@@ -12,20 +12,24 @@ as its loss. Other devices are not looked at.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from watchstep.capture.record import Group
 from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import Look
 from watchstep.pytorch.kernel import all_finite, device_tensors, native_memory
+from watchstep.pytorch.probes.on_the_way import OnTheWay
 
 _SLICES = 8
+_FIRST_UPDATES = 16
 _MOST_LOOKS = 8
 """A device that is further behind is not asked again until it has answered."""
 
@@ -36,7 +40,7 @@ class GradientGate:
     def __init__(self) -> None:
         self._turn = 0
         self._gradients = LateLooks()
-        self._losses = LateLooks()
+        self._losses = LateLosses()
 
     def holds_nonfinite(self, gradients: Sequence[Tensor], *, at_once: bool = False) -> bool:
         """Whether NaN or infinity was seen: now in host memory, or earlier on a CUDA device.
@@ -61,23 +65,40 @@ class GradientGate:
         self._turn = (self._turn + 1) % _SLICES
         return native.holds_nonfinite(memory, self._turn, _SLICES) or seen
 
-    def loss_is_bad(self, loss: Tensor) -> bool:
-        """Whether a loss is NaN or infinite: this one in host memory, an earlier one on a CUDA device."""
+    @property
+    def pending(self) -> bool:
+        """Whether a device has not answered yet; `holds_nonfinite` of nothing asks for the answer."""
+        return self._gradients.pending
+
+    def loss_is_bad(self, loss: Tensor, name: str = "loss") -> bool:
+        """Whether a loss is NaN or infinite: this one in host memory, an earlier one on a CUDA device.
+
+        Args:
+            loss: one element.
+            name: by which it arrives from a device.
+        """
         if loss.device.type == "cpu":
             return not bool(torch.isfinite(loss).all())
-        return self._losses.look([loss])
+        return not all(math.isfinite(value) for _, value in self._losses.look(name, loss))
+
+    def late_losses(self) -> list[tuple[str, float]]:
+        """Losses that the last look found arrived from a CUDA device, by name, oldest first."""
+        return self._losses.arrived
 
 
 def _hold_any(tensors: Sequence[Tensor]) -> bool:
     """Whether some element is NaN or infinite, of all of them; waits for devices."""
-    native = native_kernel.load()
-    on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-    memory = native_memory(on_host) if native is not None else None
-    if native is None or memory is None:
-        bad = not all_finite(on_host)
-    else:
-        bad = bool(memory) and native.holds_nonfinite(memory, 0, 1)
+    bad = hold_any_on_host([tensor for tensor in tensors if tensor.device.type == "cpu"])
     return bad or _hold_any_on_devices([tensor for tensor in tensors if tensor.device.type != "cpu"])
+
+
+def hold_any_on_host(tensors: Sequence[Tensor]) -> bool:
+    """Whether some element is NaN or infinite, of tensors in host memory, looked at whole."""
+    native = native_kernel.load()
+    memory = native_memory(tensors) if native is not None else None
+    if native is None or memory is None:
+        return not all_finite(tensors)
+    return bool(memory) and native.holds_nonfinite(memory, 0, 1)
 
 
 @torch.no_grad()
@@ -89,6 +110,29 @@ def _hold_any_on_devices(tensors: Sequence[Tensor]) -> bool:
         return False
     found = [device_kernel.found_by_operations(device_tensors(held))[0] for held in by_device.values()]
     return any(bool(one.item()) for one in found)
+
+
+class FewestGradients:
+    """How many parameters of an optimizer have a gradient: fewer than ever says that some get none any more."""
+
+    def __init__(self) -> None:
+        self._fewest: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def is_fewer(self, optimizer: Optimizer, gradients: int) -> bool:
+        """Whether an update has fewer gradients than any of at least so many before it, counted from the optimizer's first.
+
+        Args:
+            optimizer: is about to update.
+            gradients: how many of its parameters have one.
+        """
+        updates, fewest = self._fewest.get(optimizer, (0, 0))
+        if updates < _FIRST_UPDATES:
+            self._fewest[optimizer] = (updates + 1, min(gradients, fewest) if updates else gradients)
+            return False
+        if gradients >= fewest:
+            return False
+        self._fewest[optimizer] = (updates, gradients)
+        return True
 
 
 class LateLooks:
@@ -127,6 +171,31 @@ class LateLooks:
             found |= bool(answer)
         self._under_way = waiting
         return found
+
+
+class LateLosses:
+    """Losses on their way from a CUDA device, in their order.
+
+    Attributes:
+        arrived: those that the last look found here.
+    """
+
+    def __init__(self) -> None:
+        self.arrived: list[tuple[str, float]] = []
+        self._under_way: deque[tuple[str, OnTheWay]] = deque()
+
+    def look(self, name: str, loss: Tensor) -> list[tuple[str, float]]:
+        """Send a loss on its way; those that have arrived. Nothing is waited for."""
+        self.arrived = []
+        if device_kernel.capturing():
+            return self.arrived
+        while self._under_way and self._under_way[0][1].is_here:
+            earlier, number = self._under_way.popleft()
+            self.arrived.append((earlier, float(number.numbers().reshape(()))))
+        if loss.device.type == "cuda" and len(self._under_way) < _MOST_LOOKS:
+            with torch.cuda.device(loss.device):
+                self._under_way.append((name, OnTheWay(loss)))
+        return self.arrived
 
 
 class LiveOutputs:

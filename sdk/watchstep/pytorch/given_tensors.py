@@ -14,7 +14,9 @@ from watchstep.capture.session import Session
 from watchstep.pytorch.confusion import Confusion
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import dtype_name
+from watchstep.pytorch.probes.channel_sums import ChannelSums
 from watchstep.pytorch.probes.class_counts import ClassCounts
+from watchstep.pytorch.probes.since_earlier import Unchanged
 from watchstep.tensors import MODES, Mode, TensorInfo
 
 _ROLES = {tensors.INPUTS: "input", tensors.OUTPUTS: "output", tensors.LABELS: "label"}
@@ -28,6 +30,8 @@ class GivenTensors:
         self._last_given: dict[str, int] = {}
         self._confusion = Confusion(session)
         self._classes: dict[tuple[str, Mode], ClassCounts] = {}
+        self._unchanged = Unchanged(session.config.probes)
+        self._sums = ChannelSums(session.config.probes)
 
     def record(self, name: str, value: Any, collection: str | None, mode: Mode) -> None:
         """Record one tensor, if its collection is due.
@@ -62,13 +66,23 @@ class GivenTensors:
         info = TensorInfo(
             name=name,
             collections=(held,),
-            role=_ROLES.get(name, "custom"),
+            role=_ROLES.get(name) or _ROLES.get(held, "custom"),
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
         )
-        probes = self._count(tensor, name, mode) if info.role == "label" else ()
+        probes = self._probes(info, tensor, mode)
         session.recorder.add(Group.of((info,)), TorchKernel().measure([tensor]), mode, probes)
         session.schedule.spent(charged, since)
+
+    def _probes(self, info: TensorInfo, tensor: Tensor, mode: Mode) -> tuple[Probe, ...]:
+        found: list[Probe | None] = []
+        if info.role == "label":
+            found.extend(self._count(tensor, info.name, mode))
+        if info.role == "input" and self._sums.applies:
+            found.append(self._sums.look(tensor))
+        if self._unchanged.applies and tensor.dtype is not torch.bool and not tensor.is_complex():
+            found.append(self._unchanged.look([(info.name, mode)], [tensor], 1))
+        return tuple(probe for probe in found if probe is not None)
 
     def _begin_if_given_before(self, name: str) -> None:
         """What comes again after the update that ended its step is of the next, whose forward pass has not begun."""

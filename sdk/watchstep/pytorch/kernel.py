@@ -83,7 +83,12 @@ def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all elements are finite, by operations: of tensors in host memory that the compiled kernel does not take."""
-    return all(bool(torch.isfinite(_plain(tensor)).all()) for tensor in tensors)
+    return all(bool(torch.isfinite(_comparable(_plain(tensor))).all()) for tensor in tensors)
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The tensor in a dtype that ``torch.isfinite`` takes: there is none for fp8."""
+    return tensor.float() if tensor.element_size() == 1 else tensor
 
 
 def _memory(tensor: Tensor) -> Memory:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit._trace import TracedModule  # takes hooks; has no public name
 
 from watchstep import tensors
 from watchstep.capture.collections import Collection, placed
@@ -23,7 +24,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The author's model inside wrappers for compiling and distributed training.
 
     Raises:
-        ConfigError: `nn.DataParallel`, whose replicas live for one forward pass only, or no module at all.
+        ConfigError: no module, `nn.DataParallel`, whose replicas live for one forward pass only, a script module, or one whose
+            parameters have no shape yet.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"watch({type(model).__name__})", "give a torch.nn.Module")
@@ -73,6 +75,7 @@ class Names:
         replicated: bool = False,
     ) -> None:
         self.model = unwrap(model)
+        _check_modules(self.model)
         self.whole = replica() if replicated else _outermost(model)
         self._prefix = prefix
         self._collections = collections
@@ -189,6 +192,20 @@ class Names:
         found = placed(info, built_in, self._collections, bases)
         self._held.update(found.collections)
         return found
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raise `ConfigError` for modules that take no hooks, and for parameters that have no shape yet."""
+    for path, module in model.named_modules():
+        what = f"watch({type(model).__name__}): module {path!r}" if path else f"watch({type(model).__name__})"
+        if isinstance(module, torch.jit.ScriptModule) and not isinstance(module, TracedModule):
+            raise ConfigError(
+                f"{what} is a script module, which takes no hooks", "script the model after it is watched"
+            )
+        if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
+            raise ConfigError(
+                f"{what} has parameters without a shape", "watch the model after one forward pass"
+            )
 
 
 def _outermost(model: Any) -> Standing:

@@ -1,13 +1,17 @@
 """When an optimizer steps: one pair of global hooks for the process, told to whoever listens.
 
 An optimizer whose class inherits ``step`` from another optimizer fires PyTorch's hooks once for each class; only the
-outermost pair counts.
+outermost pair counts. A step that raises fires no second hook: whether the next one runs inside it is read from the call
+stack, so that a retry counts as a step of its own.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -19,8 +23,14 @@ from watchstep.pytorch.observable import observable
 class StepListener(Protocol):
     """Is told of every step of every optimizer."""
 
-    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """The gradients are as the optimizer will see them, unless a closure is to compute them."""
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool, is_retry: bool) -> None:
+        """The gradients are as the optimizer will see them, unless a closure is to compute them.
+
+        Args:
+            optimizer: steps.
+            has_closure: whether a closure computes the gradients inside the step.
+            is_retry: whether the last step of this optimizer raised, and no forward or backward pass has begun since.
+        """
         ...
 
     def closure_done(self, optimizer: Optimizer) -> None:
@@ -32,8 +42,21 @@ class StepListener(Protocol):
         ...
 
 
+@dataclass
+class _Step:
+    """A step that has begun and not ended.
+
+    Attributes:
+        nested: inner steps of the same optimizer that have begun and not ended, as far as is known: one may have raised.
+        pass_since: whether a forward or backward pass has begun since.
+    """
+
+    nested: int = 0
+    pass_since: bool = False
+
+
 _listeners: list[weakref.ref[StepListener]] = []
-_depth: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_begun_steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
 _installed: list[Any] = []
 _begun = [0]
 
@@ -51,15 +74,31 @@ def forget(listener: StepListener) -> None:
     _listeners[:] = [held for held in _listeners if held() not in {None, listener}]
 
 
-def settle() -> None:
-    """No optimizer is inside a step now: one that raised inside ``step`` counts from anew."""
-    if _depth:
-        _depth.clear()
+def pass_begins() -> None:
+    """A forward or backward pass of training begins: a step that raised before it is not retried with the same gradients."""
+    if _begun_steps:
+        for step in list(_begun_steps.values()):
+            step.pass_since = True
 
 
 def begun() -> int:
     """How many steps of optimizers have begun since someone listens."""
     return _begun[0]
+
+
+def _is_nested(optimizer: Optimizer, wrapper: FrameType) -> bool:
+    """Whether a step runs inside another step of the same optimizer.
+
+    Args:
+        optimizer: steps.
+        wrapper: the frame of PyTorch's wrapper of ``step``, which calls the hooks.
+    """
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -89,29 +128,34 @@ def _before(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not observable():
         return None  # a compiled step is not observed: what is traced has no memory to look at
-    depth = _depth.get(optimizer, 0)
-    _depth[optimizer] = depth + 1
-    if depth == 0:
-        _begun[0] += 1
-        has_closure = _has_closure(_without_self(optimizer, args), kwargs)
-        for held in _listeners:
-            if (listener := held()) is not None:
-                listener.before_step(optimizer, has_closure=has_closure)
-        if has_closure:
-            return _told_of(optimizer, args, kwargs)
-    return None
+    step = _begun_steps.get(optimizer)
+    if step is not None and _is_nested(optimizer, sys._getframe(1)):  # noqa: SLF001 - the documented way to a frame
+        step.nested += 1
+        return None
+    _begun_steps[optimizer] = _Step()
+    _begun[0] += 1
+    has_closure = _has_closure(_without_self(optimizer, args), kwargs)
+    is_retry = step is not None and not step.pass_since
+    for held in _listeners:
+        if (listener := held()) is not None:
+            listener.before_step(optimizer, has_closure=has_closure, is_retry=is_retry)
+    return _told_of(optimizer, args, kwargs) if has_closure else None
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not observable():
         return
-    depth = _depth.get(optimizer, 1) - 1
-    _depth[optimizer] = depth
-    if depth == 0:
-        has_closure = _has_closure(_without_self(optimizer, args), kwargs)
-        for held in _listeners:
-            if (listener := held()) is not None:
-                listener.after_step(optimizer, has_closure=has_closure)
+    step = _begun_steps.get(optimizer)
+    if step is None:
+        return
+    if step.nested and _is_nested(optimizer, sys._getframe(1)):  # noqa: SLF001 - as above
+        step.nested -= 1
+        return
+    del _begun_steps[optimizer]
+    has_closure = _has_closure(_without_self(optimizer, args), kwargs)
+    for held in _listeners:
+        if (listener := held()) is not None:
+            listener.after_step(optimizer, has_closure=has_closure)
 
 
 def _told_of(

@@ -20,7 +20,9 @@ from watchstep.pytorch.gradient_scaler import PLAIN, Scaling
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.probes.checksums import Checksums
 from watchstep.pytorch.probes.gradient_cosine import GradientCosine
+from watchstep.pytorch.probes.percentile_range import PercentileRange
 from watchstep.pytorch.probes.samples import elements_of_each, views
+from watchstep.pytorch.probes.since_earlier import Unchanged, WeightChange
 from watchstep.pytorch.probes.unit_spread import UnitSpread
 from watchstep.pytorch.probes.update_ratio import UpdateRatio
 from watchstep.pytorch.unscaled_gradients import measure_unscaled
@@ -60,6 +62,7 @@ class Updated:
         parameters: those that are watched.
         weights, gradients, updates: those of them that this worker records, by collections.
         checksums: those that other workers hold as well.
+        is_recorded: whether this worker records something of it: of replicas one does.
     """
 
     ids: list[int]
@@ -68,6 +71,7 @@ class Updated:
     gradients: list[_Part]
     updates: list[_Part]
     checksums: list[_Part]
+    is_recorded: bool
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,10 @@ class Parameters:
         self._first = FirstOfStep()
         self._cosine = GradientCosine() if "gradient_cosine" in session.config.probes else None
         self._spread = UnitSpread() if "unit_spread" in session.config.probes else None
+        self._unchanged_weights = Unchanged(session.config.probes)
+        self._unchanged_gradients = Unchanged(session.config.probes)
+        self._change = WeightChange(session.config.probes)
+        self._range = PercentileRange(session.config.probes)
 
     def of(self, optimizer: Optimizer) -> Updated:
         """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
@@ -124,7 +132,13 @@ class Parameters:
         self._named = self._names.parameters()
         self._states.clear()
         self._clipped.clear()
-        for probe in (self._cosine, self._spread):
+        for probe in (
+            self._cosine,
+            self._spread,
+            self._unchanged_weights,
+            self._unchanged_gradients,
+            self._change,
+        ):
             if probe is not None:
                 probe.forget()
 
@@ -146,10 +160,18 @@ class Parameters:
         for charged, part in self._due(updated.weights, step, "weight"):
             since = self._schedule.now()
             found: list[Tensor] = [named.parameter for named in part.members]
-            spread = None if self._spread is None else self._spread.look(found)
-            probes = () if spread is None else (spread,)
+            probes = self._probes_of_weights(part, found, step)
             self._record("weight", part.collections, _described(part, _weight), found, probes)
             self._schedule.spent(charged, since)
+
+    def _probes_of_weights(self, part: _Part, found: list[Tensor], step: int) -> tuple[Probe, ...]:
+        among = len(self._named)
+        looked = (
+            None if self._spread is None else self._spread.look(found),
+            self._unchanged_weights.look(part.ids, found, among) if self._unchanged_weights.applies else None,
+            self._change.look(part.ids, found, among, step) if self._change.applies else None,
+        )
+        return tuple(probe for probe in looked if probe is not None)
 
     def measure_checksums(self, updated: Updated, step: int) -> None:
         """Checksums of weights that several workers hold, where they are due: a rule compares them."""
@@ -198,11 +220,7 @@ class Parameters:
             members = [named for named in part.members if named.parameter.grad is not None]
             found = [n.parameter.grad for n in members if n.parameter.grad is not None]
             if found:
-                probes: tuple[Probe, ...] = ()
-                if self._cosine is not None:
-                    owners = [named.parameter for named in members]
-                    cosines = self._cosine.look(owners, found, len(self._named))
-                    probes = () if cosines is None else (cosines,)
+                probes = self._probes_of_gradients(members, found, step, scaling)
                 described = _described(_Part(part.collections, members), _gradient)
                 yield MeasuredGradients(
                     self._group("gradient", part.collections, described),
@@ -210,6 +228,21 @@ class Parameters:
                     probes,
                 )
             self._schedule.spent(charged, since)
+
+    def _probes_of_gradients(
+        self, members: list[NamedParameter], found: list[Tensor], step: int, scaling: Scaling
+    ) -> tuple[Probe, ...]:
+        owners, among = [named.parameter for named in members], len(self._named)
+        looked: list[Probe | None] = []
+        if self._cosine is not None:
+            looked.append(self._cosine.look(owners, found, among))
+        if scaling.scale is None:  # else their elements are not those of the record
+            ids = list(map(id, owners))
+            if self._unchanged_gradients.applies:
+                looked.append(self._unchanged_gradients.look(ids, found, among))
+            if self._range.applies:
+                looked.append(self._range.look(ids, found, among, step))
+        return tuple(probe for probe in looked if probe is not None)
 
     def _measure_gradients(self, found: list[Tensor], scaling: Scaling) -> Measurement:
         if scaling.scale is None:
@@ -346,6 +379,7 @@ def _arranged(ids: list[int], parameters: list[NamedParameter]) -> Updated:
         gradients=_parts(recorded, _gradient),
         updates=_parts(recorded, _update),
         checksums=_parts([named for named in parameters if named.standing.replicas > 1], _checksum),
+        is_recorded=bool(recorded),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from watchstep.capture.snapshot_plan import Occasion
 from watchstep.capture.snapshots import TakenSnapshot, fitting
 from watchstep.snapshot_writing import Described, aligned_order
+from watchstep.tensors import bounded_word
 
 if TYPE_CHECKING:
     from watchstep.capture.session import Session
@@ -111,7 +112,7 @@ def _held(name: str, tensor: Any) -> _Held | None:
     dtype = _FORMAT_NAMES.get(local.dtype)
     if dtype is None or local.layout is not torch.strided:
         return None
-    return _Held(Described(name, dtype, tuple(local.shape)), local.detach())
+    return _Held(Described(bounded_word(name), dtype, tuple(local.shape)), local.detach())
 
 
 def _is_finite(held: _Held) -> bool:

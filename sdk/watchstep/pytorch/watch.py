@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from watchstep import tensors
 from watchstep.capture.session import Session
@@ -22,15 +24,21 @@ from watchstep.pytorch import (
     optimizer_steps,
     snapshots,
 )
+from watchstep.pytorch.accumulated_losses import AccumulatedLosses
 from watchstep.pytorch.activations import ActivationHooks
 from watchstep.pytorch.backward_losses import FoundLoss, LossNames, SummedLosses
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.clipped_gradients import ClippedGradients
 from watchstep.pytorch.counting_optimizer import CountingOptimizer
-from watchstep.pytorch.gate import GradientGate
+from watchstep.pytorch.finite_checks import FiniteChecks
+from watchstep.pytorch.forward_passes import ForwardPasses
+from watchstep.pytorch.function_calls import FunctionCalls
+from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.gradient_scaler import Scaling
+from watchstep.pytorch.hyperparameters import Hyperparameters
 from watchstep.pytorch.kept_gradients import KeptGradients
 from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.missing_updates import MissingUpdates
 from watchstep.pytorch.module_hook import ModuleHook
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters import Parameters, Updated
@@ -42,6 +50,25 @@ from watchstep.tensors import Mode
 
 _OBSERVED_AFTER = 3  # finished steps after which what is silent is reported as not observed
 _ENDLESS = 500  # backward passes within one step
+NONFINITE_APPLIED = "gradients:nonfinite_applied"
+"""Metric: 1 at a step whose update is made by a gradient that is not finite; 0 where the optimizer left that gradient out."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """An update that is measured, and not made yet.
+
+    Attributes:
+        update: its number.
+        ids: of the parameters.
+        numbered: how many gradient norms the step had before, as `ClippedGradients` counts them.
+        nonfinite: whether a gradient is NaN or infinite: of this update in host memory, of an earlier one on a device.
+    """
+
+    update: int
+    ids: list[int]
+    numbered: tuple[int, int]
+    nonfinite: bool = False
 
 
 class Watch:
@@ -51,6 +78,8 @@ class Watch:
         counts_steps: whether the primary optimizer's steps count as steps of the run. Of several watched models,
             that of the first does.
         model: unwrapped.
+        loss_names: names of the losses that are found.
+        loss_divisor: gives what the program divides each loss by before ``backward()``; losses are recorded undivided.
         summed_losses: adds up the losses of a step, where they are parts of one; None where they are not.
     """
 
@@ -64,6 +93,11 @@ class Watch:
         name: str = "",
         replicated: bool = False,
     ) -> None:
+        """Begin to listen.
+
+        Raises:
+            ConfigError: the model or the optimizer is none that can be watched.
+        """
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"watch(…, {type(optimizer).__name__})", "give a torch.optim.Optimizer, or leave it out"
@@ -76,12 +110,14 @@ class Watch:
         self._config = session.config
         self._schedule = session.schedule
         self._gate = GradientGate()
-        self._loss_names = LossNames()
+        self.loss_names = LossNames()
         self.summed_losses: SummedLosses | None = None
+        self.loss_divisor: Callable[[], float] = _one
+        self._in_closure: set[str] | None = None
         self._told_of_passes = False
         self._saw_closure = False
         self._backward = (-1, 0)
-        self._thread: int | None = None
+        self._attempts: weakref.WeakKeyDictionary[Optimizer, _Attempt] = weakref.WeakKeyDictionary()
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
         names = Names(model, name, session.config.chosen, session.held, replicated=replicated)
@@ -90,11 +126,32 @@ class Watch:
         self._clipped = ClippedGradients(session, self._parameters)
         self._scaler = ScalerMetrics(session)
         self._kept = KeptGradients(session, name)
+        self._fewest = FewestGradients()
+        self._accumulated = AccumulatedLosses(session.recorder)
+        self._hyperparameters = Hyperparameters(session, name)
+        self._checks = FiniteChecks(session, names, kernel)
+        self._missing = MissingUpdates(session, name)
+        self._applied = f"{name}.{NONFINITE_APPLIED}" if name else NONFINITE_APPLIED
+        self._applies_nonfinite = False
+        self._tells_applied = tensors.METRICS in session.config.chosen
         self._buffers = Buffers(session, names, self._parameters, kernel)
         self._unheld = UnheldParameters(session, self._parameters, kernel)
-        snapshots.prepare(session, list(names.parameters().values()))
-        self._handle = self.model.register_forward_pre_hook(ModuleHook(self._before_forward))
-        self._activations = ActivationHooks(session, names, kernel, self._mode)
+        self._passes = ForwardPasses(session, names.model)
+        self._calls = FunctionCalls(session, names, kernel)
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._listen(names, kernel)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _listen(self, names: Names, kernel: Kernel) -> None:
+        snapshots.prepare(self._session, list(names.parameters().values()))
+        self._handles.append(self.model.register_forward_pre_hook(ModuleHook(self._before_forward)))
+        self._handles.append(
+            self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
+        )
+        self._activations = ActivationHooks(self._session, names, kernel, self._passes, self._handles)
         optimizer_steps.listen(self)
         backward_losses.listen(self)
         gradient_scaler.listen(self)
@@ -108,8 +165,8 @@ class Watch:
         backward_losses.forget(self)
         gradient_scaler.forget(self)
         clipping.forget(self)
-        self._handle.remove()
-        self._activations.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def backward_begins(self) -> None:
         """A backward pass is about to add to gradients."""
@@ -122,33 +179,77 @@ class Watch:
     def found(self, loss: FoundLoss) -> None:
         """A loss at ``backward()``."""
         try:
-            if self._captured() or self._thread not in {None, threading.get_ident()}:
+            if self._captured() or not self._passes.owns_backward():
                 return  # another training's, in a thread beside this one's
             self._begin()
             self._activations.new_pass()
             self._clipped.after_backward()
             self._note_endless()
-            if self._config.gate and self._gate.loss_is_bad(loss.value):
+            name = self.loss_names.of(loss.place)
+            is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, name or "")
+            if is_bad:
                 self._look_at_outputs()
-            name = self._loss_names.of(loss.place)
-            if name is not None and self._schedule.due((tensors.LOSSES,), self._recorder.step):
-                value, step = loss.value, self._recorder.step
-                if self.summed_losses is not None:
-                    value = self.summed_losses.of(step, name, value)
-                record_tensor(self._recorder, name, value, "train", derived=True)
+                self._suspect()
+            self._missing.backward_begins(finite=not is_bad)
+            if self.loss_names.is_new(loss):
+                bursts = self._schedule.bursts
+                self._look_for_onset(loss)
+                self._record_loss(loss, name)
+                if self._schedule.bursts > bursts:
+                    self._measure_live()
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("loss", error)
 
-    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+    def _look_for_onset(self, loss: FoundLoss) -> None:
+        """Of losses on a device: those that have arrived. The recorder sees those in host memory."""
+        if self._session.onsets is None or loss.value.device.type == "cpu":
+            return
+        for name, value in self._gate.late_losses():
+            self._session.onsets.seen(name, value, derived=True)
+
+    def _measure_live(self) -> None:
+        """An onset: outputs that are still there are those of the batch whose loss it is."""
+        since = self._schedule.now()
+        self._activations.record_live()
+        self._schedule.asked(since)
+
+    def _record_loss(self, loss: FoundLoss, name: str | None) -> None:
+        step = self._recorder.step
+        if name is None or not self._schedule.due((tensors.LOSSES,), step):
+            return
+        if self._in_closure is not None:
+            if name in self._in_closure:
+                return  # a closure is called several times in a step: its first loss is that of the weights before the update
+            self._in_closure.add(name)
+        divisor = self.loss_divisor()
+        if divisor == 1 and self.summed_losses is None and self._in_closure is None:
+            self._accumulated.found(name, loss.divisor)
+        value = loss.value if divisor == 1 else loss.value * divisor
+        if self.summed_losses is not None:
+            value = self.summed_losses.of(step, name, value)
+        is_sum = self.summed_losses is not None
+        self._recorder.note_function(name, "train", loss.function if divisor == 1 else "")
+        record_tensor(self._recorder, name, value, "train", derived=True, replaces=is_sum)
+
+    def before_step(
+        self,
+        optimizer: Optimizer,
+        *,
+        has_closure: bool,
+        is_retry: bool,  # noqa: ARG002 - what a failed step measured is withdrawn, whatever has happened since
+    ) -> None:
         """The optimizer is about to update: measure gradients, and weights as they were used."""
         try:
             if self._captured():
                 return
             self._saw_closure = False
+            self._in_closure = set() if has_closure else None
+            self._withdraw_failed(optimizer)
             scaling = gradient_scaler.scaling_of(optimizer)
             if scaling.skips:
                 self._see_skip(optimizer)
                 return
+            self._checks.before_update(optimizer, self._parameters.of(optimizer))
             if not has_closure:
                 self._measure(optimizer, scaling, updated_already=False)
             self._parameters.before_update(optimizer, self._recorder.step, scaling.updates)
@@ -166,11 +267,16 @@ class Watch:
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The optimizer has updated: the step is over, if it is the primary one's."""
+        self._in_closure = None
         try:
             if self._captured():
                 return
             if has_closure and not self._saw_closure:  # what looked like one was none
                 self._measure(optimizer, gradient_scaler.PLAIN, updated_already=True)
+            attempt = self._attempts.pop(optimizer, None)
+            if attempt is not None:
+                self._clipped.updated(attempt.ids)
+                self._check_update(optimizer, is_nonfinite=attempt.nonfinite)
             self._parameters.after_update(optimizer, self._recorder.step)
             self._kept.after_step(optimizer, lambda: self._parameters.of(optimizer).parameters)
             self._finish(optimizer)
@@ -215,6 +321,9 @@ class Watch:
         try:
             if not self._captured():
                 self._clipped.clipped(parameters, norm)
+                if self._is_bad_norm(parameters, norm):
+                    self._suspect()
+                    self._missing.pass_is_bad()
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("clipping", error)
 
@@ -242,42 +351,88 @@ class Watch:
             )
 
     def _begin(self) -> None:
-        optimizer_steps.settle()
+        optimizer_steps.pass_begins()
         if self.counts_steps:
             self._recorder.begin()
 
-    def _mode(self) -> Mode:
-        """As the program last said, else as the model is."""
-        said = self._session.mode
-        return "eval" if said == "train" and not self.model.training else said
-
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        if not self._told_of_passes:
-            self._pass_begins()
+        try:
+            mode = self._passes.enter()
+            if not self._told_of_passes:
+                self._pass_begins(mode)
+            self._calls.enter(mode)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._health.fault("begin", error)
+
+    def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._passes.leave()
+        self._calls.leave()
 
     def begin_pass(self) -> None:
         """A forward pass begins, also where the model itself is not called; from now on only this tells of passes."""
         self._told_of_passes = True
-        self._pass_begins()
-
-    def _pass_begins(self) -> None:
-        if device_kernel.capturing():
-            return
         try:
-            mode, system = self._mode(), self._session.system
-            self._activations.new_pass()
-            if mode != "train":
-                self._schedule.forward(mode, self._recorder.step)
-                if system is not None:
-                    system.times.other_mode()
-            elif torch.is_grad_enabled():
-                self._thread = threading.get_ident()
-                if system is not None:
-                    system.times.forward()
-                self._begin()
-                self._activations.live.forget()
+            self._pass_begins(self._passes.mode_of_call())
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("begin", error)
+
+    def step_by_hand(self) -> None:
+        """The program says that a step is done, and this thread trains: from now on no optimizer's steps count."""
+        self.counts_steps = False
+        self._passes.set_training_thread()
+
+    def _pass_begins(self, mode: Mode | None) -> None:
+        """A forward pass begins, in a mode; None where it is not recorded."""
+        if mode is None or device_kernel.capturing():
+            return
+        system = self._session.system
+        self._activations.new_pass()
+        if mode != "train":
+            self._schedule.forward(mode, self._recorder.step)
+            if system is not None:
+                system.times.other_mode()
+            return
+        if system is not None:
+            system.times.forward()
+        self._begin()
+        self._activations.live.forget()
+        if logged_nan := self._recorder.logged_nan:
+            self._suspect()
+        self._missing.pass_begins(logged_nan=logged_nan)
+
+    def _suspect(self) -> None:
+        """A loss or a gradient norm is not finite: look at buffers, which this pass has changed, and later at what is updated."""
+        self._recorder.logged_nan = False
+        self._checks.suspect(self._recorder.step)
+        self._checks.check_buffers(self._recorder.step)
+
+    def _is_bad_norm(self, parameters: Sequence[Tensor], norm: Tensor) -> bool:
+        """Whether a norm of this model's gradients is in host memory, and not finite."""
+        if not self._config.gate or norm.device.type != "cpu" or norm.numel() != 1:
+            return False
+        return not math.isfinite(norm.detach().item()) and bool(self._parameters.watched(parameters))
+
+    def _check_update(self, optimizer: Optimizer, *, is_nonfinite: bool) -> None:
+        """The optimizer has updated: see whether what it wrote is finite, where there is reason to."""
+        updated, step = self._parameters.of(optimizer), self._recorder.step
+        if self._recorder.logged_nan:
+            self._suspect()
+        if not is_nonfinite:
+            self._missing.updated()
+            if self._applies_nonfinite:
+                self._tell_applied(0.0)
+                self._schedule.demand(step + 1)  # a gradient that was recorded is seen to be finite again
+        else:
+            self._checks.suspect(step)
+            self._missing.left_out()
+            if self._checks.holds_damage(optimizer, updated) is False:  # it sees such gradients itself
+                self._tell_applied(0.0)
+        self._checks.after_update(optimizer, updated, step)
+
+    def _tell_applied(self, value: float) -> None:
+        self._applies_nonfinite = value > 0
+        if self._tells_applied:
+            self._recorder.scalar(self._applied, value)
 
     def _look_at_outputs(self) -> None:
         """The loss is bad: measure what is left of the forward pass, and the rest of this step."""
@@ -291,7 +446,7 @@ class Watch:
         if not updated.parameters:
             return None
         self._counting.updates(optimizer, updated.ids)
-        self._thread = threading.get_ident()
+        self._passes.set_training_thread()
         if self.counts_steps and self._counting.counts(optimizer):
             self._recorder.begin()
         return updated
@@ -304,33 +459,71 @@ class Watch:
 
     def _see_skip(self, optimizer: Optimizer) -> bool:
         """The update is left out: its gradients are no part of the record. Whether it is one of this model's."""
+        self._accumulated.undivide()
         updated = self._updated(optimizer)
         if updated is None:
             return False
         self._clipped.drop(updated.ids)
         self._scaler.skipped()
+        self._suspect()
+        self._missing.left_out()
         self._parameters.measure_weights(updated, self._recorder.step)
         self._parameters.measure_checksums(updated, self._recorder.step)
         return True
 
+    def _withdraw_failed(self, optimizer: Optimizer) -> None:
+        """The last step of this optimizer raised: what was measured for it is not of the update that is made."""
+        attempt = self._attempts.pop(optimizer, None)
+        if attempt is None:
+            return
+        self._recorder.withdraw(attempt.update)
+        if attempt.nonfinite:
+            self._tell_applied(0.0)
+        self._parameters.measure_again()
+        self._clipped.take_back(attempt.ids, attempt.numbered)
+        self._health.count("retried_updates")
+
     def _measure(self, optimizer: Optimizer, scaling: Scaling, *, updated_already: bool) -> None:
+        self._recorder.begin_update()
+        try:
+            self._measure_update(optimizer, scaling, updated_already=updated_already)
+        finally:
+            self._recorder.update = 0
+
+    def _measure_update(self, optimizer: Optimizer, scaling: Scaling, *, updated_already: bool) -> None:
         began = self._schedule.now()
+        self._accumulated.undivide()
         updated = self._updated(optimizer)
         if updated is None:
-            if self.counts_steps and self._counting.counts(optimizer):
+            counts = self.counts_steps and self._counting.counts(optimizer)
+            if (
+                counts or self._counting.is_gone
+            ):  # another optimizer has come in its place, and holds nothing of the model
                 self._unheld.measure(self._recorder.step)
             return
         step = self._recorder.step
+        attempt = self._attempts[optimizer] = _Attempt(
+            self._recorder.update, updated.ids, self._clipped.numbered
+        )
+        if updated.is_recorded:
+            self._hyperparameters.before_update(optimizer)
         if scaling.is_skipped is not None:
             self._scaler.skipped(scaling.is_skipped)
-        elif self._config.gate and self._holds_nonfinite(updated):
+        elif self._config.gate and self._holds_nonfinite(optimizer, updated):
             self._schedule.demand(step)
             self._parameters.measure_again()
             self._saw_bad(step)
+            self._attempts[optimizer] = replace(attempt, nonfinite=True)
+            if (
+                updated.parameters[0].parameter.device.type == "cpu"
+            ):  # of a device it may be an earlier update's
+                self._tell_applied(1.0)
         self._schedule.floor(self._schedule.now() - began + self._activations.idle_seconds)
         self._parameters.measure_weights(updated, step)
         self._parameters.measure_checksums(updated, step)
         measured = self._clipped.release(updated.ids, scaling.updates)
+        if self._clipped.released_nonfinite and not self._attempts[optimizer].nonfinite:
+            self._tell_applied(0.0)  # clipping has made it finite
         self._parameters.measure_gradients(updated, step, scaling, measured)
         self._buffers.measure(step)
         self._unheld.measure(step)
@@ -338,8 +531,10 @@ class Watch:
         self._snapshot(step, updated.parameters, state)
         self._recorder.about_to_update()
 
-    def _holds_nonfinite(self, updated: Updated) -> bool:
+    def _holds_nonfinite(self, optimizer: Optimizer, updated: Updated) -> bool:
         gradients = [p.parameter.grad for p in updated.parameters if p.parameter.grad is not None]
+        if self._fewest.is_fewer(optimizer, len(gradients)):
+            self._schedule.onset(self._recorder.step, 1.0)
         return self._gate.holds_nonfinite(gradients, at_once=self._recorder.guarding is not None)
 
     def _saw_bad(self, step: int) -> None:
@@ -366,3 +561,7 @@ class Watch:
             if unseen:
                 named = ", ".join(unseen[:5]) + (f" and {len(unseen) - 5} more" if len(unseen) > 5 else "")
                 self._health.note("activations", f"not observed: {named} (compiled, or not called)")
+
+
+def _one() -> float:
+    return 1.0

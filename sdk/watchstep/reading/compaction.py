@@ -37,8 +37,8 @@ from watchstep.store import Store
 _PART_ROWS = 100_000
 """Rows of a part, but for one with a longer tensor: one series unpacks no more than this."""
 
-_MOST_ROWS = 500_000
-"""Rows of any part; a tensor with more is split by steps."""
+_MOST_ROWS = 200_000
+"""Rows of any part; a tensor with more is split by steps. With histograms of 80 bins they are within what a reader takes."""
 
 _PASS_ROWS = 1_000_000
 """Rows that are held at once, some 0.5 GB; a longer run is read several times."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_obj
 from watchstep.reading.part import PartLostError, PartObject
 from watchstep.reading.scan import NO_CUT, Located, Scan, Want
 from watchstep.segment import to_block, whole
-from watchstep.segment_checks import PROBE
+from watchstep.segment_checks import PROBE, check_columns, check_steps
 from watchstep.store import Store
 from watchstep.tensors import TensorInfo
 
@@ -53,6 +54,30 @@ class RunIndex:
         self._view: list[Located] | None = None
         self._tensors: list[TensorInfo] | None = None
 
+    def snapshot(self, budget: ReadBudget | None = None) -> RunIndex:
+        """The index as it is now, to read by another thread while this one is refreshed.
+
+        Args:
+            budget: what the reader may take.
+        """
+        self.tensors(), self.objects()  # found, and the copy's from now on
+        copied = copy(self)
+        copied._generations = copy(self._generations)  # noqa: SLF001 - of the same class
+        copied.budget = budget
+        return copied
+
+    def exclude(self, damaged: Mapping[str, str]) -> None:
+        """Leave out segments that another reader has found to be damaged.
+
+        Args:
+            damaged: segment's path → why.
+        """
+        new = {path: why for path, why in damaged.items() if path not in self.damaged}
+        if new:
+            self.damaged.update(new)
+            self._segments = {key: held for key, held in self._segments.items() if key.path not in new}
+            self._forget()
+
     def refresh(self) -> bool:
         """Look for new segments and read their footers; whether there were any.
 
@@ -64,7 +89,7 @@ class RunIndex:
         self._segments = {key: held for key, held in self._segments.items() if not self._covers(key)}
         known = self._segments
         new = [k for k in listed if k not in known and k.path not in self.damaged and not self._covers(k)]
-        opened = ahead(lambda key: self._opened(key.path, listed[key]), new, self._readers)
+        opened = ahead(lambda key: self._opened(key, listed[key]), new, self._readers)
         for key, found in zip(new, opened, strict=True):
             if found is not None:
                 self._segments[key] = found
@@ -102,10 +127,10 @@ class RunIndex:
             try:
                 return work()
             except PartLostError as error:
-                self._lose(error)
+                self.follow(error)
 
-    def _lose(self, error: PartLostError) -> None:
-        """Follow a newer generation, or the originals; where they are gone, go on without the object."""
+    def follow(self, error: PartLostError) -> None:
+        """After a part of a compaction was lost: follow a newer generation, or the originals; where they are gone, go on without the object."""
         before = self.manifest and self.manifest.generation
         self.refresh()
         if (self.manifest and self.manifest.generation) != before:
@@ -127,14 +152,17 @@ class RunIndex:
                 self.damaged[entry.key] = error.what
         return found
 
-    def _opened(self, path: str, size: int) -> ParquetObject | None:
+    def _opened(self, key: SegmentKey, size: int) -> ParquetObject | None:
         try:
-            return open_object(self._store, path, size, self._catalogues)
+            found = open_object(self._store, key.path, size, self._catalogues)
+            with whole(key.path):
+                check_steps(np.array([found.first, found.last] if found.rows else []), key.first, key.last)
         except NotFoundError:
             return None
         except FormatError as error:
-            self.damaged[path] = error.what
+            self.damaged[key.path] = error.what
             return None
+        return found
 
     def objects(self, attempt: str | None = None) -> list[Located]:
         """The objects with rows of one attempt; of the default view where it is left out."""
@@ -304,6 +332,8 @@ class RunIndex:
             with whole(held.key):
                 found = from_table(table, places)
                 found |= constants(held.constant, scan.names, table.num_rows)
+                check_columns(found)
+                check_steps(found["step"], held.first, held.last)
         except FormatError as error:
             self.damaged[held.key] = error.what
             return None

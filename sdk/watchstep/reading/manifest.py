@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from watchstep.bounded_json import parse_json
 from watchstep.errors import FormatError
 from watchstep.layout import SCHEMA_VERSION
 from watchstep.segment_checks import MAX_BYTES, MAX_ROWS
 
 COMPACTED = "compacted/"
 MAX_MANIFEST = 256 * 1024 * 1024
+_MAX_MEMORY = 768 * 1024 * 1024
 _GENERATION = re.compile(r"compacted/([0-9]{10})/(.+)")
 
 
@@ -105,7 +107,7 @@ def decode(data: bytes, name: str) -> Manifest:
         FormatError: it is none, or of a later version.
     """
     try:
-        held = json.loads(data)
+        held = parse_json(data, _MAX_MEMORY)
         if int(held["schema"]) > SCHEMA_VERSION:
             raise FormatError(f"{name}: schema {held['schema']}", "read the run with a newer watchstep")
         attempts = tuple(_attempt(entry) for entry in held["attempts"])
@@ -145,4 +147,6 @@ def _part(held: dict[str, Any]) -> Part:
         raise ValueError(f"part {part.key[:80]!r} has an impossible size")
     if generation_of(part.key) is None or ".." in part.key:
         raise ValueError(f"part {part.key[:80]!r} lies elsewhere")
+    if len({place for place, _ in part.tensors}) < len(part.tensors):
+        raise ValueError(f"part {part.key[:80]!r} names a tensor twice")
     return part

@@ -11,9 +11,9 @@ import numpy as np
 
 from watchstep.block import STAGES
 from watchstep.errors import FormatError
-from watchstep.parquet_claims import Chunk, Footer, claims_of, read_footer
+from watchstep.parquet_claims import Chunk, Footer, claims_of, is_chosen, read_footer
 from watchstep.segment import CATALOGUE, CONSTANT, MAX_BYTES, MAX_ROWS, catalogue_of, check_version, whole
-from watchstep.segment_checks import check_claims, checked_columns
+from watchstep.segment_checks import WORD_COLUMNS, check_claims, check_leaves, checked_columns
 from watchstep.store import Store
 from watchstep.tensors import MODES, TensorInfo
 
@@ -28,23 +28,47 @@ _TAIL = 64 * 1024
 
 _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 
+_MOST_CATALOGUES = 256 * 1024 * 1024
+"""Bytes of memory for the catalogues of one run: some 300,000 different tensors."""
+
+_PLACE_BYTES = 8
+
 _GAP = 64 * 1024
 """Bytes between two columns that are fetched with them rather than asked for around."""
 
 
 class Catalogues:
-    """Catalogues by their packed bytes: most segments of a run carry the same."""
+    """Catalogues of one run by their packed bytes: most segments of a run carry the same.
 
-    def __init__(self) -> None:
+    They stay in memory as long as the run is open, and share equal tensors. What they take together is bounded.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_CATALOGUES) -> None:
         self._known: dict[bytes, tuple[TensorInfo, ...]] = {}
+        self._tensors: dict[TensorInfo, TensorInfo] = {}
+        self._left = most_bytes
         self._lock = threading.Lock()
 
     def read(self, packed: bytes) -> tuple[TensorInfo, ...]:
-        """The catalogue; one object for equal bytes."""
+        """The catalogue; one object for equal bytes.
+
+        Raises:
+            ValueError, TypeError, KeyError, zlib.error: it is none, is over the limit of one catalogue, or does not fit into
+                the memory for all.
+        """
         with self._lock:
             if packed not in self._known:
-                self._known[packed] = catalogue_of(packed)
+                self._known[packed] = self._shared(packed)
             return self._known[packed]
+
+    def _shared(self, packed: bytes) -> tuple[TensorInfo, ...]:
+        catalogue = catalogue_of(packed)
+        new = {info for info in catalogue if info not in self._tensors}
+        needed = len(packed) + _PLACE_BYTES * len(catalogue) + sum(info.memory for info in new)
+        if needed > self._left:
+            raise ValueError("the descriptions of the tensors of all segments together are over the limit")
+        self._left -= needed
+        return tuple(self._tensors.setdefault(info, info) for info in catalogue)
 
 
 @dataclass(frozen=True)
@@ -93,7 +117,10 @@ class ParquetObject:
                 data[start : start + length] = held
             check_claims(claims_of(data, self.footer, frozenset(chosen)), chosen)
             file = pq.ParquetFile(
-                pa.BufferReader(pa.py_buffer(data)), metadata=self.parsed, page_checksum_verification=True
+                pa.BufferReader(pa.py_buffer(data)),
+                metadata=self.parsed,
+                read_dictionary=list(WORD_COLUMNS),
+                page_checksum_verification=True,
             )
             return file.read(chosen, use_threads=False)
 
@@ -103,7 +130,7 @@ class ParquetObject:
         wanted = sorted(
             (chunk.start, chunk.length)
             for chunk in self.footer.chunks
-            if chunk.length and chunk.path.removesuffix(".list.element") in columns
+            if chunk.length and is_chosen(chunk.path, columns)
         )
         joined: list[tuple[int, int]] = []
         for start, length in wanted:
@@ -130,11 +157,12 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
     data = _with_footer(store, key, size)
     with whole(key):
         footer = read_footer(data)
+        check_leaves(footer.leaves)
         check_version(footer.metadata, key)
         catalogue = catalogues.read(footer.metadata[CATALOGUE])
         if not 0 <= footer.rows <= MAX_ROWS:
             raise ValueError(f"claims {footer.rows} rows")
-        file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)))
+        file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), read_dictionary=list(WORD_COLUMNS))
         columns = frozenset(checked_columns(file.schema_arrow))
         return ParquetObject(
             store=store,
@@ -151,8 +179,8 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
 
 
 def _room(size: int) -> memoryview:
-    """Memory for an object of which only parts are written, and only these are looked at: nothing clears it."""
-    return np.empty(size, np.uint8).data
+    """Memory for an object of which only parts are written. It is zeroed, so that no damaged file shows what lay there before."""
+    return np.zeros(size, np.uint8).data
 
 
 def _with_footer(store: Store, key: str, size: int) -> memoryview:

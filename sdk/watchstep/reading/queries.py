@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.arrow_arrays import from_numbers, from_words
+from watchstep.arrow_arrays import from_codes, from_numbers
 from watchstep.block import STAGES, Block, concatenate
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.histogram import exponent_of_bin, is_negative_bin, sum_rows
@@ -88,7 +88,8 @@ def as_table(index: RunIndex, held: Columns, figures: Sequence[str], chosen: NDA
     words: dict[str, Sequence[str]] = {"mode": MODES, "stage": STAGES, "tensor": names}
 
     def word(name: str) -> pa.Array:
-        return from_words([words[name][place] for place in held[name][rows]])
+        used, places = np.unique(held[name][rows], return_inverse=True)
+        return from_codes(places, [words[name][place] for place in used])
 
     columns = {
         "step": from_numbers(held["step"][rows].astype(np.int64)),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from watchstep import documents
 from watchstep.block import Block, concatenate
-from watchstep.errors import ConfigError, NotFoundError, StoreError
+from watchstep.errors import ConfigError, MissingStoreError, NotFoundError
 from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
@@ -60,10 +60,10 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
         document = _document(store, text)
     except NotFoundError:
         raise missing from None
-    except StoreError as error:
-        if "no such folder" in error.what:
-            raise missing from None
-        raise
+    except MissingStoreError:
+        if scheme not in {"", "file"}:
+            raise  # the bucket's name says more than the run's
+        raise missing from None
     return Run(store, document)
 
 
@@ -202,7 +202,12 @@ class Run:
         return Tensor(self, next(info for info in self._index.tensors() if info.name == name), rows)
 
     def losses(self) -> pa.Table:
-        """All losses: step, mode, worker, name, value; null where the loss was not finite."""
+        """All losses: step, mode, worker, name, value, count and derived.
+
+        Of several losses of a step and mode (micro-batches, or the batches of an evaluation) ``value`` is the mean and ``count`` the
+        number; a value is infinite or NaN where the loss of one batch was. ``derived`` losses were read at ``backward()`` and not
+        logged: where the program divides its loss for accumulation, and by how much is not known, they are divided.
+        """
         return losses_of(self._index)
 
     def series(
@@ -349,7 +354,9 @@ class Run:
     def ends(self) -> list[documents.EndDocument]:
         """How workers ended, of all attempts."""
         return [
-            documents.decode(documents.EndDocument, self._store.get(entry.key), entry.key)
+            documents.decode(
+                documents.EndDocument, self._store.get(entry.key, limit=documents.MAX_BYTES), entry.key
+            )
             for entry in self._store.entries(ENDS)
         ]
 

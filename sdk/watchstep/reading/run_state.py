@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from watchstep import documents
 from watchstep.control import MAX_BYTES, ControlDocument
-from watchstep.errors import FormatError, NotFoundError
-from watchstep.layout import ATTEMPTS, CONTROL_DOCUMENT, ENDS
+from watchstep.errors import ConfigError, FormatError, NotFoundError
+from watchstep.layout import ATTEMPTS, CONTROL_DOCUMENT, ENDS, LAUNCHES
+from watchstep.process_identity import ProcessIdentity, boot_id, pid_namespace
 from watchstep.store import Store
 
 DAMAGED = "damaged"
@@ -24,7 +25,7 @@ def state_of(store: Store) -> str:
         store: the store as seen from the run's prefix.
 
     Returns:
-        ``created``; ``open``: it records, or ended without saying so; ``stopping``: it is asked to stop and no worker has ended
+        ``created``; ``ended``: its program, which ``watchstep run`` started on this machine, is over and has recorded nothing; ``open``: it records, or ended without saying so; ``stopping``: it is asked to stop and no worker has ended
         yet; ``completed``, ``failed`` or ``stopped``: how its newest attempt ended; ``damaged``: a document cannot be read.
 
     Raises:
@@ -32,38 +33,65 @@ def state_of(store: Store) -> str:
     """
     try:
         attempts = [
-            documents.decode(documents.AttemptDocument, store.get(entry.key), entry.key)
+            documents.decode(
+                documents.AttemptDocument, store.get(entry.key, limit=documents.MAX_BYTES), entry.key
+            )
             for entry in store.entries(ATTEMPTS)
         ]
         newest = max(attempts, key=lambda held: (held.started_ns, held.attempt), default=None)
         # Ends without an attempt are of a run whose claim was lost: all that there is to go by.
         prefix = ENDS if newest is None else f"{ENDS}{newest.attempt}/"
         ends = [
-            documents.decode(documents.EndDocument, store.get(entry.key), entry.key)
+            documents.decode(
+                documents.EndDocument, store.get(entry.key, limit=documents.MAX_BYTES), entry.key
+            )
             for entry in store.entries(prefix)
         ]
         if newest is None:
-            return _ended([end.state for end in ends], len(ends), asked=False) if ends else "created"
-        return _ended([end.state for end in ends], newest.world_size, asked=_asked(store, newest.attempt))
+            return _ended(ends, len(ends), asked=False) if ends else _unrecorded(store)
+        return _ended(ends, newest.world_size, asked=_asked(store, newest.attempt))
     except FormatError:
         return DAMAGED
 
 
-def _ended(ends: Sequence[documents.EndState], workers: int, *, asked: bool) -> str:
+def _ended(ends: Sequence[documents.EndDocument], workers: int, *, asked: bool) -> str:
     """The state of an attempt.
 
     Args:
         ends: how its workers ended, of those that said so.
         workers: how many there are.
-        asked: whether it was asked to stop. A worker that SIGTERM ends says that it failed, for it cannot know who sent it.
+        asked: whether it was asked to stop. A worker that SIGTERM ends says that it failed, for it cannot know who sent it. A
+            worker that fails by itself, by an exception for instance, was not stopped, whatever it was asked.
     """
-    if "stopped" in ends or (asked and "failed" in ends):
+    states = {end.state for end in ends}
+    terminated = any(end.state == "failed" and end.reason.startswith(documents.TERMINATED) for end in ends)
+    if "stopped" in states or (asked and terminated):
         return "stopped"
-    if "failed" in ends:
+    if "failed" in states:
         return "failed"
     if ends and len(ends) >= workers:
         return "completed"
     return "stopping" if asked and not ends else "open"
+
+
+def _unrecorded(store: Store) -> str:
+    """The state of a run without a record: whether the process of its newest launch is over, where that can be seen from here."""
+    launches = [
+        documents.decode(documents.LaunchDocument, store.get(entry.key, limit=documents.MAX_BYTES), entry.key)
+        for entry in store.entries(LAUNCHES)
+    ]
+    newest = max(launches, key=lambda held: (held.launched_ns, held.attempt), default=None)
+    return "ended" if newest is not None and _is_over(newest) else "created"
+
+
+def _is_over(launch: documents.LaunchDocument) -> bool:
+    try:
+        here = (boot_id(), pid_namespace())
+    except ConfigError:
+        return False  # no Linux
+    if not launch.namespace or here != (launch.boot, launch.namespace):
+        return False
+    return not ProcessIdentity(launch.pid, launch.start_ticks, launch.boot, launch.host).is_running()
 
 
 def _asked(store: Store, attempt: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from watchstep.derived import DERIVED
 from watchstep.reading.columns import COUNTED, Columns, figure_of
 from watchstep.segment_checks import PROBE
 from watchstep.statistics import COUNT_COLUMNS
-from watchstep.tensors import TensorInfo
+from watchstep.tensors import LOSSES, TensorInfo
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -71,3 +72,57 @@ def statistics_batch(held: Columns, schema: pa.Schema, words: Mapping[str, Seque
         else:
             arrays.append(pa.array(figure_of(held, entry.name), pa.float64(), from_pandas=True))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def lazy_table(
+    schema: pa.Schema, batches: Callable[[pa.Schema, frozenset[str] | None], Iterator[pa.RecordBatch]]
+) -> Any:
+    """A dataset of no rows to Arrow, whose scans read the run: what DuckDB asks of it is what is fetched.
+
+    Args:
+        schema: of all columns.
+        batches: some columns → their rows; the second argument is the tensors that are asked for, None for all.
+    """
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    class Statistics(ds.InMemoryDataset):  # type: ignore[misc]
+        def scanner(self, columns: list[str] | None = None, filter: Any = None, **_: Any) -> Any:  # noqa: A002
+            names = [*schema.names] if columns is None else [*columns]
+            filtered = [] if filter is None else [n for n in schema.names if _mentions(str(filter), n)]
+            read = pa.schema([schema.field(name) for name in dict.fromkeys([*names, *filtered])])
+            reader = pa.RecordBatchReader.from_batches(read, batches(read, _tensors_of(filter)))
+            return ds.Scanner.from_batches(reader, columns=names, filter=filter)
+
+    return Statistics(schema.empty_table())
+
+
+def register_tables(connection: Any, statistics: Any, catalogue: pa.Table) -> None:
+    """Give a connection a run's tables, and lock its configuration.
+
+    Args:
+        connection: to a database of its own that reaches nothing else.
+        statistics: what `lazy_table` gave.
+        catalogue: what `catalogue_table` gave.
+    """
+    connection.register("statistics", statistics)
+    connection.register("tensors", catalogue)
+    connection.execute(
+        "CREATE VIEW losses AS SELECT step, mode, worker, tensor AS name, mean AS value FROM statistics "  # noqa: S608
+        f"WHERE tensor IN (SELECT name FROM tensors WHERE list_contains(collections, '{LOSSES}'))"
+    )
+    connection.execute("SET lock_configuration = true")
+
+
+def _mentions(text: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
+
+
+def _tensors_of(condition: Any) -> frozenset[str] | None:
+    """Tensors that a condition asks for by equality; None for all."""
+    import pyarrow.dataset as ds
+
+    if condition is None:
+        return None
+    name = ds.get_partition_keys(condition).get("tensor")
+    return frozenset([name]) if isinstance(name, str) else None

@@ -12,7 +12,7 @@ from watchstep.hook import Hook
 from watchstep.kernels.ready import Ready
 from watchstep.stopping import StopTraining
 from watchstep.tensors import Mode
-from watchstep.xgboost.trees import TopShares, depths, described, has_trees, importance, row_of
+from watchstep.xgboost.trees import TopShares, depths, described, has_trees, importance, largest_node, row_of
 
 _LOSSES = (
     "rmse",
@@ -104,7 +104,7 @@ class Recording(xgboost.callback.TrainingCallback):
         if charged is None:
             return
         since = schedule.now()
-        self._add("tree_depth", "tree_depth", [float(depth) for depth in depths(model)])
+        self._add("tree_depth", "tree_depth", [float(depth) for depth in depths(model)], largest_node(model))
         for kind in self._importances:
             values = importance(model, kind)
             self._add(f"feature_importance/{kind}", "feature_importance", values.tolist(), TopShares(values))

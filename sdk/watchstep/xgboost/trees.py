@@ -13,7 +13,7 @@ from watchstep import tensors
 from watchstep.statistics import Floats, StatisticsBatch, merge_rows, scalars
 from watchstep.tensors import TensorInfo
 
-TOP = (1, 2, 3, 5, 10)
+TOP = tuple(range(1, 11))
 """Of so many features that count most the share is told."""
 
 
@@ -33,6 +33,17 @@ class TopShares:
         }
 
 
+@dataclass(frozen=True)
+class LargestNode:
+    """The column ``largest_node``: the largest number of a node in the newest round's trees, as XGBoost's dump counts them."""
+
+    number: int
+
+    def collect(self) -> dict[str, Floats]:
+        """One value."""
+        return {"largest_node": np.array([float(self.number)])}
+
+
 def has_trees(booster: Any) -> bool:
     """Whether a booster is made of trees, and not linear."""
     name = json.loads(booster.save_config())["learner"]["gradient_booster"]["name"]
@@ -43,6 +54,15 @@ def depths(booster: Any) -> list[int]:
     """How deep each tree of the newest round is: 0 where it is one leaf."""
     newest = booster[booster.num_boosted_rounds() - 1]
     return [_depth(dumped) for dumped in newest.get_dump()]
+
+
+def largest_node(booster: Any) -> LargestNode:
+    """Of the trees of the newest round."""
+    newest = booster[booster.num_boosted_rounds() - 1]
+    numbers = [
+        int(line.strip().partition(":")[0]) for dumped in newest.get_dump() for line in dumped.splitlines()
+    ]
+    return LargestNode(max(numbers, default=0))
 
 
 def importance(booster: Any, kind: str) -> Floats:

@@ -110,6 +110,8 @@ class Gate:
                 raise RefusedError(403, "the address has no policy", "report it: nobody may use it")
             _check(identity, policy, policy.permission, values)
             scope[_IDENTITY] = identity
+        elif policy.counted:
+            await run_in_threadpool(self._limits.note_open, address_of(scope))
         check_length(scope, policy.most_bytes)
         if route is not None:
             check_query(scope, route)
@@ -117,8 +119,7 @@ class Gate:
         return _Admitted(route, policy, values)
 
     def _identify(self, scope: Scope, token: str, permission: Permission | None) -> Identity:
-        client = scope.get("client")
-        address = client[0] if client else "of a socket"
+        address = address_of(scope)
         self._limits.check_address(address, token)
         began = self._known.now()
         identity = identify(self._service.database, token) if token else None
@@ -133,6 +134,12 @@ class Gate:
         self._limits.note_success(token)
         self._limits.take(identity, permission)
         return identity
+
+
+def address_of(scope: Scope) -> str:
+    """Where a request comes from."""
+    client = scope.get("client")
+    return str(client[0]) if client else "of a socket"
 
 
 def _shown_token(scope: Scope) -> str:
@@ -191,6 +198,13 @@ def _check_run(project: str, own: str, policy: Policy, values: dict[str, Any]) -
             f"the token belongs to run {own!r}, and this is of the whole project",
             "use a token of the project",
         )
+
+
+def identity_of(scope: Scope) -> Identity | None:
+    """Who makes a request that was let in; None where no token was asked for."""
+    identity = scope.get(_IDENTITY)
+    assert identity is None or isinstance(identity, Identity)
+    return identity
 
 
 def service_of(request: Request) -> Service:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from watchstep_services.api import (
@@ -14,6 +15,7 @@ from watchstep_services.api import (
     control,
     conventions,
     credentials,
+    document,
     events,
     figures,
     health,
@@ -37,12 +39,15 @@ from watchstep_services.api import (
     tokens,
 )
 from watchstep_services.api.access import Gate, document_token
+from watchstep_services.api.connections import Connections
 from watchstep_services.api.known_tokens import KnownTokens
 from watchstep_services.api.observation import Observed
 from watchstep_services.api.policies import Routes
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.rate_limits import rate_limits
 from watchstep_services.api.streaming.streams import Streams
+from watchstep_services.api.unread import PacedAnswers, UnreadBytes
+from watchstep_services.api.work_slots import WorkSlots
 from watchstep_services.service import Service
 
 PARTS = (
@@ -82,22 +87,21 @@ def create_app(service: Service) -> FastAPI:
         title="Watchstep",
         description="Evaluates recorded training runs, keeps alerts, stops jobs.",
         version="1",
-        docs_url="/docs",
-        redoc_url=None,
-        openapi_url="/openapi.json",
-        swagger_ui_oauth2_redirect_url=None,
+        openapi_url=None,  # `document` has both
         redirect_slashes=False,
         responses=problems.PROBLEMS,
         generate_unique_id_function=conventions.operation_id,
     )
     app.state.service = service
     app.state.queries = Queries.of(service)
+    app.state.work_slots = WorkSlots.of_process()
+    app.state.readiness_threads = CapacityLimiter(health.READINESS_THREADS)
     app.state.streams = Streams(service)
+    app.state.connections = Connections(service.settings)
     problems.install(app)
     conventions.install(app)
+    document.install(app)
     own = tuple(app.routes)
-    for route in own:
-        policies.open_to_all(route.endpoint)  # type: ignore[attr-defined]  # the document and its page
     for part in PARTS:
         policies.describe(part.router)
         app.include_router(part.router, dependencies=policies.documented(part.router, document_token))
@@ -112,5 +116,6 @@ def create_app(service: Service) -> FastAPI:
         known=app.state.known_tokens,
         direct={announcements.announce: announcements.direct(service)},
     )
+    app.add_middleware(PacedAnswers, unread=UnreadBytes(service.settings.unread_mb))
     app.add_middleware(Observed)
     return app

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from watchstep_rules import rule_file
 from watchstep_rules.backtesting.backtest_report import report
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_services.api.access import Served, permits
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.models import BacktestInput, BacktestOutput
 from watchstep_services.api.problems import documented
+from watchstep_services.api.work_slots import Working
 from watchstep_services.backtests import read_progress, request_backtest
 from watchstep_services.service import Service
 
@@ -21,9 +21,9 @@ router = APIRouter(prefix="/v1/projects/{project}/backtests", tags=["backtests"]
     "", summary="Ask for a backtest", status_code=202, dependencies=[Once], responses=documented(409)
 )
 @permits("operate")
-def post_backtest(project: str, body: BacktestInput, service: Served) -> BacktestOutput:
+def post_backtest(project: str, body: BacktestInput, service: Served, slots: Working) -> BacktestOutput:
     """Judge runs of the project. Nothing is stopped or told; what was found is read by the number that is given."""
-    rules = rule_file.check({"rules": body.rules}, "of the request") if body.rules else DEFAULT_RULES
+    rules = slots.checked_rules(project, body.rules) if body.rules else DEFAULT_RULES
     number = request_backtest(service, project, body.runs, rules, body.sweep)
     return _read(service, project, number)
 

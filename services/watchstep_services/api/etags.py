@@ -47,7 +47,7 @@ def require_match(condition: str | None, held: BaseModel | None) -> None:
     if condition is None:
         return
     now = None if held is None else etag_of(held)
-    if now is None or not _names(condition, now, weak=False):
+    if now is None or not names_tag(condition, now, weak=False):
         raise RefusedError(
             412, "it has changed since, or is not there (If-Match)", "read it again, and send its ETag of now"
         )
@@ -74,7 +74,7 @@ class _Tagged:
         self._send = send
         self._known = known
         self._start: Message | None = None
-        self._body = bytearray()
+        self._body: bytes = b""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -85,28 +85,29 @@ class _Tagged:
         if self._start is None:
             await self._send(message)
             return
-        self._body += message.get("body", b"")
+        body = message.get("body", b"")
+        self._body = self._body + body if self._body else body  # most come whole, and are not copied
         if not message.get("more_body", False):
             await self._finish(self._start)
 
     async def _finish(self, start: Message) -> None:
         headers = MutableHeaders(raw=list(start["headers"]))
-        now = headers.setdefault("etag", _tag(bytes(self._body)))
+        now = headers.setdefault("etag", _tag(self._body))
         headers.setdefault("cache-control", "private, no-cache")
         status = start["status"]
-        if self._known is not None and _names(self._known, now, weak=True):
-            status, self._body = 304, bytearray()
+        if self._known is not None and names_tag(self._known, now, weak=True):
+            status, self._body = 304, b""
             del headers["content-length"]
             del headers["content-type"]
         await self._send({**start, "status": status, "headers": headers.raw})
-        await self._send({"type": "http.response.body", "body": bytes(self._body)})
+        await self._send({"type": "http.response.body", "body": self._body})
 
 
 def _tag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
-def _names(condition: str, now: str, *, weak: bool) -> bool:
+def names_tag(condition: str, now: str, *, weak: bool) -> bool:
     """Whether a condition's list of ETags names one; by weak comparison a weak one names it too."""
     listed = [entry.strip() for entry in condition.split(",")]
     return "*" in listed or now in listed or (weak and f"W/{now}" in listed)

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from watchstep.layout import check_name
-from watchstep_services.api.access import Served, permits
+from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.filters import Since, Until, Word, between, one_of
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import EventList
@@ -106,13 +106,16 @@ async def follow_run_events(
     run: str,
     request: Request,
     service: Served,
+    caller: Caller,
     streams: Streaming,
     types: Types = None,
     last_event_id: LastEventId = None,
 ) -> Response:
     """Server-sent events of one run; see the stream of a project."""
     run_id = await run_in_threadpool(_run_id, service, project, run)
-    return _stream(request, streams, project, Wanted(run_id, frozenset(types or ())), last_event_id)
+    return _stream(
+        request, streams, (project, caller.token), Wanted(run_id, frozenset(types or ())), last_event_id
+    )
 
 
 @router.get(
@@ -122,6 +125,7 @@ async def follow_run_events(
 async def follow_events(
     project: str,
     request: Request,
+    caller: Caller,
     streams: Streaming,
     types: Types = None,
     last_event_id: LastEventId = None,
@@ -132,20 +136,22 @@ async def follow_events(
     a client that takes nothing for 20 seconds is dropped.
     """
     check_name("project", project)
-    return _stream(request, streams, project, Wanted(None, frozenset(types or ())), last_event_id)
+    return _stream(
+        request, streams, (project, caller.token), Wanted(None, frozenset(types or ())), last_event_id
+    )
 
 
 def _stream(
-    request: Request, streams: Streaming, project: str, wanted: Wanted, after: int | None
+    request: Request, streams: Streaming, who: tuple[str, str], wanted: Wanted, after: int | None
 ) -> EventStream:
-    token = request.headers.get("authorization", "").partition(" ")[2].strip()
+    secret = request.headers.get("authorization", "").partition(" ")[2].strip()
     database = request.app.state.service.database
 
     async def allowed() -> bool:
-        return await run_in_threadpool(identify, database, token) is not None
+        return await run_in_threadpool(identify, database, secret) is not None
 
-    streams.enter()
-    return EventStream(streams, Followed(project, wanted, after, allowed))
+    streams.enter(*who)
+    return EventStream(streams, Followed(*who, wanted, after, allowed))
 
 
 def _run_id(service: Service, project: str, run: str) -> int:

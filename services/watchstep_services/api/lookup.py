@@ -9,10 +9,10 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import check_name, run_prefix
+from watchstep.layout import SegmentKey, WriterId, check_name, run_prefix
 from watchstep.store import Store
 from watchstep_services.database.clock import now_ns
-from watchstep_services.database.models import Project, Run, Standing
+from watchstep_services.database.models import Project, Run, Segment, Standing
 from watchstep_services.service import Service
 from watchstep_services.tenancy.projects import archived
 
@@ -101,6 +101,23 @@ def run_store(service: Service, project: str, run: str) -> Store:
         row = find_run(session, project, run)
         place = session.get_one(Project, row.project).place
     return service.stores.of_run(place, run)
+
+
+def damaged_segments(service: Service, project: str, run: str) -> dict[str, str]:
+    """Segments of a run that evaluations left out, by path, and why: no answer shows what no rule was shown.
+
+    Raises:
+        BadNameError, NotFoundError: as `find_run`.
+    """
+    with service.database.read() as session:
+        row = find_run(session, project, run)
+        found = session.execute(select(Segment).filter_by(run_id=row.id, state="corrupt")).scalars()
+        return {
+            SegmentKey(
+                WriterId(entry.attempt, entry.node, entry.writer), entry.seq, entry.first, entry.last
+            ).path: entry.problem
+            for entry in found
+        }
 
 
 def find_project(session: Session, project: str) -> Project:

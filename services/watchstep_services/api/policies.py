@@ -35,12 +35,14 @@ class Policy:
         all_projects: whether it asks for a token of all projects, where its path names none.
         most_bytes: how large a body may be.
         run_in_body: whether the endpoint itself holds tokens of one run to it, for its path names none.
+        counted: whether requests are counted by address, where no token is asked for.
     """
 
     permission: Permission | None
     all_projects: bool = False
     most_bytes: int = MOST_BODY
     run_in_body: bool = False
+    counted: bool = False
 
 
 def permits(
@@ -67,9 +69,14 @@ def permits(
     return _mark(Policy(permission, everywhere, most_bytes, run_in_body))
 
 
-def open_to_all(endpoint: Endpoint) -> Endpoint:
-    """Mark an endpoint that answers without a token."""
-    return _mark(Policy(None))(endpoint)
+def open_to_all(*, counted: bool) -> Callable[[Endpoint], Endpoint]:
+    """Mark an endpoint that answers without a token.
+
+    Args:
+        counted: whether one address may call it ``WATCHSTEP_FAILURES_PER_MINUTE`` times a minute; probes may call as often as
+            they like.
+    """
+    return _mark(Policy(None, counted=counted))
 
 
 def policy_of(endpoint: object) -> Policy | None:

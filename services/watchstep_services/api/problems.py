@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
 from watchstep.reading.budget import OverBudgetError
+from watchstep_rules.sandbox.pool import BusyError
 from watchstep_services.api.problem_types import described, type_of
 from watchstep_services.redaction import redact
 from watchstep_services.tenancy.conflict import ConflictError
@@ -63,6 +64,7 @@ PROBLEMS = documented(401, 403, 404, 409, 413, 414, 422, 429, 503)
 _STATUS: tuple[tuple[type[WatchstepError], int], ...] = (
     (NotFoundError, 404),
     (ConflictError, 409),
+    (BusyError, 503),
     (ConfigError, 422),
     (RuleError, 422),
     (OverBudgetError, 413),
@@ -106,7 +108,7 @@ def answer_to(request: Request, error: Exception) -> JSONResponse:
 def _watchstep(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, WatchstepError)
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
-    headers = None
+    headers: Mapping[str, str] | None = {"retry-after": "1"} if isinstance(error, BusyError) else None
     if isinstance(error, RefusedError):
         status, headers = error.status, error.headers
     return problem(status, type(error).__name__.removesuffix("Error"), error.what, error.mend, headers)

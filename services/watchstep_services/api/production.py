@@ -13,10 +13,10 @@ from fastapi import FastAPI
 
 from watchstep_services import logs, tracing
 from watchstep_services.api.app import create_app
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.limits import Limits
+from watchstep_services.api.connections import server_options
 from watchstep_services.database.schema import prepare
 from watchstep_services.database_figures import DatabaseFigures
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.exposition import registry, serve
 from watchstep_services.figures_folder import forget_folder
 from watchstep_services.scheduler.celery_client import app as celery
@@ -84,7 +84,7 @@ def main(host: str, port: int, processes: int) -> None:
     logs.configure(settings.log, settings.log_level)
     owner_rules(settings)
     owner_receivers(settings)
-    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    database = open_sealed_database(settings)
     with ExitStack() as stack:
         stack.callback(forget_folder)
         stack.callback(database.close)
@@ -96,7 +96,7 @@ def main(host: str, port: int, processes: int) -> None:
             host=host,
             port=port,
             workers=processes,
-            log_config=None,
+            **server_options(),
             access_log=settings.access_log,
             server_header=False,
             timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),

@@ -12,6 +12,7 @@ from watchstep_services.api.etags import IfMatch, require_match, tag
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import documented
 from watchstep_services.api.rule_configs import ConfigOutput, RuleConfigBody, checked, shown_config
+from watchstep_services.api.work_slots import Working
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import ProjectRule
 from watchstep_services.registration import ensure_project
@@ -57,6 +58,7 @@ def put_project_rule(
     body: RuleConfigBody,
     service: Served,
     caller: Caller,
+    slots: Working,
     response: Response,
     if_match: IfMatch = None,
 ) -> ConfigOutput:
@@ -64,7 +66,7 @@ def put_project_rule(
 
     Whether it stops jobs is granted apart. Runs that are known already get it when they are registered again.
     """
-    config = checked(name, body)
+    config = checked(slots, project, name, body)
     with service.database.write() as session:
         ensure_project(session, service, project)
         row = session.get(ProjectRule, (project, name), with_for_update=True)

@@ -12,6 +12,7 @@ from watchstep_services.api.idempotency import Once
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import RefusedError, documented
 from watchstep_services.api.stores import StoreCheck, check_output
+from watchstep_services.api.work_slots import Working
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Project
 from watchstep_services.roles import Identity
@@ -131,11 +132,12 @@ def patch_project(project: str, body: ProjectChange, service: Served, caller: Ca
 
 @router.post("/{project}/check", summary="Try a project's store")
 @permits("operate")
-def post_project_check(project: str, service: Served) -> StoreCheck:
+def post_project_check(project: str, service: Served, slots: Working) -> StoreCheck:
     """Take its role, list, write, read, create and delete an object of its own, where its runs lie."""
     with service.database.read() as session:
         place = find_project(session, project).place
-    return check_output(check_store(place.registration, place.prefix, place.project))
+    with slots.store_checks.taken(project):
+        return check_output(check_store(place.registration, place.prefix, place.project))
 
 
 def _refuse_own(caller: Identity) -> None:

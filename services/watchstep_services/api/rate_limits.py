@@ -114,7 +114,7 @@ class RateLimits:
         """
         if self._failing is None or self._was_good(token):
             return
-        wait = self._wait(self._failing, "fail", _network(address))
+        wait = self._wait(self._failing, "fail", network_of(address))
         if wait:
             metrics.LIMITS_REFUSED.labels("fail").inc()
             raise self._locked_out(address, wait)
@@ -125,9 +125,23 @@ class RateLimits:
         Raises:
             TooOftenError: it was one too many.
         """
-        wait = self._hit(self._failing, "fail", _network(address))
+        wait = self._hit(self._failing, "fail", network_of(address))
         if wait:
             raise self._locked_out(address, wait)
+
+    def note_open(self, address: str) -> None:
+        """Count a request that needs no token.
+
+        Raises:
+            TooOftenError: it was one too many.
+        """
+        wait = self._hit(self._failing, "open", network_of(address))
+        if wait:
+            raise TooOftenError(
+                wait,
+                f"address {address}: more than {_amount(self._failing)} requests for the API's document in a minute",
+                f"ask again in {wait} s; WATCHSTEP_FAILURES_PER_MINUTE sets the limit",
+            )
 
     def note_success(self, token: str) -> None:
         """Remember a good token for a while; not the token itself, but its hash."""
@@ -214,7 +228,7 @@ def _amount(item: RateLimitItem | None) -> int:
     return 0 if item is None else item.amount
 
 
-def _network(address: str) -> str:
+def network_of(address: str) -> str:
     """Who is counted as one: an IPv4 address, or the network of an IPv6 one, for whoever has one has 2^64."""
     try:
         parsed = ipaddress.ip_address(address)

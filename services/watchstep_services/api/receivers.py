@@ -15,6 +15,7 @@ from watchstep_services.api.etags import IfMatch, require_match, tag
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.problems import RefusedError, documented
+from watchstep_services.api.work_slots import Working
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import ReceiverRow
 from watchstep_services.dispatcher.receivers import samples, writing
@@ -194,16 +195,18 @@ def delete_receiver(
 
 @router.post("/{name}/test", summary="Send a test", dependencies=[Once], responses=documented(409))
 @permits("operate")
-def test_receiver(project: str, name: str, body: TestInput, service: Served) -> TestOutput:
+def test_receiver(project: str, name: str, body: TestInput, service: Served, slots: Working) -> TestOutput:
     """Send a message that says that it is a test, once, and say what came of it."""
     with service.database.read() as session:
         receiver = _found(service, session, project, name)
         outside = outside_of(service, session, project, receiver)
     notification = samples.example(service, project, body.status, outside.now_ns)
-    try:
-        tried = deliver(receiver, notification, outside)
-    except WatchstepError as error:
-        return TestOutput(result="error", detail=f"{error.what} ({error.mend})", notification=notification.id)
+    with slots.receiver_tests.taken(project):
+        try:
+            tried = deliver(receiver, notification, outside)
+        except WatchstepError as error:
+            detail = f"{error.what} ({error.mend})"
+            return TestOutput(result="error", detail=detail, notification=notification.id)
     return TestOutput(result=tried.result, detail=tried.detail, notification=notification.id)
 
 

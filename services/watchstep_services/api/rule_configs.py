@@ -8,8 +8,8 @@ from fastapi import Body
 from pydantic import BaseModel, Field
 
 from watchstep.errors import RuleError
-from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
+from watchstep_services.api.work_slots import WorkSlots
 from watchstep_services.roles import Identity
 from watchstep_services.rule_addresses import without_addresses
 
@@ -39,10 +39,11 @@ def shown_config(data: dict[str, Any], caller: Identity) -> dict[str, Any]:
     return told
 
 
-def checked(name: str, body: dict[str, Any]) -> RuleConfig:
+def checked(slots: WorkSlots, project: str, name: str, body: dict[str, Any]) -> RuleConfig:
     """A rule config of a name, looked over as 'watchstep rules check' does.
 
     Raises:
+        BusyError, RefusedError: it cannot be checked now.
         RuleError: it cannot be used; all that is wrong with it is named.
     """
     given = body.get("name", name)
@@ -50,5 +51,5 @@ def checked(name: str, body: dict[str, Any]) -> RuleConfig:
         raise RuleError(
             f"name {str(given)[:80]!r}: the address says {name!r}", "leave it out, or make them the same"
         )
-    (config,) = rule_file.check({"rules": [{**body, "name": name}]}, "of the request")
+    (config,) = slots.checked_rules(project, [{**body, "name": name}])
     return config

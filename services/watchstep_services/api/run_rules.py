@@ -15,6 +15,7 @@ from watchstep_services.api.models import RuleState
 from watchstep_services.api.problems import documented
 from watchstep_services.api.rule_configs import ConfigOutput, RuleConfigBody, checked, shown_config
 from watchstep_services.api.rule_states import rules_of
+from watchstep_services.api.work_slots import Working
 from watchstep_services.database.models import RuleConfigRow, Run
 from watchstep_services.roles import Identity
 
@@ -56,11 +57,12 @@ def put_run_rule(
     body: RuleConfigBody,
     service: Served,
     caller: Caller,
+    slots: Working,
     response: Response,
     if_match: IfMatch = None,
 ) -> ConfigOutput:
     """Have a rule judge the run from its next rows on, in place of the one of that name. Whether it stops jobs is granted apart."""
-    config = checked(name, body)
+    config = checked(slots, project, name, body)
     with service.database.write() as session:
         row = find_run(session, project, run)
         known = rule_configs.in_force(session, row, name)

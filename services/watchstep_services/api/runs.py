@@ -11,9 +11,9 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
-from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
+from watchstep_services import recorders_rules
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.attempts import job_output
 from watchstep_services.api.filters import Phase, Since, States, Until, between, one_of
@@ -34,6 +34,7 @@ from watchstep_services.api.models import (
 from watchstep_services.api.paging import Order, Paged
 from watchstep_services.api.problems import RefusedError, documented
 from watchstep_services.api.rule_states import rules_of
+from watchstep_services.api.work_slots import Working
 from watchstep_services.database.models import Alert, Attempt, Run
 from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.request import Asked, request_stop
@@ -50,7 +51,7 @@ router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 
 @router.post("", summary="Register a run")
 @permits("record", run_in_body=True)
-def register_run(project: str, body: RunInput, service: Served, caller: Caller) -> RunOutput:
+def register_run(project: str, body: RunInput, service: Served, caller: Caller, slots: Working) -> RunOutput:
     """Make a run known, before or after it is on the store. Safe to repeat.
 
     The owner's rules judge it as well. The rules that are asked for stop nothing that an operator has not allowed them to:
@@ -71,8 +72,10 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller) 
         raise ConfigError("attempt: none is named for the job", "name the attempt that the job is")
     if body.attempt:
         check_name("attempt", body.attempt)
+    if not operator:
+        recorders_rules.check_counts(body.rules)
     with no_programs("" if operator else NOT_FROM_RECORDERS):
-        rules = rule_file.check({"rules": body.rules}, "of the request")
+        rules = slots.checked_rules(project, body.rules)
     job = _handle(body.job) if body.job is not None else None  # refused before anything is written
     origin: Origin = "operator" if operator else "recorder"
     run_id = register(service, project, body.run, rules, origin, caller.token if operator else "")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from watchstep.errors import FormatError, NotFoundError
@@ -33,6 +36,9 @@ router = APIRouter(
 MEDIA_TYPE = "application/octet-stream"
 _MEGABYTE = 1024 * 1024
 _SAMPLE = 32
+_PART = 4 * _MEGABYTE
+"""Of a tensor that is sent as its client reads; a part is what a slow client holds."""
+
 _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
 
 
@@ -172,7 +178,9 @@ def get_tensor(
         size = _bytes(stored)
         start, end = _asked(range_, size)
         _bounded(end - start, asking.service.settings.tensor_mb, "a smaller Range")
-        content = _content(store, snapshot, name, (start, end), asking.service.settings.tensor_mb)
+        whole = stored.packed is not None or end - start <= _PART
+        first = end if whole else start + _PART
+        content = _content(store, snapshot, name, (start, first), asking.service.settings.tensor_mb)
     headers = {
         "x-watchstep-dtype": _dtype(stored),
         "x-watchstep-shape": ",".join(map(str, _shape(stored))),
@@ -180,10 +188,14 @@ def get_tensor(
         "etag": f'"{hashlib.sha256(f"{key.path} {name}".encode()).hexdigest()[:32]}"',
         "cache-control": "private, max-age=3600, immutable",
     }
-    if range_ is None:
-        return Response(content, 200, headers, MEDIA_TYPE)
-    headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
-    return Response(content, 206, headers, MEDIA_TYPE)
+    status = 200 if range_ is None else 206
+    if range_ is not None:
+        headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
+    if whole:
+        return Response(content, status, headers, MEDIA_TYPE)
+    headers["content-length"] = str(end - start)
+    parts = _parts(content, partial(_plain, store, snapshot.key, stored), (first, end), asking.part_threads)
+    return StreamingResponse(parts, status, headers, MEDIA_TYPE)
 
 
 @router.get("/{attempt}/{worker}/{step}/{mode}/summary", summary="Look at a tensor")
@@ -262,14 +274,32 @@ def _content(store: Store, snapshot: Snapshot, name: str, piece: tuple[int, int]
     stored = snapshot.tensors[name]
     start, end = piece
     if stored.packed is None:
-        held = store.get_range(snapshot.key, stored.start + start, end - start) if end > start else b""
-        if len(held) != end - start:
-            raise FormatError(
-                f"snapshot {snapshot.key}: tensor {name!r} is shorter than it was", "take another snapshot"
-            )
-        return held
+        return _plain(store, snapshot.key, stored, piece)
     _bounded(_bytes(stored), most_mb, "an uncompressed snapshot: this one can only be unpacked whole")
     return snapshot.read(name).tobytes()[start:end]
+
+
+def _plain(store: Store, key: str, stored: Stored, piece: tuple[int, int]) -> bytes:
+    start, end = piece
+    held = store.get_range(key, stored.start + start, end - start) if end > start else b""
+    if len(held) != end - start:
+        raise FormatError(f"snapshot {key}: a tensor is shorter than it was", "take another snapshot")
+    return held
+
+
+async def _parts(
+    content: bytes,
+    read: Callable[[tuple[int, int]], bytes],
+    rest: tuple[int, int],
+    threads: CapacityLimiter,
+) -> AsyncIterator[bytes]:
+    """A first part, and the rest as the client reads: each part is read when those before it are written."""
+    yield content
+    start, end = rest
+    while start < end:
+        content = await to_thread.run_sync(read, (start, min(end, start + _PART)), limiter=threads)
+        start += len(content)
+        yield content
 
 
 def _asked(text: str | None, size: int) -> tuple[int, int]:

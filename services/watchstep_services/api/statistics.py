@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +11,8 @@ from watchstep.errors import ConfigError
 from watchstep.reading.queries import Reduce
 from watchstep.tensors import Mode, TensorInfo
 from watchstep_rules.sql_guard import MAX_QUERY
+from watchstep_rules.sql_process import Question
+from watchstep_rules.sql_query import Limits
 from watchstep_services.api.access import permits
 from watchstep_services.api.filters import Word
 from watchstep_services.api.paging import Paged, PageOutput
@@ -183,14 +185,19 @@ def get_histogram(
 @router.post("/sql", summary="Ask in SQL", responses=_ARROW, response_model=answers.SqlOutput)
 @permits("read")
 def post_sql(project: str, run: str, body: SqlInput, asking: Asking, accept: Accept = None) -> Any:
-    """One SELECT over the run's statistics. It changes nothing, reaches nothing else, and may take some seconds and memory."""
-    with asking.asked(project, run) as (opened, budget):
-        found = run_sql(opened, body.query, body.limit, budget, asking.service.settings.query_mb)
-    if answers.wants_arrow(accept):
-        answer: Response = answers.arrow(found.table)
-        answer.headers["x-watchstep-more"] = str(found.more).lower()
-        return answer
-    return answers.sql_answer(found.table, more=found.more)
+    """One SELECT over the run's statistics. It changes nothing, reaches nothing else, and may take some seconds and memory.
+
+    It is run in a process of its own, which is ended where it takes more. An answer has at most 32 MiB.
+    """
+    settings = asking.service.settings
+    form: Literal["json", "arrow"] = "arrow" if answers.wants_arrow(accept) else "json"
+    with asking.asked_in_sql(project, run) as (asked, budget):
+        limits = Limits(settings.query_mb, max(0.001, budget.left_seconds))
+        found = run_sql(asked, Question(body.query, body.limit, form, limits), budget)
+    if form == "arrow":
+        more = {"x-watchstep-more": str(found.more).lower()}
+        return Response(bytes(found.content), media_type=answers.ARROW, headers=more)
+    return Response(bytes(found.content), media_type="application/json")
 
 
 def _place(info: TensorInfo) -> tuple[int, str]:

@@ -7,17 +7,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import ColumnElement
-from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep.layout import check_name
-from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_project
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import documented
+from watchstep_services.api.work_slots import Working, WorkSlots
 from watchstep_services.database.models import AuditEntry, StopGrant
 from watchstep_services.dispatcher.audit import Kind
 from watchstep_services.dispatcher.grants import allow, revoke, the_config_called
@@ -101,11 +100,16 @@ class AuditList(PageOutput):
     "/stop-grants", summary="Let a rule stop", status_code=201, dependencies=[Once], responses=documented(409)
 )
 @permits("operate")
-def grant_stop(project: str, body: GrantInput, service: Served, caller: Caller) -> GrantOutput:
+def grant_stop(
+    project: str, body: GrantInput, service: Served, caller: Caller, slots: Working
+) -> GrantOutput:
     """From now on, alerts of exactly this rule config stop their jobs, in every run of the project. Safe to repeat."""
+    with service.database.read() as session:
+        find_project(session, project)
+    given = None if body.config is None else _given(slots, project, body.rule, body.config)
     with service.database.write() as session:
         find_project(session, project)
-        config = _config(session, project, body)
+        config = given or the_config_called(session, project, body.rule, body.run, body.digest)
         return _grant(allow(session, project, config, caller.who, body.reason))
 
 
@@ -164,12 +168,10 @@ def list_audit(
         return AuditList(entries=[_entry(row) for row in rows], next_page_token=token)
 
 
-def _config(session: Session, project: str, body: GrantInput) -> RuleConfig:
-    if body.config is None:
-        return the_config_called(session, project, body.rule, body.run, body.digest)
-    (config,) = rule_file.check({"rules": [body.config]}, "of the request")
-    if config.name != body.rule:
-        raise NotFoundError(f"rule {body.rule!r}: the config is called {config.name!r}", "give one name")
+def _given(slots: WorkSlots, project: str, name: str, data: dict[str, Any]) -> RuleConfig:
+    (config,) = slots.checked_rules(project, [data])
+    if config.name != name:
+        raise NotFoundError(f"rule {name!r}: the config is called {config.name!r}", "give one name")
     return config
 
 

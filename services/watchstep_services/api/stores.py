@@ -12,6 +12,7 @@ from watchstep_services.api.access import Served, permits
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.paging import Order, Paged, PageOutput
 from watchstep_services.api.problems import documented
+from watchstep_services.api.work_slots import Working, WorkSlots
 from watchstep_services.database.models import StoreRow
 from watchstep_services.service import Service
 from watchstep_services.stores.checking import Checked, check_store, failed
@@ -105,9 +106,9 @@ def list_stores(service: Served, paging: Paged) -> StoreList:
 
 @router.post("", summary="Register a store", status_code=201, dependencies=[Once], responses=documented(409))
 @permits("administer")
-def post_store(body: StoreInput, service: Served) -> StoreOutput:
+def post_store(body: StoreInput, service: Served, slots: Working) -> StoreOutput:
     """Projects can be put on it then."""
-    registration = _tried(service, body)
+    registration = _tried(service, slots, body)
     with service.database.write() as session:
         return _shown(register_store(session, body.name, registration))
 
@@ -122,11 +123,11 @@ def get_store(store: str, service: Served) -> StoreOutput:
 
 @router.put("/{store}", summary="Change a store", responses=documented(409))
 @permits("administer")
-def put_store(store: str, body: StoreChange, service: Served) -> StoreOutput:
+def put_store(store: str, body: StoreChange, service: Served, slots: Working) -> StoreOutput:
     """All processes reach it so from their next piece of work on."""
     with service.database.read() as session:
         find_store(session, store)
-    registration = _tried(service, body)
+    registration = _tried(service, slots, body)
     with service.database.write() as session:
         return _shown(change_store(session, store, registration))
 
@@ -141,11 +142,12 @@ def delete_store(store: str, service: Served) -> None:
 
 @router.post("/{store}/check", summary="Try a store")
 @permits("administer")
-def post_store_check(store: str, service: Served) -> StoreCheck:
+def post_store_check(store: str, service: Served, slots: Working) -> StoreCheck:
     """Take its role, list, write, read, create and delete an object of its own."""
     with service.database.read() as session:
         registration = find_store(session, store).registration
-    return check_output(check_store(registration))
+    with slots.store_checks.taken(""):
+        return check_output(check_store(registration))
 
 
 def check_output(steps: list[Checked]) -> StoreCheck:
@@ -154,9 +156,12 @@ def check_output(steps: list[Checked]) -> StoreCheck:
     return StoreCheck(ok=failed(steps) is None, steps=shown)
 
 
-def _tried(service: Service, body: StoreChange) -> Registration:
+def _tried(service: Service, slots: WorkSlots, body: StoreChange) -> Registration:
     registration = checked(body.registration, service.settings.local_stores)
-    problem = failed(check_store(registration)) if body.check else None
+    if not body.check:
+        return registration
+    with slots.store_checks.taken(""):
+        problem = failed(check_store(registration))
     if problem is not None:
         raise ConfigError(
             f"{problem.name}: {problem.detail}", f"{problem.mend}; or register it with check: false"

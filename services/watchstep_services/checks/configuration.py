@@ -12,8 +12,7 @@ from watchstep_services.checks.database import check_database
 from watchstep_services.checks.finding import Finding, failed
 from watchstep_services.checks.queues import check_queues
 from watchstep_services.checks.stores import check_stores
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.limits import Limits
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.service import owner_receivers, owner_rules
 from watchstep_services.settings import Settings
 from watchstep_services.unknown_variables import unknown_variables
@@ -24,7 +23,7 @@ def check_configuration(settings: Settings) -> Iterator[Finding]:
     yield from _variables()
     yield from _files(settings)
     try:
-        database = open_database(settings.resolved_database_url, Limits.of(settings))
+        database = open_sealed_database(settings)
     except WatchstepError as error:
         yield failed("database", error)
         yield from _broker(settings)

@@ -9,6 +9,7 @@ import typer
 import yaml
 
 from watchstep.errors import ConfigError
+from watchstep.terminal_text import printable
 from watchstep_rules import rule_file
 from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.job import Job
@@ -52,9 +53,9 @@ def attach(  # noqa: PLR0917 - the options of a command
         _url(run, store), job, configs, backend=made, backend_name=backend_name, service=service
     )
     record = attached.record
-    typer.echo(f"{record.project}/{record.run}: attempt {record.attempt} is job {job}")
+    typer.echo(printable(f"{record.project}/{record.run}: attempt {record.attempt} is job {job}"))
     for config in configs:
-        typer.echo(f"  rule {config.name}{' may stop it' if config.stops else ''}")
+        typer.echo(printable(f"  rule {config.name}{' may stop it' if config.stops else ''}"))
     if watch:
         attached.wait()
 

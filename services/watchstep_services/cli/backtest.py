@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from watchstep.errors import ConfigError, WatchstepError
@@ -20,7 +19,7 @@ from watchstep_rules.backtesting.sweep import parse_sweep, variations
 from watchstep_rules.defaults import DEFAULT_RULES
 from watchstep_services.cli import backtest_output as output
 from watchstep_services.cli.backtest_remote import backtest_by_service
-from watchstep_services.cli.output import console
+from watchstep_services.cli.output import console, echo_json
 from watchstep_services.cli.run_names import locations
 from watchstep_services.cli.runs import StoreOption
 from watchstep_services.cli.service_options import DEFAULT_STORE
@@ -70,14 +69,14 @@ def backtest(
     results.sort(key=location_of)
     tested = [result for result in results if isinstance(result, Replayed)]
     # Where the output is the data, what people read goes beside it.
-    out = Console(stderr=True, highlight=False) if json_file == _OUT else console()
+    out = console(stderr=json_file == _OUT)
     for result in tested:
         output.show_run(out, result.outcome)
     if len(tested) > 1:
         output.show_rules(out, tested)
     if varied:
         output.show_sweep(out, varied, tested)
-    output.show_failed(Console(stderr=True, highlight=False), results)
+    output.show_failed(console(stderr=True), results)
     if json_file is not None:
         _write(json_file, json.dumps(report(results, varied), indent=1))
     if output.in_error(results):
@@ -109,7 +108,7 @@ class _Advance:
 @contextmanager
 def _shown(total: int) -> Iterator[_Advance]:
     """A bar on a terminal, and nothing elsewhere."""
-    errors = Console(stderr=True)
+    errors = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         yield _Advance(progress, total)
@@ -117,7 +116,7 @@ def _shown(total: int) -> Iterator[_Advance]:
 
 def _write(path: Path, text: str) -> None:
     if path == _OUT:
-        typer.echo(text)
+        echo_json(text)
         return
     try:
         path.write_text(text, encoding="utf-8")

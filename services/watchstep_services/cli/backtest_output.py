@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
@@ -30,13 +29,14 @@ def show_run(out: Console, outcome: RunOutcome) -> None:
         several = f", attempt {attempt.attempt}" if len(outcome.attempts) > 1 else ""
         head = f"{outcome.project}/{outcome.run}{several}"
         how = _NEVER if NO_JOURNAL in attempt.notes else _ORDERS[attempt.order]
-        out.print(f"[bold]{escape(head)}[/bold]  {attempt.rows} rows, {how}")
+        out.print(Text.assemble((head, "bold"), f"  {attempt.rows} rows, {how}"))
         _show_attempt(out, attempt, RunName(outcome.project, outcome.run, attempt.attempt))
         out.print()
     if not outcome.attempts:
-        out.print(f"[bold]{escape(f'{outcome.project}/{outcome.run}')}[/bold]  nothing recorded\n")
+        out.print(Text.assemble((f"{outcome.project}/{outcome.run}", "bold"), "  nothing recorded"))
+        out.print()
     for name, why in outcome.damaged.items():
-        out.print(f"damaged: {name}: {why}", markup=False)
+        out.print(f"damaged: {name}: {why}")
 
 
 def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
@@ -137,7 +137,7 @@ def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Repla
     settings = varied[0].settings
     parameters = [setting.parameter for setting in settings]
     several = len(set(parameters)) < len(parameters)
-    out.print(f"Sweep of {', '.join(f'{one.config}.{one.parameter}' for one in settings)}", markup=False)
+    out.print(f"Sweep of {', '.join(f'{one.config}.{one.parameter}' for one in settings)}")
     names = [f"{one.config}.{one.parameter}" if several else one.parameter for one in settings]
     shown = table(*(f">{name}" for name in names), ">RUNS", ">OF", ">FIRST STEP", "FIRST IN", "")
     for place, variation in enumerate(varied):
@@ -160,7 +160,8 @@ def show_failed(out: Console, results: Sequence[Replayed | Failed]) -> None:
     """Runs that could not be judged, and rules that could not be evaluated."""
     for name, (problem, runs) in sorted(_ill_rules(results).items()):
         many = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
-        out.print(f"rule {name} cannot be evaluated ({many}): {problem}", markup=False, soft_wrap=True)
+        out.print(f"rule {name} cannot be evaluated ({many}): {problem}", soft_wrap=True)
     for result in results:
         if isinstance(result, Failed):
-            out.print(f"not judged: {result.what}\n  mend: {result.mend}", markup=False, soft_wrap=True)
+            out.print(f"not judged: {result.what}", soft_wrap=True)
+            out.print(f"  mend: {result.mend}", soft_wrap=True)

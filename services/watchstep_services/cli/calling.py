@@ -6,10 +6,9 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from watchstep.capture.service_client import ServiceAddress
 from watchstep.client import Client
-from watchstep.client.transport import Transport
 from watchstep.errors import ServiceError
+from watchstep.transport import ServiceAddress, Transport
 from watchstep_services.embedded_settings import settings_for
 from watchstep_services.scheduler.service_file import read_service_file
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from watchstep_services.checks.configuration import check_configuration
-from watchstep_services.cli.output import show, table
+from watchstep_services.cli.output import echo_json, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE, Store
 from watchstep_services.embedded_settings import settings_for
 
@@ -22,7 +22,7 @@ def check_config(
     found = list(check_configuration(settings))
     failing = any(each.state == "failed" for each in found)
     if as_json:
-        typer.echo(json.dumps({"ok": not failing, "checks": [each.as_data() for each in found]}))
+        echo_json(json.dumps({"ok": not failing, "checks": [each.as_data() for each in found]}))
     else:
         shown = table("check", "state", "found", "mend")
         for each in found:

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from watchstep_services.cli.output import echo
 from watchstep_services.cli.service_options import DEFAULT_STORE, Store
 from watchstep_services.database import schema
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.limits import Limits
+from watchstep_services.database.engine import Database
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.embedded_settings import settings_for
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ def status(store: Store = DEFAULT_STORE) -> None:
     """Which revision the database has, and which this version of Watchstep needs. Exit code 1 where they differ."""
     with _opened(store) as database:
         found = schema.status(database)
-        typer.echo(f"database {database.shown_url}: {found}")
+        echo(f"database {database.shown_url}: {found}")
         raise typer.Exit(0 if found.is_current else 1)
 
 
@@ -37,7 +38,7 @@ def upgrade(
     """Bring the schema up to date. Several at once wait for each other; the first does it."""
     with _opened(store) as database:
         schema.upgrade(database, schema.checked_revision(revision))
-        typer.echo(f"database {database.shown_url}: {schema.status(database)}")
+        echo(f"database {database.shown_url}: {schema.status(database)}")
 
 
 @app.command("downgrade")
@@ -54,13 +55,13 @@ def downgrade(
                 f"{database.shown_url}: go back to {wanted}, and lose what it cannot hold?", abort=True
             )
         schema.downgrade(database, wanted)
-        typer.echo(f"database {database.shown_url}: {schema.status(database)}")
+        echo(f"database {database.shown_url}: {schema.status(database)}")
 
 
 @contextmanager
 def _opened(store: str) -> Iterator[Database]:
     settings = settings_for(store, None)
-    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    database = open_sealed_database(settings)
     try:
         database.check()
         yield database

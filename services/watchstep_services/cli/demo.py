@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from watchstep.errors import ConfigError
-from watchstep_services.cli.output import console
+from watchstep_services.cli.output import console, echo_json
 from watchstep_services.settings import load_settings
 
 _NEEDS = {"torch": "torch", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "plotext": "plotext"}
@@ -49,7 +49,8 @@ def demo(
         outcomes = {watched.run_id: outcome_of(watched) for watched in runs}
         explain(out, runs, outcomes, story.folder / f"{runs[1].run_id}.png")
         if json:
-            typer.echo(DemoOutcome(runs=tuple(outcomes.values())).model_dump_json())
+            echo_json(DemoOutcome(runs=tuple(outcomes.values())).model_dump_json())
         if keep:
-            out.print(f"\nThe service stays up at {service.url} (API at {service.url}/docs). Ctrl-C ends it.")
+            out.print()
+            out.print(f"The service stays up at {service.url} (API at {service.url}/docs). Ctrl-C ends it.")
             service.wait()

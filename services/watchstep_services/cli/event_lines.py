@@ -29,12 +29,7 @@ def lines_of(event: dict[str, Any]) -> list[str]:
     more = " (dry run: nothing follows)" if data["dry_run"] else ""
     if kind == "alert.revised":
         more = f"; rows that came later show a likelier cause{more}"
-    title, *rest = explanation.as_text().splitlines()
+    title, *rest = explanation.as_lines()
     if data["message"] != explanation.seen:
         rest.insert(0, f"  message {data['message']}")
     return [f"{head}{title}{more}", *rest]
-
-
-def printable(line: str) -> str:
-    """Names come from training programs: nothing in them may move a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)

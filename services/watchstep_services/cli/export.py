@@ -20,4 +20,4 @@ def export(
 ) -> None:
     """Write a run's figures and histograms as TensorBoard's event files."""
     written = export_events(find_run(run, store), tensorboard)
-    console().print(f"{written} events in {tensorboard}", markup=False, soft_wrap=True)
+    console().print(f"{written} events in {tensorboard}", soft_wrap=True)

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import typer
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
+
+from watchstep.terminal_text import escaped_json, printable
+from watchstep_services.estimator.view.terminal import TerminalConsole
 
 _PIPE = 100
 _NARROW = 12
 """Columns that may be folded are not made narrower than this."""
 
 
-def console(least: int = 0) -> Console:
-    """A console for standard output, at least so wide; a pipe gets 100 columns and no colours."""
-    plain = Console()
+def console(least: int = 0, *, stderr: bool = False) -> TerminalConsole:
+    """A console for standard output or standard error, at least so wide; a pipe gets 100 columns and no colours."""
+    plain = TerminalConsole(stderr=stderr)
     if not plain.is_terminal:
-        return Console(width=max(least, _PIPE), highlight=False)
-    return plain if plain.width >= least else Console(width=least)
+        return TerminalConsole(stderr=stderr, width=max(least, _PIPE))
+    return plain if plain.width >= least else TerminalConsole(stderr=stderr, width=least)
+
+
+def echo(line: str, *, err: bool = False) -> None:
+    """Write one line, in which nothing is broken, without colours."""
+    typer.echo(printable(line), err=err)
+
+
+def echo_json(text: str) -> None:
+    """Write JSON so that a terminal acts on nothing in it; other programs read what it was."""
+    typer.echo(escaped_json(text))
+
+
+def echo_own(text: str) -> None:
+    """Write text of Watchstep's own as it is, such as a schema or a new key."""
+    typer.echo(text.removesuffix("\n"))
 
 
 class PlainTable(Table):
     """A table whose words are shown as they are: they come from training programs and other people."""
 
-    def add_row(self, *cells: RenderableType | None, **options: object) -> None:
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row; nothing in a text is markup, and nothing in it moves the cursor."""
-        super().add_row(*(Text(_plain(cell)) if isinstance(cell, str) else cell for cell in cells), **options)  # type: ignore[arg-type]
+        super().add_row(
+            *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells), **options
+        )
 
 
 def table(*columns: str) -> Table:
@@ -40,7 +62,7 @@ def table(*columns: str) -> Table:
     made = PlainTable(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         made.add_column(
-            column.lstrip(">="),
+            Text(printable(column.lstrip(">="))),
             justify="right" if column.startswith(">") else "left",
             no_wrap=column.startswith("="),
             overflow="fold",
@@ -67,9 +89,3 @@ def _least(column: Column) -> int:
     lines = [line for cell in (column.header, *column.cells) for line in str(cell).splitlines()]
     widest = max(map(cell_len, lines), default=0)
     return widest if column.no_wrap else min(widest, max(_NARROW, cell_len(str(column.header))))
-
-
-def _plain(cell: str) -> str:
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in cell
-    )

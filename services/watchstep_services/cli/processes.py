@@ -46,16 +46,17 @@ def worker(
     """A worker of a production service: evaluates runs, tries actions. SIGTERM lets what runs finish."""
     settings = _checked()
     share_figures()
-    from watchstep_services.database.engine import open_database
-    from watchstep_services.database.limits import Limits
     from watchstep_services.database.schema import prepare
+    from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
+    from watchstep_services.rule_configs import apply_owner_rules
     from watchstep_services.service import owner_receivers, owner_rules
 
-    owner_rules(settings)
+    rules = owner_rules(settings)
     owner_receivers(settings)
-    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    database = open_sealed_database(settings)
     try:
         prepare(database, settings)
+        apply_owner_rules(database, rules)
     finally:
         database.close()
     count = str(processes or settings.worker_processes)

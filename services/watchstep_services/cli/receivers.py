@@ -10,7 +10,7 @@ import typer
 
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, show, table
+from watchstep_services.cli.output import console, echo_own, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.dispatcher.receivers import receiver_file, sealing, webhook
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
@@ -35,17 +35,17 @@ def check(
     read = receiver_file.check(text)
     if not isinstance(read, ReceiverFile):
         for fault in read:
-            out.print(f"{file}:{fault.line}: error: {fault.text}", markup=False, soft_wrap=True)
+            out.print(f"{file}:{fault.line}: error: {fault.text}", soft_wrap=True)
         raise typer.Exit(1)
     for number, words in _missing(read, text):
-        out.print(f"{file}:{number}: warning: {words}", markup=False, soft_wrap=True)
+        out.print(f"{file}:{number}: warning: {words}", soft_wrap=True)
     shown = table("=RECEIVER", "KIND", "ROUTED")
     routed = read.route.receivers()
     for receiver in read.receivers:
         shown.add_row(receiver.name, receiver.kind, "yes" if receiver.name in routed else "by rules alone")
     show(shown)
     for line in _lines(read.route, 0):
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 @app.command("test")
@@ -60,7 +60,7 @@ def send_test(
     url, token = service_of(store, service)
     place = f"{url}/v1/projects/{quote(project, safe='')}/receivers/{quote(name, safe='')}/test"
     answer = call("POST", place, token, {"status": "resolved" if resolved else "firing"})
-    console().print(f"{name}: {answer['result']}: {answer['detail']}", markup=False, soft_wrap=True)
+    console().print(f"{name}: {answer['result']}: {answer['detail']}", soft_wrap=True)
     if answer["result"] != "done":
         raise typer.Exit(1)
 
@@ -68,19 +68,19 @@ def send_test(
 @app.command("schema")
 def schema() -> None:
     """Print the JSON schema of files of receivers, for editors."""
-    typer.echo(receiver_file.schema_text(), nl=False)
+    echo_own(receiver_file.schema_text())
 
 
 @app.command("new-key")
 def new_key() -> None:
     """Make a key for WATCHSTEP_SECRET_KEY, which seals the secrets of receivers in the database."""
-    typer.echo(sealing.new_key())
+    echo_own(sealing.new_key())
 
 
 @app.command("new-secret")
 def new_secret() -> None:
     """Make a secret for a webhook to sign with."""
-    typer.echo(webhook.new_secret())
+    echo_own(webhook.new_secret())
 
 
 def _missing(read: ReceiverFile, text: str) -> list[tuple[int, str]]:

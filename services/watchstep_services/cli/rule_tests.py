@@ -9,6 +9,7 @@ import typer
 
 from watchstep.errors import ConfigError
 from watchstep_rules.rule_tests import file, report, running
+from watchstep_services.cli.output import echo, echo_own
 
 
 def run_tests(
@@ -18,7 +19,7 @@ def run_tests(
 ) -> None:
     """Test rules against series or recorded runs, and the alerts that are expected. Exit code 1 where one differs."""
     if schema:
-        typer.echo(file.schema_text(), nl=False)
+        echo_own(file.schema_text())
         return
     if not files:
         raise ConfigError(
@@ -28,8 +29,8 @@ def run_tests(
     for path in files:
         results[str(path)] = running.run_file(file.load(path), path.absolute().parent)
         for line in report.lines(str(path), results[str(path)]):
-            typer.echo(line)
-    typer.echo(report.summary(results))
+            echo(line)
+    echo(report.summary(results))
     if junit is not None:
         try:
             junit.write_bytes(report.junit(results))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from watchstep.errors import RuleError
 from watchstep_rules.contract import AnyRule
@@ -49,20 +50,23 @@ def show_rule(name: Annotated[str, typer.Argument(help="The rule's name.")]) -> 
     """Show what a rule tests, and its parameters."""
     rule = _known(name)
     out = console()
-    out.print(f"[bold]{rule.name}[/bold]: {rule.summary}\n")
-    out.print(inspect.getdoc(type(rule)) or "", markup=False, highlight=False, soft_wrap=True)
+    out.print(Text.assemble((rule.name, "bold"), f": {rule.summary}"))
+    out.print()
+    out.print(Text(inspect.getdoc(type(rule)) or ""), soft_wrap=True)
     collections = ", ".join(rule.needs.collections) or "all tensors"
     how = "by the clock, also where no row comes" if rule.clock else rule.merge.replace("_", " ")
-    out.print(f"\nJudges: {collections}; {how}.")
+    out.print()
+    out.print(f"Judges: {collections}; {how}.")
     for line in _by_default(rule):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(line, highlight=False, soft_wrap=True)
     out.print()
     show(_parameters(rule))
     for title, sentences in (("Usual causes", rule.usual_causes), ("What to try", rule.what_to_try)):
         if sentences:
-            out.print(f"\n{title}:")
+            out.print()
+            out.print(f"{title}:")
             for words in sentences:
-                out.print(f"- {sentence(words)}", markup=False, highlight=False, soft_wrap=True)
+                out.print(f"- {sentence(words)}", highlight=False, soft_wrap=True)
 
 
 def _known(name: str) -> AnyRule:

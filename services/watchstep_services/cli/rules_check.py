@@ -15,7 +15,7 @@ from watchstep_rules.python_rule import PythonParams
 from watchstep_rules.rule_check import Checked, Remark, check_text
 from watchstep_rules.rule_file import text_of
 from watchstep_rules.rule_schema import schema_text
-from watchstep_services.cli.output import console, show, table
+from watchstep_services.cli.output import console, echo_own, show, table
 from watchstep_services.cli.rule_words import after, counted, does, lasting
 
 _LINE = re.compile(r"line (\d+)")
@@ -30,19 +30,16 @@ def check(
     for path, checked in results:
         for remark in checked.remarks:
             place = f" {remark.place}:" if remark.place else ""
-            out.print(
-                f"{path}:{remark.line}: {remark.level}:{place} {remark.text}", markup=False, soft_wrap=True
-            )
+            out.print(f"{path}:{remark.line}: {remark.level}:{place} {remark.text}", soft_wrap=True)
         if checked.configs:
-            out.print(f"{path}: {counted(len(checked.configs), 'rule')}", markup=False)
+            out.print(f"{path}: {counted(len(checked.configs), 'rule')}")
             show(_configs(checked.configs))
             for line in _isolations(checked.configs):
-                out.print(line, markup=False, soft_wrap=True)
+                out.print(line, soft_wrap=True)
         elif checked.ok:
             out.print(
                 f"{path}:1: warning: no rules stand in it: nothing judges by it, the default rules neither;"
                 " 'extends: defaults' takes these",
-                markup=False,
                 soft_wrap=True,
             )
     if not all(checked.ok for _, checked in results):
@@ -51,7 +48,7 @@ def check(
 
 def schema() -> None:
     """Print the JSON schema of rule files, for editors."""
-    typer.echo(schema_text(), nl=False)
+    echo_own(schema_text())
 
 
 def _checked(path: Path) -> Checked:

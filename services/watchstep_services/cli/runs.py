@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from watchstep.client import Client
-from watchstep.errors import NotFoundError
+from watchstep.errors import NotFoundError, ServiceError
 from watchstep.reading.catalogue import RunEntry, find_runs
 from watchstep.reading.compaction import compact
 from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
-from watchstep.store import Store
+from watchstep.store import Store, checked_scheme
 from watchstep.tensors import LOSSES, MODES, Mode
 from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
-from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.output import console, figure, show, table
+from watchstep_services.cli.calling import client_of, service_of
+from watchstep_services.cli.output import console, echo, figure, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE
 
 app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
@@ -47,15 +47,37 @@ def list_runs(
     service: Annotated[str, typer.Option(help="Ask the service at this URL instead of the store.")] = "",
     project: Annotated[str, typer.Option(help="Of the service: which project.")] = "default",
 ) -> None:
-    """List the runs of a store, the newest first; or those that a service knows, with their alerts. Token: WATCHSTEP_TOKEN."""
+    """List the runs of a store, the newest first, with their alerts where a service of this machine watches it; or those that a service knows. Token for the latter: WATCHSTEP_TOKEN."""
     if service:
         _list_known(client_of(store, service, project))
         return
-    shown = table("=PROJECT", "=RUN", "STARTED", "STATE")
-    for entry in find_runs(Store.open(store)):
+    entries = find_runs(Store.open(store))
+    firing = _firing(store, {entry.project for entry in entries})
+    shown = table("=PROJECT", "=RUN", "STARTED", "STATE", *([] if firing is None else [">FIRING"]))
+    for entry in entries:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created_ns / 1e9))
-        shown.add_row(entry.project, entry.run, started, entry.state)
+        alerts = [] if firing is None else [firing.get((entry.project, entry.run), "-")]
+        shown.add_row(entry.project, entry.run, started, entry.state, *alerts)
     show(shown)
+
+
+def _firing(store: str, projects: set[str]) -> dict[tuple[str, str], str] | None:
+    """How many alerts fire, by project and run; None where no service of this machine watches a local store."""
+    if checked_scheme(store) not in ("", "file"):
+        return None
+    try:
+        url, token = service_of(store, "")
+    except ServiceError:
+        return None
+    found: dict[tuple[str, str], str] = {}
+    try:
+        for project in sorted(projects):
+            for run in Client(url, token, project).runs():
+                found[project, run.run] = str(run.alerts.get("firing", 0))
+    except ServiceError as error:
+        echo(f"watchstep: alerts are not shown: {error.what}", err=True)
+        return None
+    return found
 
 
 def _list_known(client: Client) -> None:
@@ -73,30 +95,44 @@ def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
     opened = find_run(run, store)
     out = console()
     steps = opened.steps()
-    out.print(f"[bold]{opened.document.project}/{opened.id}[/bold]  {opened.location}", soft_wrap=True)
+    title = Text.assemble((f"{opened.document.project}/{opened.id}", "bold"), f"  {opened.location}")
+    out.print(title, soft_wrap=True)
     reach = f"{steps[0]} to {steps[-1]} ({len(steps)} recorded)" if steps else "none"
     out.print(f"state     {opened.state()}")
     out.print(f"steps     {reach}")
     out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
     out.print(f"workers   {len(opened.workers)} (ranks {', '.join(map(str, opened.workers)) or 'none'})")
-    for name in opened.tensors(LOSSES):
-        rows = opened.tensor(name).statistics()
-        values = [math.nan if value is None else value for value in rows["mean"].to_pylist()]
-        out.print(f"{name:9} {figure(values[0])} at first, {figure(values[-1])} at last")
+    _print_losses(opened)
     for end in opened.ends():
         reason = f": {end.reason}" if end.reason else ""
         out.print(
             f"ended     worker {end.worker} {end.state} after step {end.last_step}{reason}",
-            markup=False,
             soft_wrap=True,
         )
     for name, why in opened.damaged.items():
-        out.print(f"damaged   {name}: {why}", markup=False, soft_wrap=True)
+        out.print(f"damaged   {name}: {why}", soft_wrap=True)
     shown = table("COLLECTION", ">TENSORS", "FOR EXAMPLE")
     for collection, names in sorted(opened.collections.items()):
         shown.add_row(collection, str(len(names)), ", ".join(names[:3]))
     out.print()
     show(shown)
+
+
+def _print_losses(run: Run) -> None:
+    """The first and the last of each loss; of a derived one, that it is as ``backward()`` was given it."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in run.losses().to_pylist():
+        by_name.setdefault(row["name"], []).append(row)
+    for name in run.tensors(LOSSES):
+        rows = by_name.get(name, [])
+        if rows:
+            derived = ", derived" if rows[-1]["derived"] else ""
+            first, last = (figure(row["value"]) for row in (rows[0], rows[-1]))
+            console().print(f"{name:9} {first} at first, {last} at last{derived}")
+        else:
+            console().print(
+                f"{name:9} only in earlier attempts, at steps that a later attempt recorded again"
+            )
 
 
 @app.command("stats")
@@ -149,11 +185,11 @@ def diff_runs(
     out = console()
     for names, of in ((found.only_a, a), (found.only_b, b)):
         if names:
-            out.print(f"only in {of}: {', '.join(names)}", markup=False)
+            out.print(f"only in {of}: {', '.join(names)}")
     if found.step is None:
-        out.print(f"no difference in {found.compared} rows", markup=False)
+        out.print(f"no difference in {found.compared} rows")
         return
-    out.print(f"first difference: step {found.step}, {found.tensor}", markup=False)
+    out.print(f"first difference: step {found.step}, {found.tensor}")
     shown = table(">STEP", "MODE", ">WORKER", "=TENSOR", "FIGURE", ">A", ">B", ">RELATIVE")
     for row in found.table.slice(0, most).to_pylist():
         numbers = [figure(row[name]) for name in ("a", "b", "relative")]

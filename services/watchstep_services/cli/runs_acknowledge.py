@@ -39,4 +39,4 @@ def acknowledge(
             call("DELETE", where, token)
         else:
             call("PUT", where, token, {"comment": comment})
-    console().print(f"{rule} of {run}: {'repeated again' if withdraw else 'acknowledged'}", markup=False)
+    console().print(f"{rule} of {run}: {'repeated again' if withdraw else 'acknowledged'}")

@@ -11,7 +11,6 @@ from watchstep.client import Client
 from watchstep_rules.explanation import Explanation
 from watchstep_rules.judging.judge import Health
 from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.event_lines import printable
 from watchstep_services.cli.output import console, moment
 from watchstep_services.cli.service_options import DEFAULT_STORE
 
@@ -35,17 +34,17 @@ def alerts(
     out = console()
     fired = [alert for alert in found if alert["details"] is not None]
     if not fired:
-        out.print(f"{run}: no alert has fired", markup=False)
+        out.print(f"{run}: no alert has fired")
     for alert in fired:
         details = alert["details"]
         quiet = f"; kept quiet by {details['inhibited_by']}" if details["inhibited_by"] else ""
         dry = "; dry run" if details["dry_run"] else ""
-        title, *rest = Explanation.model_validate(details["explanation"]).as_text().splitlines()
-        out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", markup=False, soft_wrap=True)
+        title, *rest = Explanation.model_validate(details["explanation"]).as_lines()
+        out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", soft_wrap=True)
         for line in (*rest, *_taken_up(client, name, alert)):
-            out.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+            out.print(line, highlight=False, soft_wrap=True)
     for line in _not_evaluated([rule.raw for rule in client.rules(name)]):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        out.print(line, highlight=False, soft_wrap=True)
 
 
 def _taken_up(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ def snapshot(
     client, name = _asked(run, store, service)
     client.ask_snapshot(name, step)
     at = "its next step" if step is None else f"step {step}, or of the next if that has passed"
-    console().print(f"{run}: asked for the full tensors of {at}", markup=False)
+    console().print(f"{run}: asked for the full tensors of {at}")
 
 
 def cadence(
@@ -42,7 +42,7 @@ def cadence(
     client, name = _asked(run, store, service)
     client.set_cadence(name, chosen)
     told = ", ".join(f"{collection} every {steps} steps" for collection, steps in chosen.items())
-    console().print(f"{run}: {told or 'as its workers choose'}", markup=False)
+    console().print(f"{run}: {told or 'as its workers choose'}")
 
 
 def allow_restart(
@@ -51,7 +51,7 @@ def allow_restart(
     """Let new attempts of a stopped run start. Token: WATCHSTEP_TOKEN, of an operator."""
     client, name = _asked(run, store, service)
     client.allow_restart(name, reason)
-    console().print(f"{run}: new attempts may start", markup=False)
+    console().print(f"{run}: new attempts may start")
 
 
 def hold(
@@ -60,14 +60,14 @@ def hold(
     """Keep a run whole, whatever its project's policy says. Token: WATCHSTEP_TOKEN, of an operator."""
     client, name = _asked(run, store, service)
     client.hold(name, reason)
-    console().print(f"{run}: held", markup=False)
+    console().print(f"{run}: held")
 
 
 def let_go(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: ServiceOption = "") -> None:
     """Let the project's policy decide of a run again. Token: WATCHSTEP_TOKEN, of an operator."""
     client, name = _asked(run, store, service)
     client.let_go(name)
-    console().print(f"{run}: let go", markup=False)
+    console().print(f"{run}: let go")
 
 
 def delete(
@@ -81,7 +81,7 @@ def delete(
     if not yes:
         typer.confirm(f"Delete {run} with all that it recorded?", abort=True)
     client.delete(name)
-    console().print(f"{run}: is being deleted", markup=False)
+    console().print(f"{run}: is being deleted")
 
 
 def _asked(run: str, store: str, service: str) -> tuple[Client, str]:

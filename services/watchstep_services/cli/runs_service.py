@@ -11,8 +11,8 @@ import typer
 from watchstep.client import Client, Event
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.event_lines import lines_of, printable
-from watchstep_services.cli.output import console, show, table
+from watchstep_services.cli.event_lines import lines_of
+from watchstep_services.cli.output import console, echo, echo_json, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE
 
 StoreOption = Annotated[
@@ -39,8 +39,11 @@ def events(
     shown = client.follow(name or None, after=0) if follow else client.events(name or None)
     try:
         for event in shown:
-            for line in [json.dumps(dict(event.raw))] if as_json else _lines(event):
-                typer.echo(line)
+            if as_json:
+                echo_json(json.dumps(dict(event.raw)))
+                continue
+            for line in _lines(event):
+                echo(line)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -51,7 +54,7 @@ def actions(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: Servi
     shown = table("TIME", "KIND", "STATE", ">TRIES", "OUTCOME")
     for action in client.actions(_named(name, run)):
         at = _time(action.created_ns)
-        shown.add_row(at, action.kind, action.state, str(len(action.tries)), printable(action.outcome))
+        shown.add_row(at, action.kind, action.state, str(len(action.tries)), action.outcome)
     show(shown)
 
 
@@ -66,7 +69,7 @@ def stop(
     client, name = _asked(run, store, service)
     done = client.stop(_named(name, run), reason, attempt)
     told = "is asked to stop" if done.accepted else "has been asked to stop already"
-    console().print(f"{run}: attempt {done.attempt} {told}", markup=False)
+    console().print(f"{run}: attempt {done.attempt} {told}")
 
 
 def _asked(run: str, store: str, service: str) -> tuple[Client, str]:
@@ -84,7 +87,7 @@ def _lines(event: Event) -> list[str]:
     kind = event.type.removeprefix("watchstep.")
     told = lines_of({"type": event.type, "subject": event.subject, "data": event.data})
     head, *rest = told or [f"watchstep: {event.subject}: {kind}"]
-    return [printable(line) for line in (f"{event.time}  {head.removeprefix('watchstep: ')}", *rest)]
+    return [f"{event.time}  {head.removeprefix('watchstep: ')}", *rest]
 
 
 def _time(at_ns: int) -> str:

@@ -30,10 +30,10 @@ def stops(
         entries += page["entries"]
     out = console()
     if not entries:
-        out.print(f"{run}: no stop was asked for", markup=False)
+        out.print(f"{run}: no stop was asked for")
     for entry in reversed(entries):
         for line in _lines(entry):
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            out.print(line, highlight=False, soft_wrap=True)
 
 
 def _lines(entry: dict[str, Any]) -> Iterator[str]:

@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from sqlalchemy import select
 
 from watchstep.errors import ConfigError
 from watchstep_services import exposition, logs, tracing
 from watchstep_services.cli import rule_words
+from watchstep_services.cli.output import echo
 from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.cli.telling import Teller
+from watchstep_services.database.models import RuleConfigRow, Run, StopGrant
 from watchstep_services.database_figures import DatabaseFigures
 from watchstep_services.dispatcher.receivers.secret_fields import read_secret
 from watchstep_services.embedded_settings import settings_for
+from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.unknown_variables import warn_of_unknown
 
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ def serve(
     ] = DEFAULT_STORE,
     rules: Annotated[
         Path | None,
-        typer.Option(envvar="WATCHSTEP_RULES_FILE", help="Your rule file. Only its rules may stop jobs."),
+        typer.Option(envvar="WATCHSTEP_RULES_FILE", help="Your rule file, in place of the default rules."),
     ] = None,
     host: Annotated[str, typer.Option(envvar="WATCHSTEP_HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -71,10 +75,10 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
         teller = Teller(service.database)
-        typer.echo(f"watchstep: watching {service.service.settings.store}")
+        echo(f"watchstep: watching {service.service.settings.store}")
         for line in (*_rules_of(service.service), *_receivers_of(service.service)):
-            typer.echo(f"watchstep: {line}")
-        typer.echo(f"watchstep: {service.url} (API at {service.url}/docs; Ctrl-C ends it)")
+            echo(f"watchstep: {line}")
+        echo(f"watchstep: {service.url} (API at {service.url}/docs; Ctrl-C ends it)")
         while not service.wait(_TELL_SECONDS):
             _tell(teller)
         _tell(teller)
@@ -99,9 +103,27 @@ def _rules_of(service: Service) -> Iterator[str]:
         for warning in service.unknown_receivers(config):
             yield f"rule {config.name}: {warning}"
     if not configs:
-        yield "the rule file has no rules: nothing judges but what recorders ask for"
-    elif not any(config.stops for config in configs):
-        yield "none of your rules stops a job"
+        yield "the rule file has no rules: nothing judges but rules of runs and projects"
+    yield f"may stop jobs: {', '.join(_may_stop(service)) or 'no rule'}"
+
+
+def _may_stop(service: Service) -> Iterator[str]:
+    """All rules that may stop a job now: the owner's or the default ones, and those that operators allowed."""
+    whose = "default rule" if service.settings.rules_file is None else "of your rule file"
+    yield from (f"{config.name} ({whose})" for config in service.owner_rules if config.stops)
+    with service.database.read() as session:
+        granted = session.execute(
+            select(StopGrant.project, StopGrant.name).filter_by(revoked_ns=None).order_by(StopGrant.id)
+        )
+        yield from (f"{name} (allowed by an operator in project {project})" for project, name in granted)
+        earlier = session.execute(
+            select(Run.project, Run.run, RuleConfigRow.name)
+            .join(Run, Run.id == RuleConfigRow.run_id)
+            .where(RuleConfigRow.granted_stop, RuleConfigRow.origin != "owner", Run.state.not_in(ENDED))
+        )
+        yield from (
+            f"{name} (allowed by an operator for run {project}/{run})" for project, run, name in earlier
+        )
 
 
 def _receivers_of(service: Service) -> Iterator[str]:
@@ -117,4 +139,4 @@ def _receivers_of(service: Service) -> Iterator[str]:
 
 def _tell(teller: Teller) -> None:
     for line in teller.new_lines():
-        typer.echo(line)
+        echo(line)

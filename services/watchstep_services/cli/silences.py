@@ -42,7 +42,7 @@ def create(
         "holds_stop": holds_stop,
     }
     made = call("POST", f"{url}/v1/projects/{project}/silences", token, body)
-    console().print(f"silence {made['id']}, until {moment(made['ends_ns'])}", markup=False)
+    console().print(f"silence {made['id']}, until {moment(made['ends_ns'])}")
 
 
 @app.command("list")
@@ -74,7 +74,7 @@ def expire(
     """End a silence now; what still fires is told. Token: WATCHSTEP_TOKEN."""
     url, token = service_of(store, service)
     call("DELETE", f"{url}/v1/projects/{project}/silences/{number}", token)
-    console().print(f"silence {number} has ended", markup=False)
+    console().print(f"silence {number} has ended")
 
 
 @app.command("preview")

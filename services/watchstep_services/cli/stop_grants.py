@@ -29,8 +29,7 @@ def allow_stop(
     body = {"rule": rule, "reason": reason, "run": run, "digest": digest}
     made = call("POST", f"{url}/v1/projects/{project}/stop-grants", token, body)
     console().print(
-        f"{rule} may stop jobs of {project}: grant {made['id']}, digest {made['digest'][:12]}, {made['judges']['params']}",
-        markup=False, soft_wrap=True,
+        f"{rule} may stop jobs of {project}: grant {made['id']}, digest {made['digest'][:12]}, {made['judges']['params']}", soft_wrap=True,
     )  # fmt: skip
 
 
@@ -55,7 +54,7 @@ def revoke_stop(
         )
     for grant in mine:
         call("POST", f"{place}/{grant['id']}/revoke", token, {"reason": reason})
-        console().print(f"{rule} stops jobs of {project} no longer: grant {grant['id']}", markup=False)
+        console().print(f"{rule} stops jobs of {project} no longer: grant {grant['id']}")
 
 
 def stop_grants(project: Project = "default", store: Store = DEFAULT_STORE, service: Service = "") -> None:

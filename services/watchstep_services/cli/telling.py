@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import func, select
 
-from watchstep_services.cli.event_lines import lines_of, printable
+from watchstep_services.cli.event_lines import lines_of
 from watchstep_services.cli.telling_rules import RuleTeller
 from watchstep_services.cli.telling_webhooks import WebhookTeller
 from watchstep_services.database.engine import Database
@@ -32,4 +32,4 @@ class Teller:
             lines += lines_of(event)
         for teller in self._failing:
             lines += teller.new_lines()
-        return [printable(line) for line in lines]
+        return lines

@@ -10,7 +10,7 @@ import typer
 
 from watchstep.errors import StoreError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import show, table
+from watchstep_services.cli.output import echo, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE
 
 projects = typer.Typer(
@@ -50,7 +50,7 @@ def add_store(  # noqa: PLR0917 - the options of a command
         "check": check,
     }  # fmt: skip
     _call("POST", "stores", service, local, body)
-    typer.echo(f"store {name} is registered: {url}")
+    echo(f"store {name} is registered: {url}")
 
 
 @stores.command("check")
@@ -58,7 +58,7 @@ def check_store(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None
     """Try a store: take its role, list, write, read, create, delete."""
     tried = _call("POST", f"stores/{quote(name, safe='')}/check", service, local)
     for step in tried["steps"]:
-        typer.echo(f"{step['name']:12} {'ok' if step['ok'] else step['detail']}")
+        echo(f"{step['name']:12} {'ok' if step['ok'] else step['detail']}")
     wrong = next((step for step in tried["steps"] if not step["ok"]), None)
     if wrong is not None:
         raise StoreError(f"store {name}: {wrong['name']}: {wrong['detail']}", wrong["mend"])
@@ -85,7 +85,7 @@ def add_backend(
 ) -> None:
     """Register a backend."""
     _call("POST", "backends", service, local, {"name": name, "kind": kind})
-    typer.echo(f"backend {name} is registered")
+    echo(f"backend {name} is registered")
 
 
 @backends.command("remove")
@@ -112,7 +112,7 @@ def create_project(
     """Make a project on a registered store."""
     body = {"name": name, "store": store, "prefix": prefix, "backends": backend or []}
     made = _call("POST", "projects", service, local, body)
-    typer.echo(f"project {name} lies at {made['location']}/{name}")
+    echo(f"project {name} lies at {made['location']}/{name}")
 
 
 @projects.command("archive")

@@ -19,13 +19,13 @@ from sqlalchemy import select
 
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import show, table
+from watchstep_services.cli.output import echo, echo_json, echo_own, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE, Store
 from watchstep_services.database.clock import read_clock
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.limits import Limits
+from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Token
 from watchstep_services.database.schema import upgrade
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.embedded_settings import settings_for
 from watchstep_services.events import rfc3339
 from watchstep_services.roles import ROLES, Role
@@ -99,8 +99,8 @@ def create(
     asked = _Asked(role or "recorder", _Place.of(project, run), name, lifetime)
     token, where = _made_by_service(asked, service) if service else _made_in_database(asked, store)
     reach = f"{asked.role} of {asked.place.shown}"
-    typer.echo(f"{reach} in {where}, id {id_of(token)}; the token is shown once:", err=True)
-    typer.echo(token)
+    echo(f"{reach} in {where}, id {id_of(token)}; the token is shown once:", err=True)
+    echo_own(token)
 
 
 @app.command("list")
@@ -115,7 +115,7 @@ def list_tokens(
     place = _Place.of(project, run)
     rows = list(_rows_of_service(service, place) if service else _rows_of_database(place, store))
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        echo_json(json.dumps(rows, indent=2))
         return
     shown = table("=id", "=name", "role", "project", "state", "expires", "last used", "made by")
     for row in rows:
@@ -154,7 +154,7 @@ def revoke_token(
         with _database(store) as database:
             done = revoke(database, public, place.project, _MAKER, run=place.run, keep_made=keep_made)
             made = done.made
-    typer.echo(f"token {public} is revoked" + (f", and {len(made)} of runs that it made" if made else ""))
+    echo(f"token {public} is revoked" + (f", and {len(made)} of runs that it made" if made else ""))
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _database(store: str) -> Iterator[Database]:
         ConfigError: it does not answer, or it is a SQLite file that no service has made: a token in it would open nothing.
     """
     settings = settings_for(store, None)
-    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    database = open_sealed_database(settings)
     try:
         path = database.engine.url.database
         if database.engine.dialect.name == "sqlite" and path and not Path(path).is_file():

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from watchstep.capture.service_location import find_service
 from watchstep.client import Client
 from watchstep.errors import ServiceError
-from watchstep.launch.run_command import find_service
 from watchstep.store import checked_scheme
 from watchstep_services.cli.attach import DEFAULT_STORE, ServiceOption, StoreOption
 from watchstep_services.estimator.job import ENDED

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from watchstep_services.database.limits import Limits
 from watchstep_services.database.pool_figures import count_connections
 
 _BUSY_MS = 20_000
+_PRIVATE = 0o600
 _READ_ONLY = "watchstep_read_only"
 _LEFT = "watchstep_left"
 _TRUSTED_SECONDS = 1.0
@@ -137,12 +140,35 @@ def open_database(url: str, limits: Limits | None = None) -> Database:
         ) from error
     count_connections(engine)
     if engine.dialect.name == "sqlite":
+        event.listen(engine, "do_connect", _keep_private)
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
     else:
         event.listen(engine, "checkin", _left)
         event.listen(engine, "checkout", functools.partial(_ask_if_idle, engine))
     return Database(engine)
+
+
+def _keep_private(_dialect: Any, _record: Any, arguments: tuple[Any, ...], _options: Any) -> None:
+    """Before each connection: make a SQLite file that its owner alone may read, or make one that exists so, with the files beside it.
+
+    SQLite gives the files beside it the mode of the database.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another user.
+    """
+    file = Path(str(arguments[0]))
+    if str(file) == ":memory:" or str(file).startswith("file:"):
+        return
+    # A file that exists is never opened here: closing any descriptor of it would drop the locks that this process's other
+    # connections hold on it, and another process would then remove the write-ahead log beneath them.
+    with suppress(FileExistsError):
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE))
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        beside = file.with_name(file.name + suffix)
+        with suppress(FileNotFoundError):
+            if stat.S_IMODE(beside.stat().st_mode) != _PRIVATE:
+                beside.chmod(_PRIVATE)
 
 
 def _left(_connection: Any, record: Any) -> None:

@@ -115,6 +115,6 @@ def hint(
     """
     waiting = and_(Run.due_ns.is_not(None), Run.due_ns <= now_ns())
     values = {**(also or {}), "hints": Run.hints + 1, "due_ns": case((waiting, Run.due_ns), else_=now_ns())}
-    if asked:
-        values["asked_ns"] = case((waiting, Run.asked_ns), else_=now_ns())
+    # Without a message the sweep is to send one at once, whenever the last was sent.
+    values["asked_ns"] = case((waiting, Run.asked_ns), else_=now_ns() if asked else 0)
     session.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from watchstep.errors import ServiceError
 from watchstep_services.demo.outcome import RunOutcome
@@ -41,16 +42,14 @@ def explain(console: Console, runs: list[WatchedRun], outcomes: dict[str, RunOut
         healthy.run, faulty.run, finding["step"], stopped_at, f"{alert['rule']}: {finding['message']}"
     )
     console.print()
-    console.print(
-        draw_text(evidence, _PLOT_COLUMNS, colours=console.is_terminal), markup=False, highlight=False
-    )
+    console.print(Text.from_ansi(draw_text(evidence, _PLOT_COLUMNS, colours=console.is_terminal)))
     draw_png(evidence, picture)
     for name, text in _lines(alert, outcome, healthy, picture):
-        console.print(f"[bold]{name:9}[/bold] {text}", soft_wrap=True, highlight=False)
-    console.print("\nThe same evidence, any time after the run:\n")
-    console.print(
-        evidence_lines(faulty.run.location, finding["tensor"]), markup=False, highlight=False, soft_wrap=True
-    )
+        console.print(Text.assemble((f"{name:9}", "bold"), f" {text}"), soft_wrap=True)
+    console.print()
+    console.print("The same evidence, any time after the run:")
+    console.print()
+    console.print(Text(evidence_lines(faulty.run.location, finding["tensor"])), soft_wrap=True)
 
 
 def evidence_lines(run: str, tensor: str) -> str:
@@ -84,11 +83,13 @@ def _lines(
 
 def _cause(finding: dict[str, Any]) -> str:
     """What the place of the first bad tensor says: a step reads weights, then computes forward, loss, backward."""
+    if finding["upstream"]:
+        return "the batch of this step was bad, and the update makes NaN of every weight that its gradient reaches"
     kind = {
         0: "the weights were bad before this step began: look at the update before it",
         1: "of the outputs that were measured or still in memory this is the first bad one, and the weights were"
         " still finite: look at this batch, this module, and those before it",
         2: "all outputs were still finite: look at the loss function and the labels",
-        3: "the loss was still finite: look at the backward pass",
+        3: "the update makes NaN of every weight that this gradient reaches: look at the first bad tensor of its step",
     }
     return kind.get(finding["cause_rank"][0], "nothing before it in the step was bad")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +12,14 @@ from numpy.typing import NDArray
 
 from watchstep.reading.run import Run
 from watchstep.tensors import GRADIENTS
+from watchstep.terminal_text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+_MARGIN = 0.01
+_TITLE_COLUMNS = 140
 _HEALTHY, _FAULTY, _BAD = "#1b7f5c", "#3256a8", "#c62f2f"
 
 
@@ -57,7 +62,7 @@ def draw_png(evidence: Evidence, path: Path) -> None:
     figure = Figure(figsize=(10, 6.6), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
-    figure.suptitle(evidence.title, fontsize=11, x=0.01, ha="left", fontweight="bold")
+    _set_title(figure, evidence.title)
     for run, colour, label in (
         (evidence.healthy, _HEALTHY, "healthy"),
         (evidence.faulty, _FAULTY, "faulty"),
@@ -81,6 +86,16 @@ def draw_png(evidence: Evidence, path: Path) -> None:
     above.legend(loc="upper right", fontsize=8, frameon=False)
     below.set_xlabel("step")
     figure.savefig(path)
+
+
+def _set_title(figure: Figure, text: str) -> None:
+    """Set a title that is as wide as the picture at most, in as many lines as it takes; no character of it is markup."""
+    title = figure.suptitle("", fontsize=11, x=_MARGIN, ha="left", fontweight="bold", parse_math=False)
+    room = (1 - 2 * _MARGIN) * figure.bbox.width
+    for columns in range(_TITLE_COLUMNS, 0, -4):
+        title.set_text(textwrap.fill(printable(text), columns))
+        if title.get_window_extent().width <= room:
+            return
 
 
 def _draw_gradients(axes: Axes, evidence: Evidence) -> None:

@@ -24,7 +24,7 @@ class WatchedRun:
         project: its project.
         run_id: its id.
         data: the API's answer for the run.
-        alerts: the API's alerts that fired.
+        alerts: the API's alerts that fired, and that no other one keeps quiet.
         actions: the API's actions.
         run: the run on the store, once it is there.
     """
@@ -87,7 +87,9 @@ class Watcher:
             place = f"/v1/projects/{watched.project}/runs/{watched.run_id}"
             watched.data = self._get(place)
             alerts = self._get(f"{place}/alerts")["alerts"]
-            watched.alerts = [alert for alert in alerts if alert["fired_ns"] is not None]
+            watched.alerts = [
+                alert for alert in alerts if alert["details"] and not alert["details"]["inhibited_by"]
+            ]
             watched.actions = self._get(f"{place}/actions")["actions"]
             if watched.run is not None:
                 watched.run.refresh()

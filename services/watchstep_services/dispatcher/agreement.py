@@ -48,7 +48,9 @@ def following(
     if gone:
         return replace(stop, step=max(beyond, max(gone) + 1, stop.step + 1))
     ready = {answer.worker for answer in asked if answer.state == "ready"}
-    return replace(stop, agreed=True) if ready.issuperset(range(world_size)) else None
+    # Any number may stand for the world size: the first worker that is missing ends this, and no set of all is made.
+    is_agreed = all(worker in ready for worker in range(world_size))
+    return replace(stop, agreed=True) if is_agreed else None
 
 
 def agree(service: Service, due: DueAction, target: Target) -> Tried | Literal["refused"] | None:

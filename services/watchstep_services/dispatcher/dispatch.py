@@ -171,7 +171,8 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
             )
         )
         row.outcome = tried.detail[:4000]
-        if tried.stage != row.stage:
+        # A try that fails has not moved the stage: one that it has committed itself stays.
+        if tried.stage != row.stage and (tried.result != "error" or tried.stage != due.stage):
             row.stage, row.stage_since_ns = tried.stage, now
         if tried.result == "advanced":
             row.next_ns = tried.after_ns

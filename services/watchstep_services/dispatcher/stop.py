@@ -7,11 +7,22 @@ from dataclasses import replace
 
 from watchstep.control import StopRequest
 from watchstep.errors import WatchstepError
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import Action
 from watchstep_services.dispatcher.agreement import agree, seconds_left
 from watchstep_services.dispatcher.last_good import told
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.pace import common_step
-from watchstep_services.dispatcher.stages import ASK, ASKED, KILLED, TERMINATED, UNCONFIRMED
+from watchstep_services.dispatcher.stages import (
+    ASK,
+    ASKED,
+    INTENDED,
+    KILLED,
+    KILLING,
+    TERMINATED,
+    TERMINATING,
+    UNCONFIRMED,
+)
 from watchstep_services.dispatcher.target import REFUSED, Target, at_store, load_target, write_control
 from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.evaluator.discover import discover, listing_due
@@ -47,7 +58,10 @@ def try_stop(service: Service, due: DueAction) -> Tried:
     if not target.in_sight:
         return _await_ends(service, due, target)
     if target.is_over:
-        return _over(service, due, target, _HOW[due.stage])
+        return _over_since(service, due, target)
+    if due.stage in INTENDED:
+        # Whoever meant to send the signal died before it said so: the job is there, and it is sent again.
+        return _press(service, due, target, INTENDED[due.stage])
     silent: WatchstepError | None = None
     try:
         agreed = agree(service, due, target) if due.stage == ASKED else None
@@ -86,7 +100,7 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     if target.run.attempt != attempt:
         return Tried("skipped", f"attempt {attempt} is over: {target.run.attempt} runs now")
     if target.is_over:
-        return _over(service, due, target, _HOW[ASK])
+        return _over(service, due, target, ASK)
     step = common_step(service, target)
     reason, cause = str(due.payload["reason"]), str(due.payload["cause"])
     stop = StopRequest(attempt, step, reason, cause, agreed=target.is_alone)
@@ -137,7 +151,7 @@ def _told_of(refused: WatchstepError | None, tried: Tried) -> Tried:
 def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
     """Without a job that can be seen, only the workers' own end documents can tell."""
     if target.ends_complete:
-        return _over(service, due, target, _HOW[ASKED])
+        return _over(service, due, target, ASKED)
     agreed = agree(service, due, target)
     if agreed is not None and agreed != "refused":
         return agreed
@@ -168,20 +182,53 @@ def _out_of_reach(target: Target) -> Tried:
 
 
 def _press(service: Service, due: DueAction, target: Target, stage: int) -> Tried:
+    """Signal a job. That it is meant to be is committed before: a job that is then found gone was stopped by it."""
     assert target.job is not None
     assert target.backend is not None
+    if not _intend(service, due, TERMINATING if stage == TERMINATED else KILLING):
+        return Tried(
+            "waiting", "", due.stage
+        )  # another worker has taken it over: nothing of this is recorded
     reach("stop.signalling", due)
     after: JobStatus = (
         target.backend.stop(target.job) if stage == TERMINATED else target.backend.kill(target.job)
     )
     reach("stop.signalled", due)
     if after.is_over:
-        return _over(service, due, target, _HOW[stage])
+        return _over(service, due, target, stage)
     verb = "asked to end (SIGTERM)" if stage == TERMINATED else "killed (SIGKILL)"
     return Tried("advanced", f"job {_named(target)} {verb}", stage, due.now_ns + _POLL_NS)
 
 
-def _over(service: Service, due: DueAction, target: Target, how: str) -> Tried:
+def _intend(service: Service, due: DueAction, stage: int) -> bool:
+    """Commit that a signal is to be sent; False where the action is another worker's by now."""
+    if due.stage == stage:
+        return True
+    with service.database.write() as session:
+        row = session.get_one(Action, due.id, with_for_update=True)
+        if row.claims != due.claims or row.state != "pending":
+            return False
+        row.stage, row.stage_since_ns = stage, read_clock(session)
+    return True
+
+
+def _over_since(service: Service, due: DueAction, target: Target) -> Tried:
+    """What a stop came to whose job was found gone: by its own signal, where it may have been sent."""
+    if due.stage not in INTENDED:
+        return _over(service, due, target, due.stage)
+    # The signal may not have gone out; of a program that trained to its end it was not what ended it.
+    return _over(service, due, target, ASKED if target.ended_by_itself else INTENDED[due.stage])
+
+
+def _over(service: Service, due: DueAction, target: Target, stage: int) -> Tried:
+    """What a stop came to whose job is gone, or whose workers have all ended.
+
+    Args:
+        service: the service.
+        due: the stop.
+        target: what it is aimed at.
+        stage: how far the stop had to go.
+    """
     try:
         # Its workers' last words say at which step they stopped.
         at_store(service, target, lambda _: discover(service, due.run_id))
@@ -190,17 +237,22 @@ def _over(service: Service, due: DueAction, target: Target, how: str) -> Tried:
         _log.warning("run %s/%s: %s", target.run.project, target.run.run, error.what)
     steps = [int(end["last_step"]) for end in target.attempt.ends.values()]
     facts = {
-        "how": how,
+        "how": _HOW[stage],
         "stopped_at_step": max([target.attempt.largest, *steps]),
         **told(service, due, target),
     }
     named = f"job {_named(target)}" if target.job is not None else "every worker"
-    if due.stage == ASK and how == _HOW[ASK]:
+    if stage == ASK:
         return Tried("skipped", f"{named} had ended already", facts=facts)
-    if how == _HOW[ASKED] and target.ended_by_itself:
-        detail = f"{named} has ended by itself: the program did not stop when it was asked"
-        return Tried("done", detail, due.stage, facts={**facts, "how": "asked"})
-    return Tried("done", f"{named} is gone ({how})", due.stage, facts=facts)
+    if stage == ASKED and not target.obeyed:
+        if target.ended_by_itself:
+            detail = f"{named} has ended by itself: the program did not stop when it was asked"
+        elif target.failed_by_itself:
+            detail = f"{named} has failed by itself, after it was asked to stop and before it did"
+        else:
+            detail = f"{named} is gone; no worker has said that it stopped when it was asked"
+        return Tried("done", detail, stage, facts={**facts, "how": "asked"})
+    return Tried("done", f"{named} is gone ({_HOW[stage]})", stage, facts=facts)
 
 
 def _named(target: Target) -> str:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError, StoreError
+from watchstep.stopping import EXIT_STOPPED
 from watchstep.store import Store
 from watchstep_services.control import ask, change, mirror
 from watchstep_services.database.models import Attempt, Project, Run
@@ -76,6 +77,17 @@ class Target:
     def ended_by_itself(self) -> bool:
         """Whether every worker trained to its own end."""
         return self.ends_complete and all(end["state"] == "completed" for end in self.attempt.ends.values())
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether a worker has said that it failed."""
+        return any(end["state"] == "failed" for end in self.attempt.ends.values())
+
+    @property
+    def obeyed(self) -> bool:
+        """Whether a worker says that it stopped because it was asked to, or the exit code of its job says so."""
+        code = None if self.status is None else self.status.exit_code
+        return code == EXIT_STOPPED or any(end["state"] == "stopped" for end in self.attempt.ends.values())
 
     @property
     def is_over(self) -> bool:

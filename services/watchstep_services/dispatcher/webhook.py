@@ -25,8 +25,7 @@ def try_webhook(service: Service, due: DueAction) -> Tried:
     try:
         address = parse_address(str(due.payload["url"]))
         headers = webhook_headers(str(event["id"]), due.now_ns, body, [])
-        # A recorder may have named the address: what stands there is not shown.
-        return try_post(outside, address, headers, body, excerpt=False)
+        return try_post(outside, address, headers, body)
     except ValueError as error:
         return Tried("failed", f"the address cannot be used: {error}")
     except AddressRefusedError as error:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from watchstep import documents
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import ATTEMPTS
+from watchstep.process_record import record_process
 from watchstep.reading.run import Run, open_run
 from watchstep_rules.attached import AttachedRule
 from watchstep_rules.config import RuleConfig
@@ -17,6 +18,7 @@ from watchstep_services.estimator.backend import Backend, ChecksOwner, JobHandle
 from watchstep_services.estimator.job_record import JobRecord
 from watchstep_services.estimator.judge import judge_of
 from watchstep_services.estimator.kinds import KINDS, open_backend
+from watchstep_services.estimator.local import Local
 from watchstep_services.estimator.registering import Registering, config_of, known_as, settings_of
 
 _GOES_ON = frozenset(("open", "stopping"))
@@ -45,6 +47,8 @@ def attach(
     asked = Registering(judge.address().operator, document.project, document.run)
     asked.know((), "")
     _check_place(asked, store_url)
+    if isinstance(runs_on, Local):
+        record_process(int(handle.id), runs_on.records.folder)
     asked.bind(attempt, replace(handle, backend=known_as(runs_on, judge, backend_name)))
     # Only now: rules that stop are of no use to a run whose job nobody can stop.
     asked.know(configs, "who attached to it")
@@ -90,7 +94,9 @@ def _attempt_of(run: Run) -> str:
     if state not in _GOES_ON:
         raise ConfigError(f"{named}: is over ({state})", "attach to a run that goes on")
     held = [
-        documents.decode(documents.AttemptDocument, run.store.get(entry.key), entry.key)
+        documents.decode(
+            documents.AttemptDocument, run.store.get(entry.key, limit=documents.MAX_BYTES), entry.key
+        )
         for entry in run.store.entries(ATTEMPTS)
     ]
     return max(held, key=lambda attempt: (attempt.started_ns, attempt.attempt)).attempt

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import selectors
 import shlex
 import signal
+import struct
 import subprocess
+import termios
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +19,11 @@ from watchstep.errors import ConfigError
 from watchstep_services.estimator.errors import BackendDownError
 
 _MOST = 16 * 1024 * 1024
+_CHUNK = 64 * 1024
+_LOOK_SECONDS = 0.05
+"""How often it is looked whether a command has ended while its outputs are open."""
+_END_SECONDS = 5.0
+"""How long a killed process is waited for."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Answer:
 
 
 class TimedOutError(BackendDownError):
-    """A command did not end in time. It was ended; what it had done by then is not known."""
+    """A command did not end in time. It was killed; what it had done by then is not known."""
 
 
 def words(template: str, values: Mapping[str, str], command: Sequence[str] = ()) -> list[str]:
@@ -69,26 +79,77 @@ def words(template: str, values: Mapping[str, str], command: Sequence[str] = ())
 def run(command: Sequence[str], seconds: float, folder: Path, environment: Mapping[str, str]) -> Answer:
     """Run a command to its end.
 
+    A command has ended once its own process has, also where a process that it left in the background holds its
+    outputs: what is in them by then is the answer, and they are closed. 16 MiB of each output are kept, and what comes
+    after is read and dropped.
+
     Raises:
         ConfigError: there is no such program.
-        TimedOutError: it takes longer than so many seconds.
+        TimedOutError: it takes longer than so many seconds. Its process group was killed.
     """
     try:
-        with subprocess.Popen(  # noqa: S603 - running the user's command is what this is for
+        child = subprocess.Popen(  # noqa: S603 - running the user's command is what this is for
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder,
-            env={**os.environ, **environment}, start_new_session=True,
-        ) as child:  # fmt: skip
-            try:
-                output, errors = child.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)  # not waited for yet: its id is its own
-                child.communicate()
-                raise TimedOutError(
-                    f"command {command[0]!r}: no answer in {seconds:g} s",
-                    "try again, or give it more timeout_seconds",
-                ) from None
+            env={**os.environ, **environment}, start_new_session=True, bufsize=0,
+        )  # fmt: skip
     except OSError as error:
         raise ConfigError(
             f"command {command[0]!r}: cannot be started ({error.strerror})", "check its name, and PATH"
         ) from error
-    return Answer(child.returncode, output[:_MOST], errors[:_MOST].decode("utf-8", "replace"))
+    assert child.stdout is not None
+    assert child.stderr is not None
+    with child.stdout as output, child.stderr as errors:
+        try:
+            code, (written, complained) = _follow(child, (output.fileno(), errors.fileno()), seconds)
+        except subprocess.TimeoutExpired:
+            still = "" if _kill(child) else f"; process {child.pid} could not be ended"
+            raise TimedOutError(
+                f"command {command[0]!r}: no answer in {seconds:g} s{still}",
+                "try again, or give it more timeout_seconds",
+            ) from None
+    return Answer(code, written, complained.decode("utf-8", "replace"))
+
+
+def _follow(child: subprocess.Popen[bytes], pipes: Sequence[int], seconds: float) -> tuple[int, list[bytes]]:
+    """The exit code of a command, and the beginning of what it wrote to each pipe.
+
+    Raises:
+        subprocess.TimeoutExpired: it is still running.
+    """
+    deadline = time.monotonic() + seconds
+    contents = {pipe: bytearray() for pipe in pipes}
+    with selectors.DefaultSelector() as selector:
+        for pipe in pipes:
+            selector.register(pipe, selectors.EVENT_READ)
+        # Others may hold the pipes: their end is not waited for once the command itself has ended.
+        while selector.get_map() and child.poll() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(child.args, seconds)
+            for key, _ in selector.select(min(left, _LOOK_SECONDS)):
+                if not _read(key.fd, contents[key.fd], _CHUNK):
+                    selector.unregister(key.fd)
+        code = child.wait(max(0.0, deadline - time.monotonic()))
+        for pipe in [key.fd for key in selector.get_map().values()]:
+            waiting = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(struct.calcsize("i"))))[0]
+            while waiting > 0 and (size := _read(pipe, contents[pipe], min(waiting, _CHUNK))):
+                waiting -= size
+    return code, [bytes(content) for content in contents.values()]
+
+
+def _read(pipe: int, content: bytearray, most: int) -> int:
+    """Read a part of a pipe that has some; 0 at its end. What is more than may be kept is dropped."""
+    part = os.read(pipe, most)
+    content += part[: max(0, _MOST - len(content))]
+    return len(part)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> bool:
+    """Kill a command with its process group; whether it is gone."""
+    try:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)  # not waited for yet: its id is its own
+        child.wait(_END_SECONDS)
+    except (PermissionError, subprocess.TimeoutExpired):
+        return False  # another user's, or it waits in the kernel
+    return True

@@ -24,5 +24,9 @@ class CredentialsExpiredError(BackendError):
     """
 
 
+class MissingRightError(CredentialsExpiredError):
+    """The backend knows who asks, and does not allow it."""
+
+
 class JobNotFoundError(BackendError, NotFoundError):
     """No job goes by this id now."""

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
-from watchstep.capture.service_client import SERVICE, TOKEN
 from watchstep.errors import ConfigError
 from watchstep.hook import STORE
-from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS
+from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS, PROBES
 from watchstep.launch.environment import LAUNCHED
 from watchstep.layout import check_name
 from watchstep.store import checked_scheme
+from watchstep.transport import SERVICE, TOKEN
 from watchstep_rules.attached import AttachedRule
+from watchstep_rules.capture_needs import element_probes
 from watchstep_rules.config import RuleConfig
 from watchstep_services.estimator.backend import Backend, Launch
 from watchstep_services.estimator.ending import end
@@ -110,6 +111,8 @@ class Estimator:
             asked.check_backend(self.backend_name)
         bound_as = known_as(self.backend, judge, self.backend_name)
         given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self._said_of_stops}
+        if probes := element_probes(map(config_of, self.rules)):
+            given[PROBES] = " ".join(probes)
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),
             {**self.environment, **given, SERVICE: address.recorder.url},

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from watchstep.client import Client, Event, RunState
 from watchstep.errors import ServiceError
+from watchstep.terminal_text import printable
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
 from watchstep_services.estimator.ending import end
 from watchstep_services.estimator.errors import BackendDownError
 from watchstep_services.estimator.job_record import JobRecord, load
 from watchstep_services.estimator.kinds import open_backend
-from watchstep_services.estimator.view.lines import printable
 
 if TYPE_CHECKING:
     from watchstep.reading.run import Run

@@ -11,9 +11,9 @@ from typing import Any
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
+from watchstep.process_record import default_folder
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.estimator.judge import Judge
-from watchstep_services.estimator.local_records import default_folder
 from watchstep_services.estimator.relaunch import Relaunch
 
 

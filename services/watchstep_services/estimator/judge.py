@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from watchstep.capture.service_client import TOKEN, ServiceAddress
+from watchstep.capture.service_location import HOME, FoundService, local_folder, service_at
 from watchstep.errors import ConfigError, ServiceError
-from watchstep.launch.run_command import HOME, FoundService, service_at
-from watchstep.store import checked_scheme
+from watchstep.transport import TOKEN, ServiceAddress
 
 RECORDER_TOKEN = "WATCHSTEP_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
 IDLE_SECONDS = "WATCHSTEP_IDLE_SECONDS"
@@ -78,8 +77,8 @@ def judge_of(service: str, store_url: str) -> Judge:
 
 
 def _home_of(root: Path, store_url: str) -> Path:
-    if store_url.startswith("file:"):
-        return Path(store_url.removeprefix("file://")) / ".watchstep"
+    if (folder := local_folder(store_url)) is not None:
+        return folder / ".watchstep"
     return root / "beside" / sha256(store_url.encode()).hexdigest()[:12]
 
 
@@ -91,7 +90,7 @@ def _start(home: Path, store_url: str) -> FoundService:
         )
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "beside.log"
-    store = store_url.removeprefix("file://") if checked_scheme(store_url) == "file" else store_url
+    store = str(local_folder(store_url) or store_url)
     command = (
         sys.executable, "-m", _MODULE, "--store", store, "--home", str(home), "--idle-seconds", os.environ.get(IDLE_SECONDS) or "300"
     )  # fmt: skip

@@ -20,7 +20,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config import ConfigException
 
-from watchstep_services.estimator.errors import BackendDownError, CredentialsExpiredError
+from watchstep_services.estimator.errors import BackendDownError, CredentialsExpiredError, MissingRightError
 from watchstep_services.estimator.kubernetes_refusal import RefusedError
 
 SECONDS = urllib3.Timeout(connect=4.0, read=6.0)
@@ -57,9 +57,7 @@ class KubernetesClient:
         if self._cluster is None:
             try:
                 found = self.read("/api/v1/namespaces/kube-system")
-            except (RefusedError, CredentialsExpiredError) as error:
-                if isinstance(error, CredentialsExpiredError) and not _may_not(error):
-                    raise
+            except (RefusedError, MissingRightError):
                 found = {}
             self._cluster = str(found.get("metadata", {}).get("uid", ""))
         return self._cluster
@@ -177,7 +175,9 @@ class KubernetesClient:
             unwelcome = self._unwelcome(refused.said)
             self._held = None  # read anew: they may have been renewed by then
             return unwelcome
-        if code == 403 and (method != "POST" or _NO_RIGHT.search(message)):
+        if code == 403 and _NO_RIGHT.search(message):
+            return self._unwelcome(refused.said, MissingRightError)
+        if code == 403 and method != "POST":
             return self._unwelcome(refused.said)
         return self._down(refused.said) if code in _DOWN else refused
 
@@ -199,8 +199,10 @@ class KubernetesClient:
             "see whether its API server can be reached: kubectl version",
         )
 
-    def _unwelcome(self, why: str) -> CredentialsExpiredError:
-        return CredentialsExpiredError(
+    def _unwelcome(
+        self, why: str, kind: type[CredentialsExpiredError] = CredentialsExpiredError
+    ) -> CredentialsExpiredError:
+        return kind(
             f"{self._where()}: refused ({why[:300]})",
             "renew the credentials (kubectl auth whoami), or grant the rights that docs/kubernetes.md names",
         )
@@ -208,10 +210,6 @@ class KubernetesClient:
     def _where(self) -> str:
         held = self._held
         return "Kubernetes" if held is None else f"Kubernetes at {held.configuration.host}"
-
-
-def _may_not(error: CredentialsExpiredError) -> bool:
-    return _NO_RIGHT.search(error.what) is not None
 
 
 def _configured(context: str | None) -> client.ApiClient:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import pwd
 import signal
 import socket
 import threading
@@ -15,15 +15,17 @@ from pydantic import Field, PrivateAttr
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.process_identity import ProcessIdentity, boot_id
-from watchstep_services.estimator import local_records
+from watchstep.process_record import default_folder, user_name
 from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch, LogPart
 from watchstep_services.estimator.backend_model import BackendModel
 from watchstep_services.estimator.errors import BackendError, JobNotFoundError
+from watchstep_services.estimator.local_permission import check_may_signal
 from watchstep_services.estimator.local_records import Records
 from watchstep_services.estimator.local_start import start
 from watchstep_services.estimator.log_file import read_part
 
 NAME = "local"
+_PIDFD_SIGNAL_PROCESS_GROUP = 4  # linux/pidfd.h
 
 
 class Local(BackendModel):
@@ -32,9 +34,12 @@ class Local(BackendModel):
     Each is started by a small keeper, which outlives the launcher and writes down how the process ended.
 
     A pidfd is opened first and the identity (boot, start time) checked after: from then on the descriptor means that
-    process, whatever becomes of its id. The rest of its group is signalled while the descriptor is held and only if
-    the process leads the group; the id could be taken by another group only if the whole group ended and the id
-    came round again between two system calls.
+    process, whatever becomes of its id. A process that leads its group is signalled with its group, in one call, so that
+    each process receives the signal once. Kernels from 6.9 on take the group from the descriptor. On older ones it is named
+    by its id, while the descriptor is open; another group could have that id only if the whole group ended and the id was
+    reused between two system calls.
+
+    Only processes with a job record of their own user are signalled (`check_may_signal`), and none of this process's own.
     """
 
     kind: ClassVar[str] = NAME
@@ -51,7 +56,7 @@ class Local(BackendModel):
     @property
     def records(self) -> Records:
         """What is kept of its jobs."""
-        return Records(local_records.default_folder() if self.folder is None else self.folder)
+        return Records(default_folder() if self.folder is None else self.folder)
 
     def submit(self, launch: Launch) -> JobHandle:
         """Start a process. To what this process's environment has, the launch's is added.
@@ -120,20 +125,21 @@ class Local(BackendModel):
         if os.geteuid() in (0, owner):
             return
         raise BackendError(
-            f"job local:{job.id}: is user {_name_of(owner)}'s", "attach as the user that it runs as"
+            f"job local:{job.id}: is user {user_name(owner)}'s", "attach as the user that it runs as"
         )
 
     def settled(self, job: JobHandle) -> JobHandle:
         """The same process, its identity spelt as this class spells it.
 
         Raises:
-            ConfigError: the identity is not a local process's, or the id is another's.
+            ConfigError: the identity is not a local process's, the id is another's, or the process must not be signalled.
         """
         identity = identity_of(job)
         if job.id != str(identity.pid):
             raise ConfigError(
                 f"job {job.id!r}: its identity is that of process {identity.pid}", "give the process id as id"
             )
+        check_may_signal(identity, self.records.folder)
         return JobHandle(job.backend, job.id, asdict(identity), job.details)
 
     def _ended(self, identity: ProcessIdentity) -> JobStatus:
@@ -150,14 +156,18 @@ class Local(BackendModel):
             descriptor = os.pidfd_open(identity.pid)
         except ProcessLookupError:
             return self.status(job)
+        except OSError as error:  # a thread's id, or 0 and below
+            raise BackendError(
+                f"process {identity.pid}: cannot be signalled ({error.strerror})", "bind the job's process"
+            ) from error
         try:
             if identity.is_running():
-                leads = os.getpgid(identity.pid) == identity.pid
-                signal.pidfd_send_signal(descriptor, number)
-                if leads:
-                    os.killpg(identity.pid, number)
+                check_may_signal(identity, self.records.folder)
+                _send(descriptor, identity.pid, number)
         except ProcessLookupError:
             return self.status(job)  # it ended by itself in between
+        except ConfigError as error:
+            raise BackendError(error.what, error.mend) from error
         except PermissionError as error:
             raise BackendError(
                 f"process {identity.pid} may not be signalled ({error})",
@@ -168,11 +178,22 @@ class Local(BackendModel):
         return self.status(job)
 
 
-def _name_of(user: int) -> str:
+def _send(descriptor: int, pid: int, number: signal.Signals) -> None:
+    """Signal a process, and its group with it where it leads one. Each process receives the signal once.
+
+    Raises:
+        ProcessLookupError: it has ended.
+        PermissionError: this user may not signal it.
+    """
+    if os.getpgid(pid) != pid:
+        signal.pidfd_send_signal(descriptor, number)
+        return
     try:
-        return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return str(user)
+        signal.pidfd_send_signal(descriptor, number, None, _PIDFD_SIGNAL_PROCESS_GROUP)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        os.killpg(pid, number)  # a kernel before 6.9
 
 
 def job_of(identity: ProcessIdentity, log: Path | None = None) -> JobHandle:

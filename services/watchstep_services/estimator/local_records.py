@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from watchstep.errors import NotFoundError
 from watchstep.process_identity import ProcessIdentity
+from watchstep.process_record import FOLDER, ProcessRecord, file_name, user_of
 from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.estimator.errors import SubmissionRejectedError
 
-FOLDER = "WATCHSTEP_JOBS"
 _KEPT_SECONDS = 30 * 86400.0
-
-
-def default_folder() -> Path:
-    """Where records go when nothing else is said."""
-    return Path(os.environ.get(FOLDER) or "~/.watchstep/jobs").expanduser().absolute()
 
 
 @dataclass(frozen=True)
@@ -38,10 +31,10 @@ class Records:
 
     def exit_of(self, identity: ProcessIdentity) -> Path:
         """Where the keeper writes how a process ended."""
-        return self.folder / f"{_stem(identity)}.exit"
+        return self._began(identity).with_suffix(".exit")
 
     def prepare(self) -> None:
-        """Make the folder, and forget what ended a month ago.
+        """Make the folder, and remove the records of jobs that ended a month ago.
 
         Raises:
             SubmissionRejectedError: the folder cannot be used.
@@ -52,6 +45,11 @@ class Records:
             for ended in self.folder.glob("*.exit"):
                 if ended.stat().st_mtime < oldest:
                     self._forget(ended)
+            for began in self.folder.glob(
+                "*.json"
+            ):  # of processes that no keeper started: nobody writes their end
+                if began.stat().st_mtime < oldest and not self._may_run(began):
+                    self._forget(began.with_suffix(".exit"))
         except FileNotFoundError:
             pass  # another launcher forgot it just now
         except OSError as error:
@@ -66,20 +64,17 @@ class Records:
         Raises:
             OSError: the folder cannot be written.
         """
-        place = self._began(identity)
-        partial = place.with_suffix(".partial")
-        partial.write_text(json.dumps({"identity": asdict(identity), "log": str(log)}), encoding="utf-8")
-        partial.replace(place)
+        ProcessRecord(identity, user_of(identity.pid), str(log)).write(self.folder)
 
     def is_kept(self, identity: ProcessIdentity) -> bool:
         """Whether a job was started with this folder."""
-        return self._began(identity).exists()
+        return self.log_of(identity) is not None
 
     def log_of(self, identity: ProcessIdentity) -> str | None:
         """The log of a job that was started with this folder."""
         try:
-            return str(json.loads(self._began(identity).read_text(encoding="utf-8"))["log"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return _read(self._began(identity)).log or None
+        except (OSError, ValueError):
             return None
 
     def kept(self) -> Iterator[tuple[ProcessIdentity, Path]]:
@@ -88,20 +83,21 @@ class Records:
             if place.with_suffix(".exit").exists():
                 continue
             try:
-                held = json.loads(place.read_text(encoding="utf-8"))
-                yield ProcessIdentity(**held["identity"]), Path(held["log"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # forgotten just now, or none of ours
+                record = _read(place)
+            except (OSError, ValueError):
+                continue  # removed just now, or not a record
+            if record.log:
+                yield record.identity, Path(record.log)
 
     def named(self, name: str) -> tuple[ProcessIdentity, Path] | None:
         """The job that was started under a name with this folder; None where none was: its keeper ends what is not written down."""
         for place in sorted(self.folder.glob("*.json")):
             try:
-                held = json.loads(place.read_text(encoding="utf-8"))
-                if Path(held["log"]).name.rpartition("-")[0] == name:
-                    return ProcessIdentity(**held["identity"]), Path(held["log"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # forgotten just now, or none of ours
+                record = _read(place)
+            except (OSError, ValueError):
+                continue  # removed just now, or not a record
+            if Path(record.log).name.rpartition("-")[0] == name:
+                return record.identity, Path(record.log)
         return None
 
     def ending(self, identity: ProcessIdentity) -> JobStatus:
@@ -121,15 +117,23 @@ class Records:
         return JobStatus("vanished", detail="its keeper was ended before it: nobody knows its exit code")
 
     def _began(self, identity: ProcessIdentity) -> Path:
-        return self.folder / f"{_stem(identity)}.json"
+        return self.folder / file_name(identity)
+
+    def _may_run(self, began: Path) -> bool:
+        try:
+            return _read(began).identity.is_running()
+        except FileNotFoundError:
+            return True  # another launcher removed it just now
+        except ValueError:
+            return False
 
     def _forget(self, ended: Path) -> None:
         began = ended.with_suffix(".json")
         try:
-            log = Path(json.loads(began.read_text(encoding="utf-8"))["log"])
+            log = Path(_read(began).log)
             if log.parent == self.folder:
                 log.unlink(missing_ok=True)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError):
             pass
         began.unlink(missing_ok=True)
         ended.unlink(missing_ok=True)
@@ -143,5 +147,5 @@ def _is_held(identity: ProcessIdentity) -> bool:
         return False
 
 
-def _stem(identity: ProcessIdentity) -> str:
-    return f"{identity.pid}-{identity.start_ticks}-{identity.boot[:8]}"
+def _read(place: Path) -> ProcessRecord:
+    return ProcessRecord.parse(place.read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from watchstep.errors import NotFoundError
 from watchstep.process_identity import ProcessIdentity
 from watchstep_services.estimator import keeper
 from watchstep_services.estimator.backend import Launch
@@ -68,7 +69,7 @@ def _settle(
         records.keep(identity, log)
         said.write(f"{records.exit_of(identity)}\n")
         said.flush()
-    except OSError as error:
+    except (OSError, NotFoundError) as error:
         raise SubmissionRejectedError(
             f"command {launch.command[0]!r}: its record in {records.folder} cannot be written ({error})",
             "see to the space and the permissions of that folder",

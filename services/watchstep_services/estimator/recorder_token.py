@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from watchstep.client.transport import MissingError, RefusedError, Transport, segment
-from watchstep.launch.run_command import FoundService
+from watchstep.capture.service_location import FoundService
+from watchstep.transport import MissingError, RefusedError, Transport, segment
 
 LIFETIME_SECONDS = 7 * 86_400
 """Of a token for the whole project, from a service that makes none for single runs. A job that runs for longer goes on recording, and

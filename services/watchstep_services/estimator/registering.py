@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from watchstep.capture.service_client import ServiceAddress
-from watchstep.client.transport import Transport, segment
 from watchstep.errors import ConfigError, WatchstepError
+from watchstep.transport import ServiceAddress, Transport, segment
 from watchstep_rules.attached import AttachedRule
 from watchstep_rules.config import RuleConfig
 from watchstep_services.estimator import backends_file

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from watchstep.capture.identity import new_nonce
-from watchstep.capture.service_client import SERVICE, TOKEN
 from watchstep.client import Client
 from watchstep.errors import ServiceError
 from watchstep.launch.environment import LAUNCHED
 from watchstep.stopping import FIRST_STEP, RESUME_FROM
+from watchstep.transport import SERVICE, TOKEN
 from watchstep_services.estimator.backend import Backend, JobHandle, Launch
 from watchstep_services.estimator.ending import end
 from watchstep_services.estimator.errors import SubmissionRejectedError

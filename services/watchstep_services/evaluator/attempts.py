@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -15,6 +16,15 @@ from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator.claim import Claim
 from watchstep_services.evaluator.fence import lock_run
+
+MOST_RANKS = 16_384
+"""Workers of an attempt that the service follows; ranks are below it. What is kept of them stands in the attempt's row, and a segment
+with rows of another rank counts as damaged."""
+
+LONGEST_REASON = 2000
+_LATER_REASON = 200
+_WHOLE_REASONS = 64
+"""Reasons of so many ends of an attempt are kept whole; what the others say is mostly the same."""
 
 
 def read_document(run_store: Store, attempt: str) -> AttemptDocument | None:
@@ -112,14 +122,29 @@ def _take_over(
         return row
 
 
-def end_as_data(end: EndDocument, found_ns: int) -> dict[str, Any]:
+def note_ends(row: Attempt, ends: Sequence[EndDocument], found_ns: int) -> None:
+    """Add how workers of an attempt ended; the row's ends are written once.
+
+    Args:
+        row: the attempt's.
+        ends: documents of ranks below `MOST_RANKS`.
+        found_ns: when they were found, by the database's clock.
+    """
+    kept = dict(row.ends)
+    for end in ends:
+        longest = LONGEST_REASON if len(kept) < _WHOLE_REASONS else _LATER_REASON
+        kept[str(end.worker)] = _end_as_data(end, found_ns, longest)
+    row.ends = kept
+
+
+def _end_as_data(end: EndDocument, found_ns: int, longest: int) -> dict[str, Any]:
     """What is kept of the document that says how a worker ended."""
     return {
         "state": str(end.state),
         "last_step": int(end.last_step),
         "segments": int(end.segments),
         "writer": str(end.writer),
-        "reason": str(end.reason)[:2000],
+        "reason": str(end.reason)[:longest],
         "ended_ns": int(end.ended_ns),
         "found_ns": found_ns,
     }

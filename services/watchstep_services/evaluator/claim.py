@@ -9,7 +9,7 @@ from sqlalchemy import BigInteger, bindparam, case, or_, select, update
 
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import Database
-from watchstep_services.database.models import ProjectStore, Run, StoreRow
+from watchstep_services.database.models import Project, ProjectStore, Run, StoreRow
 from watchstep_services.database.records import RUNS
 from watchstep_services.points import reach
 from watchstep_services.settings import NANOSECONDS
@@ -41,6 +41,8 @@ class Claim:
         hints: how many hints of work had come; those that come later are not lost.
         state: of the run.
         attempt: the run's newest.
+        unfinished: claims before this one, in a row, whose process ended without a commit or a release.
+        reading: the segment that the last of them was reading, where that was noted; else empty.
     """
 
     run_id: int
@@ -55,6 +57,8 @@ class Claim:
     hints: int
     state: str
     attempt: str
+    unfinished: int = 0
+    reading: str = ""
 
 
 def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
@@ -105,7 +109,15 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         hints=run.hints,
         state=run.state,
         attempt=run.attempt,
+        unfinished=run.unfinished_claims,
+        reading=_read_by_last(run.reading, run.epoch),
     )
+
+
+def _read_by_last(reading: str, epoch: int) -> str:
+    """The segment that the claim before this one was reading; one before that does not count."""
+    noted, _, path = reading.partition(" ")
+    return path if noted == str(epoch - 1) else ""
 
 
 def clock_of(row: Any) -> int:
@@ -117,10 +129,15 @@ def clock_of(row: Any) -> int:
 _ANY = (
     update(Run)
     .where(Run.lease_until_ns <= now_ns())
-    .values(epoch=Run.epoch + 1, lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()))
+    .values(
+        epoch=Run.epoch + 1,
+        lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()),
+        # A commit and a release set the lease to 0: a lease that is merely over was left by a process that ended.
+        unfinished_claims=case((Run.lease_until_ns > 0, Run.unfinished_claims + 1), else_=Run.unfinished_claims),
+    )
     .returning(
         Run.id, Run.project, Run.run, Run.epoch, Run.cursor, Run.journal, Run.ticks, Run.hints, Run.state, Run.attempt,
-        now_ns().label("now_ns"),
+        Run.unfinished_claims, Run.reading, now_ns().label("now_ns"),
     )
     .execution_options(synchronize_session=False)
 )  # fmt: skip
@@ -146,6 +163,9 @@ _NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of wh
 _MINE = Run.holder.in_(["", bindparam("worker")])
 _LEFT = Run.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
 _URGENT = Run.urgent_ns > _NOW - URGENT_NS
+_DEFERRED_UNTIL = (
+    select(Project.deferred_until_ns).where(Project.name == Run.project).correlate(Run).scalar_subquery()
+)
 _LONGEST_DUE = (
     select(Run.id)
     .where(
@@ -158,7 +178,12 @@ _LONGEST_DUE = (
         ),
     )
     # To read earlier rows again costs more than ten evaluations: where all wait, workers keep to what they hold.
-    .order_by(Run.due_ns + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS) - case((_URGENT, AHEAD_NS), else_=0))
+    .order_by(
+        Run.due_ns
+        + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS)
+        - case((_URGENT, AHEAD_NS), else_=0)
+        + case((_DEFERRED_UNTIL > _NOW, _DEFERRED_UNTIL - _NOW), else_=0)
+    )
     .limit(1)
     # One that is being written, were it by a worker that stands still, keeps nobody from the others.
     .with_for_update(skip_locked=True)
@@ -197,17 +222,34 @@ def release(database: Database, held: Claim, due_ns: int | None) -> bool:
     return hints is not None and hints != held.hints
 
 
+def release_after_failure(database: Database, held: Claim, after_ns: int) -> None:
+    """Let a run go that could not be evaluated, unless another has taken it; it is due again after some time.
+
+    Args:
+        database: the database.
+        held: the claim.
+        after_ns: how long to wait, from now on.
+    """
+    named = {"of_run": held.run_id, "mine": held.epoch, "seen": held.hints, "after_ns": after_ns}
+    with database.bare() as connection:
+        connection.execute(_RELEASE_AFTER_FAILURE, named)
+
+
 _UNHINTED = RUNS.c.hints == bindparam("seen")
 # Made once. Where a hint came meanwhile it is due at once, and whoever lets it go sends a message.
-_RELEASE = (
-    update(RUNS)
-    .where(RUNS.c.id == bindparam("of_run"), RUNS.c.epoch == bindparam("mine"))
-    .values(
-        lease_until_ns=0,
-        due_ns=case((_UNHINTED, bindparam("next_ns", type_=BigInteger())), else_=now_ns()),
-        asked_ns=case((_UNHINTED, RUNS.c.asked_ns), else_=now_ns()),
-    )
-    .returning(RUNS.c.hints)
+_MINE_STILL = update(RUNS).where(RUNS.c.id == bindparam("of_run"), RUNS.c.epoch == bindparam("mine"))
+_RELEASE = _MINE_STILL.values(
+    lease_until_ns=0,
+    unfinished_claims=0,
+    reading="",
+    due_ns=case((_UNHINTED, bindparam("next_ns", type_=BigInteger())), else_=now_ns()),
+    asked_ns=case((_UNHINTED, RUNS.c.asked_ns), else_=now_ns()),
+).returning(RUNS.c.hints)
+# Nobody sends a message: the sweep finds the run. What was hinted meanwhile may be of another attempt, and does not wait.
+_RELEASE_AFTER_FAILURE = _MINE_STILL.values(
+    lease_until_ns=0,
+    reading="",
+    due_ns=case((_UNHINTED, now_ns() + bindparam("after_ns", type_=BigInteger())), else_=now_ns()),
 )
 
 

@@ -5,25 +5,33 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from watchstep import segment
-from watchstep.block import Block
+from watchstep.block import Block, BlockMemory
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.layout import SegmentKey, WriterId
+from watchstep.segment_checks import check_steps
 from watchstep.store import Store
 from watchstep_rules.judging.history import canonical
 from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator import cursor as cursors
+from watchstep_services.evaluator.attempts import MOST_RANKS
 from watchstep_services.evaluator.claim import Claim, renew
 from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.evaluator.fence import FencedError
 from watchstep_services.evaluator.inbox import Inbox, open_inbox
 from watchstep_services.evaluator.judging import lookback
 from watchstep_services.evaluator.plan import Entry, Gap, Patience, Plan, make_plan
+from watchstep_services.evaluator.unfinished_reads import ReadingGuard
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 
 SLICE_SECONDS = 5.0
 """After so long an evaluation reads no more: whatever a run has waiting, the others wait for one slice of it."""
+
+_MOST_ERRORS = 3
+"""Writers of an attempt of which the store fails to give a segment, before it is asked for no more of them."""
 
 
 @dataclass
@@ -40,6 +48,8 @@ class Collected:
         more: there is more to read at once.
         attempts: rows of the run's attempts, by name, as they were when the segments were looked for.
         calm: at that time no alert of the run fired, and its last evaluation had not failed.
+        failing: attempts whose last evaluation failed, as it was at that time.
+        failed: attempt → why some of its segments could not be read now; the next evaluation tries again.
     """
 
     attempt: str
@@ -51,9 +61,19 @@ class Collected:
     more: bool = False
     attempts: dict[str, Attempt] = field(default_factory=dict)
     calm: bool = False
+    failing: frozenset[str] = frozenset()
+    failed: dict[str, str] = field(default_factory=dict)
 
 
-def collect(service: Service, held: Claim, run_store: Store) -> Collected:
+@dataclass(frozen=True)
+class RunSource:
+    """The store seen from the run, and what is asked before a segment of it is read."""
+
+    store: Store
+    guard: ReadingGuard
+
+
+def collect(service: Service, held: Claim, source: RunSource) -> Collected:
     """Read what can be read, up to the limits of the settings.
 
     Raises:
@@ -63,30 +83,39 @@ def collect(service: Service, held: Claim, run_store: Store) -> Collected:
     plan, inbox = _plan(service, held)
     if not plan.readable:
         return _without_segments(held, plan, inbox)
-    found, absent = _first_there(service, held, run_store, plan, inbox)
+    found, absent = _first_there(service, held, source, plan, inbox)
     if absent:
         found.waiting += tuple(absent)
         if _may_list(service, held, found.waiting):
-            found.more |= discover(service, held.run_id, held)
+            found.more |= discover(service, held.run_id, held, [entry.key for entry, _ in found.blocks])
     return found
 
 
 def _first_there(
-    service: Service, held: Claim, run_store: Store, plan: Plan, inbox: Inbox
+    service: Service, held: Claim, source: RunSource, plan: Plan, inbox: Inbox
 ) -> tuple[Collected, list[Gap]]:
     """Read the first attempt of which something is there, and say what is not.
 
     Announcements are hearsay: those of which nothing is there hold up no other attempt, and make none of which no more is
-    known than that somebody announced it. Attempts that are known come first.
+    known than that somebody announced it. Attempts that are known come first, and those that failed last: whatever is wrong
+    with one attempt, or with its objects, keeps no other from its turn.
+
+    Raises:
+        StoreError: nothing at all could be read.
     """
     began = time.monotonic()
     names = dict.fromkeys(entry.key.writer.attempt for entry in plan.readable)
     chosen: Collected | None = None
     absent: list[Gap] = []
-    for place, attempt in enumerate(sorted(names, key=lambda name: name not in inbox.attempts), 1):
+    errors: dict[str, StoreError] = {}
+    ordered = sorted(names, key=lambda name: (name in inbox.failing, name not in inbox.attempts))
+    for place, attempt in enumerate(ordered, 1):
         found = _begun(attempt, held, plan, inbox)
         mine = [entry for entry in plan.readable if entry.key.writer.attempt == attempt]
-        absent += _read_all(service, held, run_store, mine, found)
+        gaps, error = _read_all(service, held, source, mine, found)
+        absent += gaps
+        if error is not None:
+            errors[attempt] = error
         there = bool(found.blocks or found.corrupt)
         if there or chosen is None:
             chosen = found
@@ -94,6 +123,11 @@ def _first_there(
             chosen.more |= place < len(names)
             break
     assert chosen is not None
+    if errors and not (chosen.blocks or chosen.corrupt):
+        raise next(iter(errors.values()))
+    # Gaps that are given up are taken once nothing is left to read.
+    chosen.more |= bool(plan.trailing and (chosen.blocks or chosen.corrupt))
+    chosen.failed = {attempt: error.what for attempt, error in errors.items()}
     if not (chosen.blocks or chosen.corrupt or chosen.attempt in inbox.attempts):
         chosen.attempt = ""
     return chosen, absent
@@ -101,12 +135,18 @@ def _first_there(
 
 def _begun(attempt: str, held: Claim, plan: Plan, inbox: Inbox) -> Collected:
     return Collected(
-        attempt, cursors.decode(held.cursor), waiting=plan.waiting, attempts=inbox.attempts, calm=inbox.calm
+        attempt,
+        cursors.decode(held.cursor),
+        waiting=plan.waiting,
+        attempts=inbox.attempts,
+        calm=inbox.calm,
+        failing=inbox.failing,
     )
 
 
 def _without_segments(held: Claim, plan: Plan, inbox: Inbox) -> Collected:
-    found = _begun(plan.trailing[0].writer.attempt if plan.trailing else "", held, plan, inbox)
+    names = sorted((gap.writer.attempt for gap in plan.trailing), key=lambda name: name in inbox.failing)
+    found = _begun(names[0] if names else "", held, plan, inbox)
     for gap in plan.trailing:
         found.missing.append(gap)
         found.cursor[gap.writer] = gap.until
@@ -139,36 +179,57 @@ def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan,
 
 
 def _read_all(
-    service: Service, held: Claim, run_store: Store, entries: list[Entry], found: Collected
-) -> list[Gap]:
-    """Read in order; returns the gaps that segments leave which were announced and are not there."""
+    service: Service, held: Claim, source: RunSource, entries: list[Entry], found: Collected
+) -> tuple[list[Gap], StoreError | None]:
+    """Read in order.
+
+    Returns:
+        The gaps that segments leave which were announced and are not there, and the first error of the store. A writer with a
+        segment that cannot be read is left, and the others are read; after some such errors it is the store that fails.
+    """
     size, renewed = 0, time.monotonic()
     began = renewed
     known = service.remembered.get((held.run_id, found.attempt), held.epoch)
     histograms = known is None or lookback(known).histograms
     absent: dict[WriterId, Gap] = {}
+    errors: dict[WriterId, StoreError] = {}
+    memory = BlockMemory()
+    most = 1 if source.guard.is_careful else service.settings.max_segments
     for entry in entries:
         writer = entry.key.writer
         # What is not there does not count: else made-up announcements keep what is from its turn.
         read = len(found.blocks) + len(found.corrupt)
-        full = read >= service.settings.max_segments or size >= service.settings.max_bytes
+        full = read >= most or size >= service.settings.max_bytes
         if full or time.monotonic() - began >= SLICE_SECONDS:
-            found.more = True
+            found.more = not errors or read > 0
+            break
+        if len(errors) >= _MOST_ERRORS:
             break
         renewed = _renewed(service, held, renewed)
-        if writer in absent and entry.key.seq >= found.cursor.get(writer, 0):
+        if writer in errors or (writer in absent and entry.key.seq >= found.cursor.get(writer, 0)):
             continue
         try:
-            data = fetch(run_store, entry.key)
+            source.guard.check(entry.key)
+            data = fetch(source.store, entry.key)
             size += len(data)
-            found.blocks.append((entry, decode(data, entry.key, histograms=histograms)))
+            block = decode(data, entry.key, histograms=histograms)
+            size += max(0, memory.of(block) - len(data))
+            found.blocks.append((entry, block))
         except NotFoundError:
             absent[writer] = Gap(writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
+            continue
+        except StoreError as error:
+            errors[writer] = error
+            continue
+        except MemoryError as error:  # it says nothing of the segment, which is read again
+            errors[writer] = StoreError(
+                f"segment {entry.key.path}: memory is short ({error})", "give the evaluator more memory"
+            )
             continue
         except FormatError as error:
             found.corrupt.append((entry, error.what))
         _advance(found, entry.key)
-    return list(absent.values())
+    return list(absent.values()), next(iter(errors.values()), None)
 
 
 def _renewed(service: Service, held: Claim, renewed: float) -> float:
@@ -195,30 +256,33 @@ def fetch(run_store: Store, key: SegmentKey) -> bytes:
         FormatError: it is too large to be one.
         StoreError: the store did not answer.
     """
-    try:
-        return run_store.get(key.path, limit=segment.MAX_BYTES)
-    except NotFoundError:
-        raise
-    except StoreError as error:
-        size = run_store.size(key.path)
-        if size <= segment.MAX_BYTES:
-            raise
-        raise FormatError(f"segment {key.path}: {size} bytes, over the limit", error.mend) from error
+    return run_store.get(key.path, limit=segment.MAX_BYTES)
 
 
 def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
     """A segment's rows in canonical order, over a catalogue sorted by name; with their histograms, or without.
 
     Raises:
-        FormatError: the bytes are no whole segment, or hold steps that its name does not say.
+        FormatError: the bytes are no whole segment, or hold steps that its name does not say, or ranks that are not followed.
     """
     block = segment.decode(data, key.path, histograms=histograms)
-    if len(block) and not (key.first <= int(block.step.min()) and int(block.step.max()) <= key.last):
-        raise FormatError(
-            f"segment {key.path}: holds steps {block.step.min()} to {block.step.max()}",
-            "the writer or the transfer damaged it",
-        )
+    with segment.whole(key.path):
+        check_steps(block.step, key.first, key.last)
+        if len(block) and int(block.worker.max()) >= MOST_RANKS:
+            raise ValueError(f"holds rank {block.worker.max()}: ranks below {MOST_RANKS} are followed")
     return canonical(block)
+
+
+def spans_of_ranks(block: Block) -> list[list[int]]:
+    """Of each rank with rows: rank, first step, last step, rows. By these they are found again after a compaction."""
+    if not len(block):
+        return []
+    order = np.argsort(block.worker, kind="stable")
+    ranks, starts, counts = np.unique(block.worker[order], return_index=True, return_counts=True)
+    steps = block.step[order]
+    columns = (ranks, np.minimum.reduceat(steps, starts), np.maximum.reduceat(steps, starts), counts)
+    spans: list[list[int]] = np.stack([column.astype(np.int64) for column in columns], axis=1).tolist()
+    return spans
 
 
 def run_store_of(service: Service, held: Claim) -> Store:

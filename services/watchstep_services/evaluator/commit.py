@@ -6,11 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from sqlalchemy import BigInteger, Boolean, bindparam, case, func, insert, or_, select, update
 from sqlalchemy.orm import Session, defer
 
-from watchstep.block import Block
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import (
     Attempt,
@@ -25,14 +23,17 @@ from watchstep_services.database.models import (
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.alerting import publish
 from watchstep_services.evaluator.claim import Claim
-from watchstep_services.evaluator.collect import Collected
-from watchstep_services.evaluator.judging import Judged
+from watchstep_services.evaluator.collect import Collected, spans_of_ranks
+from watchstep_services.evaluator.inbox import FAILED_ATTEMPTS
+from watchstep_services.evaluator.judging import Judged, LostContext
+from watchstep_services.evaluator.lifecycle import start_run
 from watchstep_services.evaluator.memories import write_memories
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.plan import Gap
 from watchstep_services.evaluator.quiet_commit import commit_quietly, is_quiet
 from watchstep_services.evaluator.rule_health import tell_health
 from watchstep_services.evaluator.seals import AttemptProgress, SealDecision, writers_as_data
+from watchstep_services.evaluator.unfinished_reads import unfinished_after
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 
@@ -55,6 +56,7 @@ class Outcome:
         context: journal positions that the next evaluation may look back to.
         judged: what the rules said.
         ended: no row came, and the attempt has ended: its silence was not judged.
+        lost: earlier rows that could not be read; None where all were there.
         due_ns: when to look again without a hint.
     """
 
@@ -65,6 +67,7 @@ class Outcome:
     context: list[int]
     judged: list[Judged]
     ended: bool
+    lost: LostContext | None
     due_ns: int | None
 
 
@@ -101,10 +104,12 @@ def _commit_in_steps(service: Service, held: Claim, outcome: Outcome) -> Committ
         if moved is None:
             session.rollback()
             return None
-        hints, now, health = moved
-        _segments(session, held, outcome.collected, now, health)
+        hints, now, health, state = moved
+        _segments(session, held, outcome, now, health)
         _attempt(session, held, outcome)
         _journal(session, held, outcome)
+        if state != "running":
+            start_run(service, session, held.run_id, now)  # before what the rules say: events keep this order
         place = Place.of(service.base_url, held, outcome.collected.attempt, now)
         sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
         known = _memories(session, held.run_id, outcome)
@@ -133,6 +138,8 @@ _MOVE = (
         journal=bindparam("journal"),
         ticks=bindparam("ticks"),
         lease_until_ns=0,
+        unfinished_claims=bindparam("unfinished"),
+        reading="",
         last_step=case(
             (_RUN.last_step < bindparam("last", type_=BigInteger()), bindparam("last", type_=BigInteger())),
             else_=_RUN.last_step,
@@ -142,14 +149,14 @@ _MOVE = (
         # Whoever lets a run go that has more to read, or was hinted at meanwhile, sends the next message.
         asked_ns=case((or_(_HINTED, bindparam("more", type_=Boolean())), now_ns()), else_=_RUN.asked_ns),
     )
-    .returning(_RUN.hints, now_ns(), _RUN.health)
+    .returning(_RUN.hints, now_ns(), _RUN.health, _RUN.state)
 )
 
 
 def _move(
     session: Session, held: Claim, outcome: Outcome, holder: str
-) -> tuple[int, int, dict[str, Any]] | None:
-    """Take the cursor further; the hints that have come, the time, and the run's health."""
+) -> tuple[int, int, dict[str, Any], str] | None:
+    """Take the cursor further; the hints that have come, the time, and the run's health and state."""
     last = max([-1, *(entry.key.last for entry, _ in outcome.collected.blocks)])
     values = {
         "of_run": held.run_id,
@@ -163,9 +170,10 @@ def _move(
         "known_hints": held.hints,
         "due": outcome.due_ns,
         "more": outcome.collected.more,
+        "unfinished": unfinished_after(held, more=outcome.collected.more),
     }
     moved = session.connection().execute(_MOVE, values).one_or_none()
-    return None if moved is None else (int(moved[0]), int(moved[1]), dict(moved[2]))
+    return None if moved is None else (int(moved[0]), int(moved[1]), dict(moved[2]), str(moved[3]))
 
 
 _READ = (
@@ -175,7 +183,8 @@ _READ = (
 )
 
 
-def _segments(session: Session, held: Claim, collected: Collected, now: int, before: dict[str, Any]) -> None:
+def _segments(session: Session, held: Claim, outcome: Outcome, now: int, before: dict[str, Any]) -> None:
+    collected = outcome.collected
     read = _read(held, collected)
     if read:
         session.connection().execute(_READ, read)
@@ -187,12 +196,18 @@ def _segments(session: Session, held: Claim, collected: Collected, now: int, bef
     for gap in collected.missing:
         missing += gap.until - gap.start
         room -= _mark_missing(session, held.run_id, gap, now, room)
-    health = {key: value for key, value in before.items() if key != "evaluation"}
+    health = {key: value for key, value in before.items() if key not in {"evaluation", FAILED_ATTEMPTS}}
+    failed = {**before.get(FAILED_ATTEMPTS, {}), collected.attempt: "", **collected.failed}
+    if any(failed.values()):
+        health[FAILED_ATTEMPTS] = {name: problem[:500] for name, problem in failed.items() if problem}
     if missing:
         health["missing_segments"] = int(health.get("missing_segments", 0)) + missing
     if collected.corrupt:
         health["corrupt_segments"] = int(health.get("corrupt_segments", 0)) + len(collected.corrupt)
         health["last_corrupt"] = collected.corrupt[-1][1][:500]
+    if outcome.lost is not None:
+        health["lost_context"] = int(health.get("lost_context", 0)) + outcome.lost.segments
+        health["last_lost_context"] = outcome.lost.problem[:500]
     if health != before:
         session.execute(
             update(Run)
@@ -205,18 +220,8 @@ def _segments(session: Session, held: Claim, collected: Collected, now: int, bef
 def _read(held: Claim, collected: Collected) -> list[dict[str, Any]]:
     """Of each segment that was read its row, its position in the journal, and its ranks."""
     return [
-        {"row_id": entry.row_id, "position": held.journal + place, "ranks": _ranks(block)}
+        {"row_id": entry.row_id, "position": held.journal + place, "ranks": spans_of_ranks(block)}
         for place, (entry, block) in enumerate(collected.blocks)
-    ]
-
-
-def _ranks(block: Block) -> list[list[int]]:
-    """Of each rank with rows: rank, first step, last step, rows. So they are found again after a compaction."""
-    ranks, counts = np.unique(block.worker, return_counts=True)
-    steps = [block.step[block.worker == rank] for rank in ranks]
-    return [
-        [int(rank), int(held.min()), int(held.max()), int(count)]
-        for rank, held, count in zip(ranks, steps, counts, strict=True)
     ]
 
 

@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from watchstep import documents, layout
 from watchstep.documents import AttemptDocument, EndDocument
 from watchstep.errors import FormatError
 from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.store import Entry, Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Attempt, Project, Run, Segment
 from watchstep_services.database.records import hint, put_segment
 from watchstep_services.evaluator import attempts
 from watchstep_services.evaluator.claim import Claim
 from watchstep_services.evaluator.fence import lock_run
+from watchstep_services.evaluator.refused_documents import RefusedDocuments
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
 from watchstep_services.stores.place import StorePlace
 
 _ROWS_AT_ONCE = 500
+_DOCUMENT_BYTES = 32 * 1024 * 1024
+"""Of documents that one listing reads, good and damaged; the next one reads on."""
+_RANK_DIGITS = len(str(attempts.MOST_RANKS))
+_ENDS_AT_ONCE = attempts.MOST_RANKS
+"""End documents that one listing reads; the next one reads on."""
+
+
+_Document = TypeVar("_Document", AttemptDocument, EndDocument)
 
 
 @dataclass
 class _Found:
     attempts: list[AttemptDocument] = field(default_factory=list)
-    ends: list[tuple[str, EndDocument]] = field(default_factory=list)
+    ends: dict[str, list[EndDocument]] = field(default_factory=dict)
     segments: set[SegmentKey] = field(default_factory=set)
     problems: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Known:
+    """What the database knew before the listing, and when that was by its clock."""
+
     attempts: set[str]
     ends: set[tuple[str, int]]
     segments: set[SegmentKey]
+    at_ns: int
 
 
-def discover(service: Service, run_id: int, held: Claim | None = None) -> bool:
+def discover(
+    service: Service, run_id: int, held: Claim | None = None, read: Collection[SegmentKey] = ()
+) -> bool:
     """List a run and put what was not known into the database.
 
-    Announcements of segments that do not exist are forgotten once they are older than the gap time.
+    Announcements of segments that do not exist are forgotten if they were older than the gap time when the listing began.
+    Segments that an evaluation may have read already are not: their rows are needed for its commit.
 
     Args:
         service: the service.
         run_id: of the run.
         held: the claim of the evaluation that looks; None where somebody else does.
+        read: segments that this evaluation has read.
 
     Returns:
         Whether there is something new to read.
@@ -62,8 +82,9 @@ def discover(service: Service, run_id: int, held: Claim | None = None) -> bool:
         place = session.get_one(Project, run.project).place
         known = _known(service, run_id)
     run_store = service.stores.of_run(place, run.run)
-    found = _list(run_store, known)
+    found = _list(_Documents(run_store, run_id, service.refused_documents), known)
     reach("discover.listed", run_id)
+    found.segments.update(read)
     fresh = _record(service, (run_id, held), known, found)
     reach("discover.recorded", run_id)
     return fresh
@@ -79,6 +100,7 @@ def _known(service: Service, run_id: int) -> _Known:
             {row.attempt for row in rows if row.world_size},
             {(row.attempt, int(rank)) for row in rows for rank in row.ends},
             {key_of(row) for row in segments},
+            read_clock(session),
         )
 
 
@@ -87,17 +109,56 @@ def key_of(row: Segment) -> SegmentKey:
     return SegmentKey(layout.WriterId(row.attempt, row.node, row.writer), row.seq, row.first, row.last)
 
 
-def _list(run_store: Store, known: _Known) -> _Found:
-    found = _Found()
-    for entry in run_store.entries(layout.ATTEMPTS):
+@dataclass
+class _Documents:
+    """The documents of a run, of which one listing reads so many bytes, and none twice that it refused.
+
+    Attributes:
+        store: the run's.
+        run_id: of the run.
+        refused: what this process has refused before.
+        problems: what is wrong with which, for the run's health.
+        left: bytes that may still be read.
+    """
+
+    store: Store
+    run_id: int
+    refused: RefusedDocuments
+    problems: dict[str, str] = field(default_factory=dict)
+    left: int = field(default_factory=lambda: _DOCUMENT_BYTES)
+
+    def read(
+        self, kind: type[_Document], entry: Entry, key_of: Callable[[_Document], str]
+    ) -> _Document | None:
+        """A document whose content belongs to its key; None where it is damaged, or this listing has read enough."""
+        problem = self.refused.get(self.run_id, entry.key, entry.size)
+        if problem is None:
+            if self.left <= 0:
+                return None
+            self.left -= min(entry.size, documents.MAX_BYTES)
+            try:
+                data = self.store.get(entry.key, limit=documents.MAX_BYTES)
+                document = documents.decode(kind, data, entry.key)
+                if key_of(document) == entry.key:
+                    return document
+                problem = f"{entry.key}: its content belongs to {key_of(document)}"
+            except FormatError as error:
+                problem = error.what
+            self.refused.put(self.run_id, entry.key, entry.size, problem)
+        self.problems[entry.key] = problem
+        return None
+
+
+def _list(held: _Documents, known: _Known) -> _Found:
+    found = _Found(problems=held.problems)
+    for entry in held.store.entries(layout.ATTEMPTS):
         attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
         if attempt not in known.attempts:
-            _read_attempt(run_store, entry.key, found)
-    for entry in run_store.entries(layout.ENDS):
-        attempt, _, rank = entry.key.removeprefix(layout.ENDS).removesuffix(".json").partition("/")
-        if rank.isdecimal() and (attempt, int(rank)) not in known.ends:
-            _read_end(run_store, entry.key, attempt, found)
-    for entry in run_store.entries(layout.SEGMENTS):
+            document = held.read(AttemptDocument, entry, lambda said: layout.attempt_document(said.attempt))
+            if document is not None:
+                found.attempts.append(replace(document, host=""))  # which may be long, and is not kept
+    _list_ends(held, known, found)
+    for entry in held.store.entries(layout.SEGMENTS):
         try:
             found.segments.add(SegmentKey.parse(entry.key))
         except FormatError as error:
@@ -106,29 +167,31 @@ def _list(run_store: Store, known: _Known) -> _Found:
     return found
 
 
-def _read_attempt(run_store: Store, key: str, found: _Found) -> None:
-    try:
-        document = documents.decode(AttemptDocument, run_store.get(key, limit=documents.MAX_BYTES), key)
-        _check_key(key, layout.attempt_document(document.attempt))
-    except FormatError as error:
-        found.problems[key] = error.what
-    else:
-        found.attempts.append(document)
+def _list_ends(held: _Documents, known: _Known, found: _Found) -> None:
+    left = _ENDS_AT_ONCE
+    for entry in held.store.entries(layout.ENDS):
+        attempt, _, rank = entry.key.removeprefix(layout.ENDS).removesuffix(".json").partition("/")
+        if not (rank.isascii() and rank.isdecimal()):
+            continue
+        if len(rank) > _RANK_DIGITS or int(rank) >= attempts.MOST_RANKS:
+            found.problems[entry.key] = (
+                f"{entry.key[:200]}: the ranks that are followed are below {attempts.MOST_RANKS}"
+            )
+            continue
+        if (attempt, int(rank)) in known.ends:
+            continue
+        left -= 1
+        if left < 0:
+            return
+        end = held.read(EndDocument, entry, functools.partial(_key_of_end, attempt))
+        if end is not None:
+            # Of up to so many that are read before they are recorded, what is not kept need not stay in memory.
+            end = replace(end, reason=end.reason[: attempts.LONGEST_REASON], health={})
+            found.ends.setdefault(attempt, []).append(end)
 
 
-def _read_end(run_store: Store, key: str, attempt: str, found: _Found) -> None:
-    try:
-        end = documents.decode(EndDocument, run_store.get(key, limit=documents.MAX_BYTES), key)
-        _check_key(key, layout.end_document(attempt, end.worker))
-    except FormatError as error:
-        found.problems[key] = error.what
-    else:
-        found.ends.append((attempt, end))
-
-
-def _check_key(key: str, expected: str) -> None:
-    if key != expected:
-        raise FormatError(f"{key}: its content belongs to {expected}", "write it anew, or remove it")
+def _key_of_end(attempt: str, end: EndDocument) -> str:
+    return layout.end_document(attempt, end.worker)
 
 
 def _record(service: Service, of: tuple[int, Claim | None], known: _Known, found: _Found) -> bool:
@@ -144,21 +207,23 @@ def _record(service: Service, of: tuple[int, Claim | None], known: _Known, found
             now = read_clock(session)
             for key in fresh[start : start + _ROWS_AT_ONCE]:
                 something |= put_segment(session, run_id, key, now, listed=True)
+    for start in range(0, len(found.attempts), _ROWS_AT_ONCE):
+        with service.database.write() as session:
+            run = lock_run(session, run_id, held)
+            for document in found.attempts[start : start + _ROWS_AT_ONCE]:
+                attempts.found(session, run, document)
+    for portion in _portions(found.ends):
+        with service.database.write() as session:
+            lock_run(session, run_id, held)
+            now = read_clock(session)
+            for attempt in portion:
+                attempts.note_ends(attempts.ensure(session, run_id, attempt), found.ends[attempt], now)
     with service.database.write() as session:
         # The run's row first, as every other transaction takes it, so that none waits for another in a circle.
         run = lock_run(session, run_id, held)
         now = read_clock(session)
-        for document in found.attempts:
-            attempts.found(session, run, document)
-        for attempt, end in found.ends:
-            row = attempts.ensure(session, run_id, attempt)
-            row.ends = {**row.ends, str(end.worker): attempts.end_as_data(end, now)}
-        announced = session.execute(select(Segment).filter_by(run_id=run_id, state="announced")).scalars()
-        bogus = [
-            row.id for row in announced if row.found_ns + gap_ns <= now and key_of(row) not in found.segments
-        ]
-        if bogus:
-            session.execute(delete(Segment).where(Segment.id.in_(bogus)))
+        if held is not None or run.lease_until_ns <= now:
+            _forget_bogus(session, run, known.at_ns - gap_ns, found, claimed=held is not None)
         run.listed_ns = now
         if found.segments - known.segments:
             run.heard_ns = now
@@ -168,6 +233,32 @@ def _record(service: Service, of: tuple[int, Claim | None], known: _Known, found
             session.flush()
             hint(session, run_id)
     return something
+
+
+def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
+    """Attempts, each with all its ends, whose ends are recorded in one transaction."""
+    portion: list[str] = []
+    size = 0
+    for attempt, documents_of in ends.items():
+        portion.append(attempt)
+        size += len(documents_of)
+        if size >= _ROWS_AT_ONCE:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
+
+
+def _forget_bogus(session: Session, run: Run, before_ns: int, found: _Found, *, claimed: bool) -> None:
+    """Forget announcements, as old as that, of segments that the listing did not find."""
+    announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
+    bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in found.segments]
+    if not bogus:
+        return
+    session.execute(delete(Segment).where(Segment.id.in_(bogus)))
+    if not claimed:
+        # An evaluation that was paused past its lease may have read one that came after the listing: it must not commit.
+        run.epoch += 1
 
 
 def listing_due(service: Service, place: StorePlace, quiet_since_ns: int, now_ns: int) -> bool:

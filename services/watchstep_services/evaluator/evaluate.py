@@ -8,36 +8,47 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from watchstep.block import Block
-from watchstep.errors import FormatError, WatchstepError
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.errors import WatchstepError
 from watchstep_rules.judging.history import History, joined, trimmed
 from watchstep_rules.judging.judge import Progress
 from watchstep_rules.judging.reach import Reach
-from watchstep_services.database.models import Attempt, Segment
+from watchstep_rules.sandbox.pool import on_behalf_of
+from watchstep_services.database.limits import is_of_all
+from watchstep_services.database.models import Attempt
 from watchstep_services.evaluator import attempts, seals, ticks
 from watchstep_services.evaluator import cursor as cursors
-from watchstep_services.evaluator.claim import Claim, claim, claim_longest_due, release
-from watchstep_services.evaluator.collect import Collected, collect, decode, fetch, run_store_of
+from watchstep_services.evaluator.baselines import pin_baseline
+from watchstep_services.evaluator.claim import (
+    Claim,
+    claim,
+    claim_longest_due,
+    release,
+    release_after_failure,
+)
+from watchstep_services.evaluator.collect import Collected, RunSource, collect, run_store_of, spans_of_ranks
 from watchstep_services.evaluator.commit import Outcome, commit
-from watchstep_services.evaluator.discover import discover, key_of
+from watchstep_services.evaluator.context import read_context
+from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.fence import FencedError, lock_run
-from watchstep_services.evaluator.judging import Judged, judge_all, lookback
+from watchstep_services.evaluator.inbox import FAILED_ATTEMPTS
+from watchstep_services.evaluator.judging import Judged, LostContext, judge_all, lookback, report_lost_context
 from watchstep_services.evaluator.keeping import kept
 from watchstep_services.evaluator.observation import Observation, came_to, observing
 from watchstep_services.evaluator.plan import Gap, ended_ranks
+from watchstep_services.evaluator.rule_time import charged
 from watchstep_services.evaluator.seals import AttemptProgress, WriterProgress
+from watchstep_services.evaluator.unfinished_reads import ReadingGuard
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS, nanoseconds
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
+_MOST_FAILED = 20
+"""Attempts that a run's health names."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,22 +112,28 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
         return Evaluation("busy")
     seen.claimed(held)
     reach("evaluate.claimed", held)
+    collected = None
     try:
-        with kept(service, held):
-            outcome, history = _find_out(service, held)
+        guard = ReadingGuard(service.database, held)
+        time_limits = charged(service.database, held.project, service.settings.rule_seconds)
+        with kept(service, held), guard.watching(), on_behalf_of(held.project), time_limits:
+            source = RunSource(run_store_of(service, held), guard)
+            collected = _collect(service, held, source)
+            reach("evaluate.read", held)
+            if collected.attempt:
+                outcome, history = _judge(service, held, source, collected)
+        if not collected.attempt:
+            more = release(service.database, held, _due(service, held, collected))
+            reach("evaluate.let_go", held)
+            return Evaluation("idle", more)
+        reach("evaluate.judged", held)
+        with seen.committing(held, outcome):
+            done = commit(service, held, outcome)
     except FencedError:
-        reach("evaluate.fenced", held)
-        return Evaluation("fenced")
+        done = None
     except BaseException as error:
-        _let_go(service, held, error)
+        _let_go(service, held, error, collected)
         raise
-    if history is None:
-        more = release(service.database, held, outcome.due_ns)
-        reach("evaluate.let_go", held)
-        return Evaluation("idle", more)
-    reach("evaluate.judged", held)
-    with seen.committing(held, outcome):
-        done = commit(service, held, outcome)
     if done is None:
         reach("evaluate.fenced", held)
         return Evaluation("fenced")
@@ -139,33 +156,47 @@ class _Kept:
     steady: bool
 
 
-def _let_go(service: Service, held: Claim, error: BaseException) -> None:
+def _let_go(service: Service, held: Claim, error: BaseException, collected: Collected | None) -> None:
+    """Note why an evaluation failed, and let the run go. An attempt that failed comes after the others from now on."""
+    attempt = "" if collected is None else collected.attempt
+    retry_ns = nanoseconds(_RETRY_SECONDS)
+    failure = error if isinstance(error, Exception) and not is_of_all(error) else None
     try:
-        if isinstance(error, WatchstepError):
+        if failure is not None:
+            problem = _problem_of(failure)
             with suppress(FencedError), service.database.write() as session:
                 run = lock_run(session, held.run_id, held)
-                run.health = {**run.health, "evaluation": error.what[:500]}
-        release(service.database, held, held.now_ns + nanoseconds(_RETRY_SECONDS))
+                health = {**run.health, "evaluation": problem}
+                if attempt:
+                    failed = {**health.get(FAILED_ATTEMPTS, {}), attempt: problem}
+                    health[FAILED_ATTEMPTS] = dict(list(failed.items())[-_MOST_FAILED:])
+                run.health = health
+        if failure is not None and collected is not None and attempt and attempt not in collected.failing:
+            retry_ns = 0  # the others need not wait
+        release_after_failure(service.database, held, retry_ns)
     except SQLAlchemyError as another:
         # What ended the evaluation is raised, not this: the lease ends by itself, and then the run is due as it was.
         _log.warning("run %s/%s: is held until its lease ends: %s", held.project, held.run, another)
 
 
-def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
-    run_store = run_store_of(service, held)
-    collected = _collect(service, held, run_store)
-    reach("evaluate.read", held)
-    if not collected.attempt:
-        empty = AttemptProgress(0, 0, {}, frozenset(), -1)
-        return Outcome(
-            collected, held.cursor, empty, None, [], [], False, _due(service, held, collected)
-        ), None
+def _problem_of(error: Exception) -> str:
+    """What a run's health says of an error. The text of one that is no message to users may hold anything."""
+    if isinstance(error, WatchstepError):
+        return error.what[:500]
+    return f"the service failed on it ({type(error).__name__}); see the service's log"
+
+
+def _judge(service: Service, held: Claim, source: RunSource, collected: Collected) -> tuple[Outcome, _Kept]:
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
-        attempt = attempts.load(service.database, run_store, held.run_id, collected.attempt, held)
+        attempt = attempts.load(service.database, source.store, held.run_id, collected.attempt, held)
+    if not attempt.ticks and collected.blocks:
+        pin_baseline(service, source.store, attempt, held.project, collected.blocks[0][1].catalogue)
     configs = ticks.held_configs(service, held, collected.attempt)
     depth = lookback(configs)
-    before = _history(service, held, run_store, attempt, depth)
+    before, lost = _history(service, held, source, attempt, depth)
+    for entry, _ in collected.blocks:
+        source.guard.check(entry.key)  # what ends the process from here on is due to what is judged now
 
     progress = _progress(service, held, attempt, collected)
     # While more waits to be read, a worker is not silent: it is only not read yet.
@@ -178,6 +209,8 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
     arrived = joined(parts, History.empty()).block
     ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
     judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
+    if lost is not None:
+        judged = report_lost_context(judged, lost, attempt.sealed)
     rows = trimmed(joined(parts, before), depth, sealed)
     outcome = Outcome(
         collected=collected,
@@ -187,34 +220,37 @@ def _find_out(service: Service, held: Claim) -> tuple[Outcome, _Kept | None]:
         context=rows.positions,
         judged=judged,
         ended=ended,
+        lost=lost,
         due_ns=_due(service, held, collected, replace(progress, sealed=sealed), judged),
     )
     goes_on = held.state == "running" and held.attempt == attempt.attempt and not attempt.ends
     return outcome, _Kept(rows, depth, goes_on)
 
 
-def _collect(service: Service, held: Claim, run_store: Store) -> Collected:
+def _collect(service: Service, held: Claim, source: RunSource) -> Collected:
     """What there is to judge: rows, or else an attempt that is to be sealed further or whose silence is to be judged."""
-    collected = collect(service, held, run_store)
+    collected = collect(service, held, source)
     if collected.blocks:
         return collected
     silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
     # A lost announcement is as silent as a training that stands still; only the store can tell which.
     if silent and discover(service, held.run_id, held):
-        collected = collect(service, held, run_store)
+        collected = collect(service, held, source)
         silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
     if not collected.attempt:
-        collected.attempt = _attempt_to_seal(service, held) or silent
+        waiting = (_attempt_to_seal(service, held, collected.failing), silent)
+        named = [attempt for attempt in waiting if attempt]
+        collected.attempt = min(named, key=lambda attempt: attempt in collected.failing, default="")
     return collected
 
 
-def _attempt_to_seal(service: Service, held: Claim) -> str:
-    """An attempt in which a deadline lets further steps be sealed; empty for none."""
+def _attempt_to_seal(service: Service, held: Claim, failing: frozenset[str]) -> str:
+    """An attempt in which a deadline lets further steps be sealed, one that did not fail if there is; empty for none."""
     with service.database.read() as session:
         rows = session.execute(
             select(Attempt).where(Attempt.run_id == held.run_id, Attempt.sealed < Attempt.largest)
         ).scalars()
-        found = [row for row in rows if row.writers]
+        found = sorted((row for row in rows if row.writers), key=lambda row: row.attempt in failing)
     patience = nanoseconds(service.settings.seal_seconds)
     nothing = Collected("", cursors.decode(held.cursor))
     for row in found:
@@ -223,24 +259,14 @@ def _attempt_to_seal(service: Service, held: Claim) -> str:
     return ""
 
 
-def _history(service: Service, held: Claim, run_store: Store, attempt: Attempt, depth: Reach) -> History:
-    """Earlier rows: from this process if it judged last, else from the segments that hold them."""
+def _history(
+    service: Service, held: Claim, source: RunSource, attempt: Attempt, depth: Reach
+) -> tuple[History, LostContext | None]:
+    """Earlier rows: from this process if it judged last, else from the store; and what cannot be read there."""
     known = service.histories.get((held.run_id, attempt.attempt), held.cursor, depth)
     if known is not None:
-        return known
-    with service.database.read() as session:
-        rows = session.execute(
-            select(Segment)
-            .where(Segment.run_id == held.run_id, Segment.position.in_(attempt.context))
-            .order_by(Segment.position)
-        ).scalars()
-        places = [(row.position, key_of(row)) for row in rows]
-    parts = [
-        (position, _read_again(run_store, key, histograms=depth.histograms))
-        for position, key in places
-        if position is not None
-    ]
-    return trimmed(joined(parts, History.empty()), depth, attempt.sealed)
+        return known, None
+    return read_context(service.database, source, attempt, depth)
 
 
 def _progress(service: Service, held: Claim, row: Attempt, collected: Collected) -> AttemptProgress:
@@ -252,15 +278,15 @@ def _progress(service: Service, held: Claim, row: Attempt, collected: Collected)
         ended_ranks(collected.cursor, row.attempt, row.ends, until),
         row.sealed,
     )
-    for entry, block in collected.blocks:
-        who = entry.key.writer
-        # Of a node's writer a segment holds several ranks, of which each may be at another step.
-        for rank in map(int, np.unique(block.worker)):
-            last = int(block.step[block.worker == rank].max())
-            progress = progress.heard(
-                f"{who.node}/{who.writer}/{rank}", WriterProgress(last, entry.found_ns, (rank,))
-            )
-    return progress
+    # Of a node's writer a segment holds several ranks, of which each may be at another step.
+    return progress.heard(
+        (
+            f"{entry.key.writer.node}/{entry.key.writer.writer}/{rank}",
+            WriterProgress(last, entry.found_ns, (rank,)),
+        )
+        for entry, block in collected.blocks
+        for rank, _, last, _ in spans_of_ranks(block)
+    )
 
 
 def _due(
@@ -274,7 +300,9 @@ def _due(
     settings = service.settings
     if collected.more:
         return held.now_ns
-    moments = [_gap_due(service, held, gap) for gap in collected.waiting]
+    retry_ns = held.now_ns + nanoseconds(_RETRY_SECONDS)
+    moments = [retry_ns for _ in collected.failed]
+    moments += [_gap_due(service, held, gap) for gap in collected.waiting]
     moments += _later_seals(service, held, collected)
     if progress is not None:
         sealing = seals.due_ns(progress, nanoseconds(settings.seal_seconds))
@@ -314,16 +342,3 @@ def _later_seals(service: Service, held: Claim, collected: Collected) -> list[in
         if row.sealed < row.largest and row.attempt != collected.attempt
     ]
     return [moment for moment in due if moment is not None]
-
-
-def _read_again(run_store: Store, key: SegmentKey, *, histograms: bool) -> Block:
-    """The rows of a segment that was judged before.
-
-    Damage in its histograms was not noticed where no rule looked into them then. Rules that do now say that they were not
-    read, and the others go on.
-    """
-    data = fetch(run_store, key)
-    try:
-        return decode(data, key, histograms=histograms)
-    except FormatError:
-        return decode(data, key, histograms=False)

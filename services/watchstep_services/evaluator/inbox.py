@@ -13,6 +13,9 @@ from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, Run, Segment, Standing
 from watchstep_services.evaluator.plan import Entry
 
+FAILED_ATTEMPTS = "failed_attempts"
+"""In a run's health: attempt → why its last evaluation failed."""
+
 
 @dataclass(frozen=True)
 class Inbox:
@@ -22,11 +25,13 @@ class Inbox:
         entries: segments that were announced and not read.
         attempts: rows of its attempts, by name; not to be written.
         calm: no alert of it fires, and its last evaluation did not fail.
+        failing: attempts whose last evaluation failed; they come after the others.
     """
 
     entries: list[Entry]
     attempts: dict[str, Attempt]
     calm: bool
+    failing: frozenset[str] = frozenset()
 
 
 def open_inbox(database: Database, run_id: int) -> Inbox:
@@ -35,24 +40,24 @@ def open_inbox(database: Database, run_id: int) -> Inbox:
     with database.bare() as connection:
         if connection.dialect.name == "sqlite":
             return _one_by_one(connection, of)
-        segments, attempts, fires, failed = connection.execute(_AT_ONCE, of).one()
-    return _opened(segments or (), attempts or (), calm=not (fires or failed))
+        segments, attempts, *troubles = connection.execute(_AT_ONCE, of).one()
+    return _opened(segments or (), attempts or (), *troubles)
 
 
 def _one_by_one(connection: Connection, of: dict[str, Any]) -> Inbox:
     segments = connection.execute(_SEGMENTS, of).all()
     attempts = connection.execute(_ATTEMPTS, of).all()
-    fires, failed = connection.execute(select(_FIRES, _FAILED), of).one()
-    return _opened(segments, attempts, calm=not (fires or failed))
+    return _opened(segments, attempts, *connection.execute(select(*_TROUBLES), of).one())
 
 
-def _opened(segments: Any, attempts: Any, *, calm: bool) -> Inbox:
+def _opened(segments: Any, attempts: Any, fires: Any, failed: Any, failing: Any) -> Inbox:
     entries = [
         Entry(row_id, SegmentKey(WriterId(attempt, node, writer), seq, first, last), found_ns, trace)
         for row_id, attempt, node, writer, seq, first, last, found_ns, trace in segments
     ]
     rows = [Attempt(**dict(zip(_NAMES, values, strict=True))) for values in attempts]
-    return Inbox(entries, {row.attempt: row for row in rows}, calm)
+    calm = not (fires or failed or failing)
+    return Inbox(entries, {row.attempt: row for row in rows}, calm, frozenset(failing or ()))
 
 
 # Made once: every evaluation asks it.
@@ -68,11 +73,12 @@ _SEGMENTS = select(*_OF_SEGMENT).where(*_WAITS)
 _ATTEMPTS = select(*_OF_ATTEMPT).where(Attempt.run_id == _RUN)
 _FIRES = exists().where(Standing.run_id == _RUN, Standing.phase == Phase.FIRING.value)
 _FAILED = select(Run.health["evaluation"].as_string().is_not(None)).where(Run.id == _RUN).scalar_subquery()
+_FAILING = select(Run.health[FAILED_ATTEMPTS]).where(Run.id == _RUN).scalar_subquery()
+_TROUBLES = (_FIRES, _FAILED, _FAILING)
 _AT_ONCE = select(
     select(func.json_agg(func.json_build_array(*_OF_SEGMENT))).where(*_WAITS).scalar_subquery(),
     select(func.json_agg(func.json_build_array(*_OF_ATTEMPT)))
     .where(Attempt.run_id == _RUN)
     .scalar_subquery(),
-    _FIRES,
-    _FAILED,
+    *_TROUBLES,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
@@ -18,6 +18,7 @@ from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict,
 from watchstep_rules.judging.prepared import Prepared
 from watchstep_rules.judging.reach import Reach
 from watchstep_rules.judging.rule_set import judge_set
+from watchstep_rules.pinned_baseline import with_baseline
 from watchstep_services.database.models import RuleConfigRow
 
 
@@ -56,11 +57,36 @@ class Judged:
         return Loaded(self.row, self.config, self.memory, self.problem, self.kept, told)
 
 
-def load_config(row: RuleConfigRow, memory: str | None, told: str | None = None) -> Loaded:
-    """A rule config from the database. One that this version cannot read is told as the rule's health."""
+@dataclass(frozen=True)
+class LostContext:
+    """Segments whose rows cannot be read any more.
+
+    Attributes:
+        segments: how many.
+        last_step: the last step that one of them held.
+        problem: what is wrong with the last of them.
+    """
+
+    segments: int
+    last_step: int
+    problem: str
+
+    @property
+    def summary(self) -> str:
+        """What is reported of the rules that needed these rows."""
+        return (
+            f"judged without the earlier rows of {self.segments} segments that cannot be read: {self.problem}"
+        )
+
+
+def load_config(
+    row: RuleConfigRow, memory: str | None, told: str | None = None, *, baseline: str | None = None
+) -> Loaded:
+    """A rule config from the database, with the attempt's baseline. One that this version cannot read is told as the rule's health."""
     held = memory_of(memory)
     try:
-        return Loaded(row, _config_of(json.dumps(row.data, sort_keys=True)), held, "", memory or "", told)
+        config = with_baseline(_config_of(json.dumps(row.data, sort_keys=True)), baseline)
+        return Loaded(row, config, held, "", memory or "", told)
     except Exception as error:  # noqa: BLE001 - one that cannot be read must not stop the others
         return Loaded(row, None, held, str(error).replace("\n", " ")[:500], memory or "", told)
 
@@ -119,3 +145,35 @@ def _judged(held: Loaded, verdict: Verdict) -> Judged:
 def _unreadable(held: Loaded) -> Judged:
     told = held.memory.model_copy(update={"health": Health.ERROR, "problem": held.problem})
     return Judged(held.row, None, told, told.model_dump_json(), [], [], told=held.told, problem=held.problem)
+
+
+def report_lost_context(judged: list[Judged], lost: LostContext, sealed: int) -> list[Judged]:
+    """Set the health of the rule configs that needed earlier rows which cannot be read; what they found stays.
+
+    Args:
+        judged: what the rule configs said without these rows.
+        lost: the rows.
+        sealed: the last sealed step before this evaluation.
+    """
+    return [_reported(entry, lost, sealed) if _needed(entry, lost, sealed) else entry for entry in judged]
+
+
+def _needed(judged: Judged, lost: LostContext, sealed: int) -> bool:
+    config, memory = judged.config, judged.memory
+    if config is None or memory.health is Health.ERROR:
+        return False
+    rule, params = config.implementation, config.parameters
+    # A rule in error gets no ticks: one that watches the clock needs them more than this report.
+    if rule.clock:
+        return False
+    waits = rule.merged(params) != "per_worker"
+    looked_back = memory.judged > 0 and rule.lookback(params) > 0
+    return looked_back or (waits and lost.last_step > sealed)
+
+
+def _reported(judged: Judged, lost: LostContext, sealed: int) -> Judged:
+    problem = lost.summary
+    if lost.last_step > sealed:
+        problem += f"; steps after {sealed} among them were not judged"
+    memory = judged.memory.model_copy(update={"health": Health.ERROR, "problem": problem[:500]})
+    return replace(judged, memory=memory, kept=memory.model_dump_json(), changed=True)

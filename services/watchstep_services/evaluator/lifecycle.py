@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import signal
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
+from watchstep.stopping import EXIT_STOPPED
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action, Attempt, Job, Run, Segment
 from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.request import stop_key
+from watchstep_services.dispatcher.stages import KILLED, TERMINATED
 from watchstep_services.estimator.backend import OVER, JobState, JobStatus
 from watchstep_services.estimator.errors import BackendError
 from watchstep_services.evaluator.place import Place
@@ -31,6 +35,12 @@ _LAST_WORDS_SECONDS = 5.0
 """What a job that is gone has written is on its store by then."""
 
 
+_SIGNALLED = frozenset(
+    code for number in (signal.SIGTERM, signal.SIGKILL) for code in (-number, 128 + number)
+)
+"""Exit codes of a job that SIGTERM or SIGKILL ended, as the system and as shells and containers report them."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known of a run's newest attempt.
@@ -43,7 +53,7 @@ class Facts:
         job: how the bound job is; None without one.
         gone_for_ns: how long the job has been gone.
         stopping: a stop is on its way; what it comes to is waited for, lest the run end twice.
-        stopped: Watchstep stopped it.
+        stopped: Watchstep had its job ended. Of one that was only asked to stop, its workers and its exit code tell what it did.
         silent_ns: how long nothing was heard.
     """
 
@@ -70,6 +80,8 @@ def next_state(facts: Facts, grace_ns: int, silent_ns: int) -> RunState:
     runs = facts.job is not None and facts.job.state == "running"
     waits = facts.job is not None and facts.job.state == "queued"
     complete = len(facts.ends) >= facts.world_size
+    # The process that wrote the last end document may still be ending: its exit code is waited for.
+    complete = complete and not (runs and facts.silent_ns < grace_ns)
     over = (complete or (gone and facts.gone_for_ns >= grace_ns)) and not facts.unread
     if over and (not facts.stopping or facts.silent_ns >= silent_ns):
         return _ending(facts)
@@ -83,10 +95,12 @@ def _ending(facts: Facts) -> RunState:
         return "stopped"
     if "failed" in facts.ends:
         return "failed"
+    code = None if facts.job is None else facts.job.exit_code
     if len(facts.ends) >= facts.world_size:
-        return "completed"
+        # A hook that was closed in good order says nothing of what the program did afterwards: sys.exit(1), say.
+        return "completed" if code in (None, 0, EXIT_STOPPED) else "failed"
     # Gone without last words of every worker: only its exit code speaks for it.
-    return "completed" if facts.job is not None and facts.job.exit_code == 0 else "failed"
+    return "stopped" if code == EXIT_STOPPED else "completed" if code == 0 else "failed"
 
 
 def advance_run(service: Service, run_id: int) -> RunState:
@@ -110,35 +124,72 @@ def advance_run(service: Service, run_id: int) -> RunState:
                     0  # its last segments may not have been announced: list it at once
                 )
             gone_for = now - (job.gone_ns or now)
-        attempt = session.execute(
-            select(Attempt).filter_by(run_id=run_id, attempt=run.attempt)
-        ).scalar_one_or_none()
-        unread = session.execute(
-            select(func.count()).select_from(Segment).filter_by(run_id=run_id, state="announced")
-        ).scalar_one()
-        stop = session.execute(
-            select(Action).where(Action.key == stop_key(run_id, run.attempt))
-        ).scalar_one_or_none()
-        # Without a job, only the workers' last words tell whether what was asked was done.
-        stopped = stop is not None and stop.state == "done" and bound is not None
-        facts = Facts(
-            heard=attempt is not None and attempt.largest >= 0,
-            world_size=max(1, attempt.world_size if attempt else 1),
-            ends=tuple(str(end["state"]) for end in attempt.ends.values()) if attempt else (),
-            unread=bool(unread),
-            job=status,
-            gone_for_ns=gone_for,
-            stopping=stop is not None and stop.state == "pending",
-            stopped=stopped,
-            silent_ns=now - run.heard_ns,
-        )
-        settings = service.settings
-        grace = nanoseconds(min(settings.grace_seconds, _LAST_WORDS_SECONDS))
-        state = next_state(facts, grace, nanoseconds(settings.silent_seconds))
+        state = _state_of(service, session, run, status, gone_for, now)
         _change(service, run, state, now, session)
         reach("lifecycle.writing", run_id)
     reach("lifecycle.written", run_id)
     return state
+
+
+def start_run(service: Service, session: Session, run_id: int, now: int) -> None:
+    """Publish a run's start in the transaction of an evaluation, before the events of what its rules saw.
+
+    A run that is heard of and does not run yet, does so from now on. Every other change is `advance_run`'s, which asks the job's
+    backend; here the job counts as it was last seen.
+
+    Args:
+        service: the service.
+        session: the evaluation's transaction, in which the run's row is locked and what was read of its attempt is written.
+        run_id: the run.
+        now: the database's time, in nanoseconds.
+    """
+    run = session.get_one(Run, run_id)
+    found = bound_job(session, run_id, run.attempt)
+    status, gone_for = None, 0
+    if found is not None:
+        status = JobStatus(cast("JobState", found.row.state), found.row.exit_code)
+        gone_for = now - (found.row.gone_ns or now)
+    state = _state_of(service, session, run, status, gone_for, now)
+    if state == "running":
+        _change(service, run, state, now, session)
+
+
+def _state_of(
+    service: Service, session: Session, run: Run, status: JobStatus | None, gone_for: int, now: int
+) -> RunState:
+    """Where a run stands by what the database says, and a job's status."""
+    attempt = session.execute(
+        select(Attempt).filter_by(run_id=run.id, attempt=run.attempt)
+    ).scalar_one_or_none()
+    unread = session.execute(
+        select(func.count()).select_from(Segment).filter_by(run_id=run.id, state="announced")
+    ).scalar_one()
+    stop = session.execute(
+        select(Action).where(Action.key == stop_key(run.id, run.attempt))
+    ).scalar_one_or_none()
+    facts = Facts(
+        heard=attempt is not None and attempt.largest >= 0,
+        world_size=max(1, attempt.world_size if attempt else 1),
+        ends=tuple(str(end["state"]) for end in attempt.ends.values()) if attempt else (),
+        unread=bool(unread),
+        job=status,
+        gone_for_ns=gone_for,
+        stopping=stop is not None and stop.state == "pending",
+        stopped=stop is not None and stop.state == "done" and _ended_job(stop, status),
+        silent_ns=now - run.heard_ns,
+    )
+    settings = service.settings
+    grace = nanoseconds(min(settings.grace_seconds, _LAST_WORDS_SECONDS))
+    return next_state(facts, grace, nanoseconds(settings.silent_seconds))
+
+
+def _ended_job(stop: Action, status: JobStatus | None) -> bool:
+    """Whether a stop that is done ended the job, and the job did not end by itself meanwhile.
+
+    A service that dies between its signal and the commit of the stage leaves the signal as the only evidence.
+    """
+    by_signal = status is not None and status.exit_code in _SIGNALLED
+    return stop.stage in (TERMINATED, KILLED) or by_signal
 
 
 def _job_status(service: Service, bound: Bound) -> JobStatus:
@@ -154,7 +205,7 @@ def _job_status(service: Service, bound: Bound) -> JobStatus:
         return JobStatus("unknown", detail=error.what)
 
 
-def _change(service: Service, run: Run, state: RunState, now: int, session: Any) -> None:
+def _change(service: Service, run: Run, state: RunState, now: int, session: Session) -> None:
     before = run.state
     if state == before:
         return

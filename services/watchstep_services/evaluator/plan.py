@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,9 @@ class Patience:
 
     def over(self, gap: Gap) -> bool:
         """Whether a gap is given up."""
-        return self.listed and self.now_ns >= gap.since_ns + self.gap_ns
+        waited = self.now_ns - gap.since_ns
+        # Beyond the patience ahead it was found before the clock was set back, and nobody knows how long ago that is.
+        return self.listed and not -self.gap_ns <= waited < self.gap_ns
 
 
 def make_plan(
@@ -108,15 +111,23 @@ def make_plan(
 def _trailing(reached: dict[WriterId, int], ends: dict[str, dict[str, Any]]) -> list[Gap]:
     """Of several ranks that one writer wrote for, the one whose rows reach furthest says how much must be there."""
     gaps: dict[WriterId, Gap] = {}
+    named = _by_name(reached)
     for attempt, ranks in ends.items():
         for end in ranks.values():
-            for writer, following in reached.items():
-                if (writer.attempt, writer.writer) != (attempt, end["writer"]):
-                    continue
+            for writer in named.get((attempt, end["writer"]), ()):
+                following = reached[writer]
                 known = gaps[writer].until if writer in gaps else following
                 if end["segments"] > known:
                     gaps[writer] = Gap(writer, following, int(end["segments"]), int(end["found_ns"]))
     return list(gaps.values())
+
+
+def _by_name(writers: Iterable[WriterId]) -> dict[tuple[str, str], list[WriterId]]:
+    """Writers by what an end document names them by: its attempt, and the writer's id whatever its node."""
+    named: dict[tuple[str, str], list[WriterId]] = {}
+    for writer in writers:
+        named.setdefault((writer.attempt, writer.writer), []).append(writer)
+    return named
 
 
 def ended_ranks(
@@ -131,12 +142,9 @@ def ended_ranks(
         until_ns: ends found before this no longer wait for a writer that was never heard of.
     """
     ended = set()
+    named = _by_name(cursor)
     for rank, end in ends.items():
-        heard = [
-            following
-            for writer, following in cursor.items()
-            if (writer.attempt, writer.writer) == (attempt, end["writer"])
-        ]
+        heard = [cursor[writer] for writer in named.get((attempt, end["writer"]), ())]
         read = any(following >= end["segments"] for following in heard)
         if end["segments"] == 0 or read or (not heard and end["found_ns"] <= until_ns):
             ended.add(int(rank))

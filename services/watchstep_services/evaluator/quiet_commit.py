@@ -16,6 +16,7 @@ from sqlalchemy import Dialect, TextClause, text
 from watchstep_services.database.clock import clock_expression
 from watchstep_services.evaluator.rule_health import has_news
 from watchstep_services.evaluator.seals import writers_as_data
+from watchstep_services.evaluator.unfinished_reads import unfinished_after
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 
@@ -29,7 +30,7 @@ def is_quiet(service: Service, outcome: Outcome) -> bool:
     collected = outcome.collected
     if service.database.engine.dialect.name != "postgresql" or not collected.calm:
         return False
-    if collected.corrupt or collected.missing:
+    if collected.corrupt or collected.missing or collected.failed or outcome.lost is not None:
         return False
     sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
     return all(
@@ -60,6 +61,7 @@ def _values(service: Service, held: Claim, outcome: Outcome, read: list[dict[str
         "cursor": outcome.cursor,
         "journal": held.journal + len(blocks),
         "ticks": held.tick + 1,
+        "unfinished": unfinished_after(held, more=outcome.collected.more),
         "last": max((entry.key.last for entry, _ in blocks), default=-1),
         "holder": service.worker,
         "known_hints": held.hints,
@@ -90,6 +92,7 @@ _AT_ONCE = """
 WITH moved AS (
     UPDATE runs SET
         cursor = :cursor, journal = :journal, ticks = :ticks, lease_until_ns = 0, holder = :holder,
+        unfinished_claims = :unfinished, reading = '',
         last_step = greatest(last_step, CAST(:last AS bigint)),
         due_ns = CASE WHEN hints <> :known_hints THEN {now} ELSE CAST(:due AS bigint) END,
         asked_ns = CASE WHEN hints <> :known_hints OR CAST(:more AS boolean) THEN {now} ELSE asked_ns END

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +22,14 @@ class WriterProgress:
     last: int
     heard_ns: int
     workers: tuple[int, ...]
+
+    def merged(self, other: WriterProgress) -> WriterProgress:
+        """The further of both."""
+        return WriterProgress(
+            max(self.last, other.last),
+            max(self.heard_ns, other.heard_ns),
+            tuple(sorted({*self.workers, *other.workers})),
+        )
 
 
 @dataclass(frozen=True)
@@ -46,17 +55,14 @@ class AttemptProgress:
         """The largest step that any worker passed, -1 for none."""
         return max((writer.last for writer in self.writers.values()), default=-1)
 
-    def heard(self, writer: str, seen: WriterProgress) -> AttemptProgress:
-        """After another segment of a writer."""
-        before = self.writers.get(writer)
-        if before is not None:
-            seen = WriterProgress(
-                max(before.last, seen.last),
-                max(before.heard_ns, seen.heard_ns),
-                tuple(sorted({*before.workers, *seen.workers})),
-            )
-        first = min(self.first_heard_ns or seen.heard_ns, seen.heard_ns)
-        return replace(self, writers={**self.writers, writer: seen}, first_heard_ns=first)
+    def heard(self, entries: Iterable[tuple[str, WriterProgress]]) -> AttemptProgress:
+        """After further segments: of each rank in them, by "node/writer/rank", how far it came."""
+        writers, first = dict(self.writers), self.first_heard_ns
+        for name, seen in entries:
+            before = writers.get(name)
+            first = min(first or seen.heard_ns, seen.heard_ns)
+            writers[name] = seen if before is None else before.merged(seen)
+        return replace(self, writers=writers, first_heard_ns=first)
 
 
 @dataclass(frozen=True)
@@ -79,15 +85,17 @@ def decide(progress: AttemptProgress, now_ns: int, deadline_ns: int) -> SealDeci
     passed = min((step for step, _ in live), default=progress.largest)
     if passed > progress.sealed:
         return SealDecision(passed, "passed")
-    fresh = [step for step, heard in live if now_ns - heard < deadline_ns]
+    # Beyond the deadline ahead it was heard before the clock was set back, and nobody knows how long ago that is.
+    fresh = [step for step, heard in live if -deadline_ns <= now_ns - heard < deadline_ns]
     reached = min(fresh, default=progress.largest)
     return SealDecision(reached, "deadline") if reached > progress.sealed else None
 
 
 def due_ns(progress: AttemptProgress, deadline_ns: int) -> int | None:
     """When a silent worker's deadline next lets steps be sealed; None where nothing waits."""
-    behind = [heard for step, heard in _live(progress) if step < progress.largest]
-    waits = progress.sealed < progress.largest
+    largest = progress.largest  # it looks at every writer
+    behind = [heard for step, heard in _live(progress) if step < largest]
+    waits = progress.sealed < largest
     return min(behind) + deadline_ns if waits and behind else None
 
 

@@ -12,7 +12,9 @@ from watchstep.errors import RuleError
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.judge import RuleMemory, due_ns
 from watchstep_rules.registry import find_rule
+from watchstep_rules.unlike_earlier_runs import UnlikeEarlierRuns
 from watchstep_services.database.models import Attempt, Memory, RuleConfigRow, Run
+from watchstep_services.evaluator.baselines import pinned_baseline
 from watchstep_services.evaluator.claim import Claim
 from watchstep_services.evaluator.judging import Loaded, load_config, memory_of
 from watchstep_services.evaluator.lifecycle import ENDED
@@ -35,7 +37,9 @@ def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bo
     """The rule configs of a run, with what they remember of an attempt; all, or those that watch the clock."""
     with service.database.read() as session:
         rows = session.execute(_CONFIGS, {"of_run": run_id, "named": attempt}).all()
-    return [load_config(*row) for row in rows if not only_clocks or _watches(row[0].rule)]
+        compares = not only_clocks and any(row[0].rule == UnlikeEarlierRuns.name for row in rows)
+        baseline = pinned_baseline(session, run_id, attempt) if compares else None
+    return [load_config(*row, baseline=baseline) for row in rows if not only_clocks or _watches(row[0].rule)]
 
 
 def held_configs(service: Service, held: Claim, attempt: str) -> list[Loaded]:

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from watchstep_services.database.models import RetentionPolicy
 from watchstep_services.settings import NANOSECONDS, Settings
 
-Step = Literal["delete_run", "compact", "delete_originals", "delete_tensors"]
+Step = Literal["delete_run", "summarize", "compact", "delete_originals", "delete_tensors"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Kept:
     tensors_gone_ns: int | None = None
     deleting: bool = False
     held: bool = False
+    summarized_ns: int | None = None
 
 
 def policy_of(session: Session, settings: Settings, project: str) -> Policy:
@@ -65,6 +66,8 @@ def next_step(policy: Policy, kept: Kept) -> tuple[Step, int] | None:
             steps.append((kept.ended_ns + policy.runs, "delete_run"))
         if policy.tensors is not None and kept.tensors_gone_ns is None:
             steps.append((kept.ended_ns + policy.tensors, "delete_tensors"))
+    if kept.summarized_ns is None:
+        steps.append((kept.ended_ns, "summarize"))
     if policy.compact_after is not None and kept.compacted_ns is None:
         steps.append((kept.ended_ns + policy.compact_after, "compact"))
     if policy.originals is not None and kept.compacted_ns is not None and kept.originals_gone_ns is None:
@@ -76,4 +79,4 @@ def next_step(policy: Policy, kept: Kept) -> tuple[Step, int] | None:
     return step, at
 
 
-_ORDER: tuple[Step, ...] = ("delete_run", "delete_tensors", "compact", "delete_originals")
+_ORDER: tuple[Step, ...] = ("delete_run", "delete_tensors", "summarize", "compact", "delete_originals")

@@ -16,6 +16,7 @@ from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import lift
 from watchstep_services.database.models import Project, Run, Segment, Upkeep
 from watchstep_services.database.upsert import insert_missing
+from watchstep_services.evaluator.baselines import summarize
 from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
 from watchstep_services.retention.groups import purge_groups
@@ -79,7 +80,7 @@ def _enter_ended(service: Service) -> None:
     for run_id, ended in fresh:
         with service.database.write() as session:
             reset = {
-                "ended_ns": ended, "next_ns": 0, "compacted_ns": None, "originals_gone_ns": None, "tensors_gone_ns": None,
+                "ended_ns": ended, "next_ns": 0, "summarized_ns": None, "compacted_ns": None, "originals_gone_ns": None, "tensors_gone_ns": None,
             }  # fmt: skip
             values = {
                 "lease_until_ns": 0, "claims": 0, "deleting": False, "held": False, "held_by": "", "held_why": "",
@@ -108,6 +109,9 @@ def _claim(service: Service) -> Held | None:
                 row.next_ns = _NEVER  # it goes on: its next end brings it back
             elif due is None or due[1] > now:
                 row.next_ns = min(now + _LONGEST_NS, _NEVER if due is None else due[1])
+            elif row.lease_until_ns:
+                # Its process ended in the middle of this: it may do so again, and is tried less and less often.
+                _put_off(row, f"{due[0]}: the process that did it was killed or crashed", now)
             else:
                 row.claims += 1
                 row.lease_until_ns = now + _LEASE_NS
@@ -117,7 +121,13 @@ def _claim(service: Service) -> Held | None:
 
 def _kept(row: Upkeep) -> Kept:
     return Kept(
-        row.ended_ns, row.compacted_ns, row.originals_gone_ns, row.tensors_gone_ns, row.deleting, row.held
+        row.ended_ns,
+        row.compacted_ns,
+        row.originals_gone_ns,
+        row.tensors_gone_ns,
+        row.deleting,
+        row.held,
+        row.summarized_ns,
     )
 
 
@@ -136,7 +146,10 @@ def _do(service: Service, held: Held) -> None:
             "run %s/%s: deleted, as its project's policy says: %d objects", held.project, held.run, deleted
         )
         return
-    if held.step == "compact":
+    if held.step == "summarize":
+        if _is_read(service, held):
+            summarize(service, held.run_id, run_store)
+    elif held.step == "compact":
         if _is_read(service, held):
             compact(run_store)
     elif held.step == "delete_originals":
@@ -151,6 +164,7 @@ def _do(service: Service, held: Held) -> None:
 
 
 _DONE = {
+    "summarize": "summarized_ns",
     "compact": "compacted_ns",
     "delete_originals": "originals_gone_ns",
     "delete_tensors": "tensors_gone_ns",
@@ -158,10 +172,10 @@ _DONE = {
 
 
 def _is_read(service: Service, held: Held) -> bool:
-    """Whether there is something to compact.
+    """Whether there is something to summarize or to compact.
 
     Raises:
-        StoreError: segments wait to be judged; they are judged before they are written anew.
+        StoreError: segments wait to be judged; they are judged before they are summarized or written anew.
     """
     with service.database.read() as session:
         states = set(
@@ -184,10 +198,14 @@ def _failed(service: Service, held: Held, problem: str) -> None:
     with service.database.write() as session:
         row = _mine(session, held)
         if row is not None:
-            row.tries += 1
-            row.problem = problem[:2000]
-            row.lease_until_ns = 0
-            row.next_ns = read_clock(session) + min(_LONGEST_NS, _AGAIN_NS * 2 ** min(row.tries, 20))
+            _put_off(row, problem, read_clock(session))
+
+
+def _put_off(row: Upkeep, problem: str, now: int) -> None:
+    row.tries += 1
+    row.problem = problem[:2000]
+    row.lease_until_ns = 0
+    row.next_ns = now + min(_LONGEST_NS, _AGAIN_NS * 2 ** min(row.tries, 20))
 
 
 def _mine(session: Session, held: Held) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -10,21 +11,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 import uvicorn
 
-from watchstep.errors import ConfigError, ServiceError
-from watchstep.store import Store
+from watchstep.errors import ConfigError, MissingStoreError, ServiceError
+from watchstep.process_identity import ProcessIdentity
+from watchstep.store import Store, checked_scheme
+from watchstep.store_identity import StoreIdentity
 from watchstep_services.api.app import create_app
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.limits import Limits
+from watchstep_services.api.connections import server_options
+from watchstep_services.database.engine import Database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import next_due_ns
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.estimator.backends_file import BACKENDS_FILE
 from watchstep_services.retention.upkeep import upkeep
+from watchstep_services.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.service_file import SERVICE_FILE
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
@@ -41,6 +47,8 @@ _START_SECONDS = 30.0
 _OVERDUE_SECONDS = 0.25
 _LEAST_SECONDS = 0.01
 _MAKER = "watchstep serve"
+_STORE_NOTE = "store-identity"
+"""In the home: the location and the id of the store, so that none is made in its place."""
 
 _log = logging.getLogger(__name__)
 
@@ -125,9 +133,9 @@ class EmbeddedService:
             ) from error
         self._lock(home)
         rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
-        store = Store.open(self.settings.store, create=True)
+        store = _own_store(self.settings.store, home)
         listener = self._listen()
-        database = open_database(self.settings.resolved_database_url, Limits.of(self.settings))
+        database = open_sealed_database(self.settings)
         self._undo.append(database.close)
         upgrade(database)
         self._queue = WorkQueue(self.settings.workers)
@@ -143,6 +151,7 @@ class EmbeddedService:
             receiver_file=receivers,
             owner_backends=home / BACKENDS_FILE,
         )
+        apply_owner_rules(database, rules)
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._undo.append(self.service.patience.close)
         self._queue.start(self.service)
@@ -167,7 +176,10 @@ class EmbeddedService:
         return operator, create_token(database, "recorder", name=name, created_by=_MAKER)
 
     def _lock(self, home: Path) -> None:
-        held: IO[str] = (home / "service.lock").open("w", encoding="ascii")
+        # Whoever can open the file can lock it, and would keep the service from starting.
+        descriptor = os.open(home / "service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.fchmod(descriptor, 0o600)
+        held: IO[str] = os.fdopen(descriptor, "w", encoding="ascii")
         self._undo.append(held.close)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,7 +206,7 @@ class EmbeddedService:
 
     def _serve(self, listener: socket.socket) -> None:
         app = create_app(self.service)
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        config = uvicorn.Config(app, access_log=False, lifespan="off", **server_options())
         server = _Server(config)
         thread = threading.Thread(
             target=server.run, kwargs={"sockets": [listener]}, name="watchstep-api", daemon=True
@@ -218,7 +230,7 @@ class EmbeddedService:
                     "url": self.url,
                     "operator_token": self.operator_token,
                     "recorder_token": self.recorder_token,
-                    "pid": os.getpid(),
+                    "process": asdict(ProcessIdentity.of(os.getpid())),
                     "store": self.service.settings.store,
                 },
                 file,
@@ -272,3 +284,32 @@ def pause_before(due_ns: int | None, most: float) -> float:
         return most
     # One that is overdue waits for a thread, whose end wakes us: asking again at once changes nothing.
     return min(most, max(_LEAST_SECONDS, due_ns / NANOSECONDS) if due_ns > 0 else _OVERDUE_SECONDS)
+
+
+def _own_store(url: str, home: Path) -> Store:
+    """Open the service's own store, made where it is missing, unless the home remembers that there was one.
+
+    Raises:
+        MissingStoreError: it is a folder that is missing, or another store than the one that the home remembers.
+        ConfigError, StoreError: as `Store.open`.
+    """
+    note = home / _STORE_NOTE
+    place = url if checked_scheme(url) else str(Path(url).expanduser().absolute())
+    remembered = ""
+    with contextlib.suppress(FileNotFoundError):
+        location, _, found = note.read_text(encoding="utf-8").strip().rpartition(" ")
+        if location == place:
+            remembered = found
+    identity = StoreIdentity(remembered)
+    try:
+        store = Store.open(url, create=True, identity=identity)
+    except MissingStoreError as error:
+        raise MissingStoreError(
+            error.what, f"bring the folder back; if it was removed on purpose, remove {note}"
+        ) from error
+    if identity.id and identity.id != remembered:
+        descriptor = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.fchmod(descriptor, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"{place} {identity.id}\n")
+    return store

@@ -8,9 +8,8 @@ import threading
 from typing import Any
 
 from watchstep_services import metrics
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.limits import Limits
 from watchstep_services.dispatcher.outbox import Post
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
 from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import Settings, require_production
@@ -69,7 +68,7 @@ def production_service(settings: Settings, celery: Any) -> Service:
         ConfigError: a setting that production needs is missing, or the database does not answer.
     """
     require_production(settings)
-    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    database = open_sealed_database(settings)
     database.check()
     base = settings.public_url.rstrip("/") or f"http://{settings.host}:{settings.port}"
     return Service(

@@ -13,15 +13,16 @@ from watchstep_services.dispatcher.dispatch import posts_of
 from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.evaluator.evaluate import Evaluation
 from watchstep_services.scheduler.fair_threads import FairThreads
-from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_run
+from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_longest_due
 from watchstep_services.service import Service
 
 _LEAST_POSTS = 4
+_ACTION_THREADS = 2
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, int]
 _WORK: dict[str, Callable[[Service, int], object]] = {
-    "run": evaluate_run, "action": do_action, "backtest": do_backtest
+    "run": evaluate_longest_due, "action": do_action, "backtest": do_backtest
 }  # fmt: skip
 
 
@@ -33,6 +34,8 @@ class WorkQueue:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-work")
+        # A stop never waits for evaluations, which may take seconds where rules are slow.
+        self._actions = ThreadPoolExecutor(_ACTION_THREADS, thread_name_prefix="watchstep-action")
         # Backtests have a thread of their own: a run that goes on never waits for one that is over.
         self._backtests = ThreadPoolExecutor(1, thread_name_prefix="watchstep-backtest")
         # So has what goes out to receivers, which may take their time: no evaluation and no stop waits for them.
@@ -51,7 +54,7 @@ class WorkQueue:
         self._service = service
 
     def run_changed(self, run_id: int, holder: str = "") -> None:  # noqa: ARG002 - all threads hold the same
-        """Evaluate a run."""
+        """Have a run evaluated: this one, or the one that comes before it, whose own message evaluates this one then."""
         self._put(("run", run_id))
 
     def action_due(self, action_id: int, post: Post | None = None) -> None:
@@ -74,6 +77,7 @@ class WorkQueue:
             self._again.clear()
         self._backtests.shutdown(wait=True, cancel_futures=True)
         self._posts.shutdown()
+        self._actions.shutdown(wait=True, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.tell()
 
@@ -93,8 +97,11 @@ class WorkQueue:
             if post is not None:
                 self._posts.submit(post, functools.partial(self._do, key))
                 return
+            if key[0] == "action":
+                self._actions.submit(self._sort, key)
+                return
             pool = self._backtests if key[0] == "backtest" else self._pool
-            pool.submit(self._sort if key[0] == "action" else self._do, key)
+            pool.submit(self._do, key)
 
     def _sort(self, key: _Key) -> None:
         """Pass an action on to the threads of its kind."""

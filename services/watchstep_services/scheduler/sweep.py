@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sqlalchemy import Select, select, update
+from sqlalchemy import Select, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep_services import metrics
 from watchstep_services.backtests import due_backtests
 from watchstep_services.database.clock import now_ns
+from watchstep_services.database.clock_steps import follow_clock
 from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import due_actions
@@ -62,6 +63,7 @@ def sweep(service: Service) -> Work:
         SQLAlchemyError: the database did not answer.
     """
     parts = _Parts()
+    parts.do("the clock", lambda: follow_clock(service.database), 0)
     parts.do("new runs", lambda: discover_runs(service), None)
     parts.do("looks at runs", lambda: do_looks(service, _LOOKING_SECONDS), None)
     parts.do("journals", lambda: _write_journals(service), None)
@@ -157,7 +159,12 @@ def _due_runs(service: Service) -> tuple[int, ...]:
         return tuple(
             session.execute(
                 select(Run.id)
-                .where(Run.due_ns <= now, Run.lease_until_ns <= now, Run.asked_ns <= now - MESSAGE_NS)
+                .where(
+                    Run.due_ns <= now,
+                    Run.lease_until_ns <= now,
+                    # A message "sent" in the future was sent before the database's clock was set back: it may be lost.
+                    or_(Run.asked_ns <= now - MESSAGE_NS, Run.asked_ns > now),
+                )
                 .order_by(Run.due_ns)
                 .limit(_MOST_RUNS)
             ).scalars()

@@ -9,22 +9,15 @@ from watchstep_services.database.models import Action
 from watchstep_services.dispatcher.dispatch import dispatch, posts_of
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.evaluator import evaluate as evaluating
-from watchstep_services.evaluator.evaluate import Evaluation, evaluate
+from watchstep_services.evaluator.evaluate import Evaluation
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.service import Service
 
 
-def evaluate_run(service: Service, run_id: int) -> Evaluation:
-    """Evaluate a run, say what it caused, and follow the run's life.
-
-    Raises:
-        StoreError, ConfigError: as `evaluate`.
-    """
-    return _followed_up(service, run_id, evaluate(service, run_id))
-
-
 def evaluate_longest_due(service: Service, run_id: int) -> Evaluation:
-    """The same for the run that has been due for longest, of those that this worker is to take; the one named if none is.
+    """Evaluate the run that has been due for longest, of those that this worker is to take; the one named if none is.
+
+    What it caused is passed on, and the run's life is followed.
 
     Raises:
         StoreError, ConfigError: as `evaluate`.

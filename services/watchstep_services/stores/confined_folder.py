@@ -12,18 +12,19 @@ import errno
 import logging
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from watchstep.errors import NotFoundError, StoreError
+from watchstep.folder_writes import create_file, descend, opened_folder, put_file
 from watchstep.local_folders import is_usable
-from watchstep.store import Entry, Store
+from watchstep.local_objects import read_range
+from watchstep.store import Entry, Store, oversized
+from watchstep.store_identity import MARKER, StoreIdentity
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNFINISHED = re.compile(r".*#[0-9]+", re.DOTALL)
 """What is being written, by obstore as well as here."""
 
@@ -36,29 +37,25 @@ _log = logging.getLogger(__name__)
 class ConfinedFolder(Store):
     """Objects in a folder, as `Store`. Links are in no listing; one that is asked for is told. Thread-safe."""
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
+    def __init__(self, folder: Path, prefix: str = "", identity: StoreIdentity | None = None) -> None:
         """Nothing is opened yet.
 
         Args:
             folder: an absolute path; the links in it are its owner's, and are followed.
             prefix: of all keys, with a slash at its end.
+            identity: of the folder; where it is given, another folder in its place, or none, is a `MissingStoreError`.
         """
-        super().__init__(folder.as_uri(), None, prefix)
+        super().__init__(folder.as_uri(), None, prefix, identity=identity)
         self._folder = folder
 
     def child(self, prefix: str) -> ConfinedFolder:
         """As `Store.child`."""
-        return ConfinedFolder(self._folder, f"{self._prefix}{prefix.rstrip('/')}/")
+        return ConfinedFolder(self._folder, f"{self._prefix}{prefix.rstrip('/')}/", self._identity)
 
     def put(self, key: str, data: bytes) -> None:
         """As `Store.put`."""
         with self._translating("write", key), self._folder_of(key, create=True) as (folder, name):
-            unfinished = _write(folder, name, (data,))
-            try:
-                os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError:
-                os.unlink(unfinished, dir_fd=folder)
-                raise
+            put_file(folder, name, (data,))
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Store.create`."""
@@ -70,30 +67,20 @@ class ConfinedFolder(Store):
 
     def _create(self, key: str, parts: Iterable[bytes | memoryview]) -> bool:
         with self._translating("write", key), self._folder_of(key, create=True) as (folder, name):
-            unfinished = _write(folder, name, parts)
-            try:
-                os.link(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-            except FileExistsError:
-                return False
-            finally:
-                os.unlink(unfinished, dir_fd=folder)
-        return True
+            return create_file(folder, name, parts)
 
     def get(self, key: str, *, limit: int | None = None) -> bytes:
         """As `Store.get`."""
         with self._translating("read", key), self._file(key) as (file, size):
             if limit is None or size <= limit:
-                return _read(file, 0, size)
-        raise StoreError(
-            f"object {self._named(key)}: {size} bytes, over the limit of {limit}",
-            "raise the limit if this object is one of yours",
-        )
+                return read_range(file, 0, size)
+        raise oversized(self._named(key), size, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """As `Store.get_range`."""
         with self._translating("read", key), self._file(key) as (file, size):
             if start < size:
-                return _read(file, start, min(length, size - start))
+                return read_range(file, start, min(length, size - start))
         raise StoreError(
             f"object {self._named(key)}: {size} bytes, none from {start} on",
             "read it anew: it may have changed",
@@ -103,7 +90,8 @@ class ConfinedFolder(Store):
         """As `Store.get_ranges`."""
         with self._translating("read", key), self._file(key) as (file, size):
             return [
-                memoryview(_read(file, start, max(0, min(length, size - start)))) for start, length in ranges
+                memoryview(read_range(file, start, max(0, min(length, size - start))))
+                for start, length in ranges
             ]
 
     def size(self, key: str) -> int:
@@ -121,6 +109,8 @@ class ConfinedFolder(Store):
                 return
             skip = len(self._prefix)
             for key, size in _walk(folder, f"{whole}/" if whole else ""):
+                if key == MARKER:
+                    continue
                 yield Entry(key[skip:], size)
 
     def folders(self, prefix: str = "") -> list[str]:
@@ -177,14 +167,9 @@ class ConfinedFolder(Store):
             os.close(file)
 
     def _descend(self, parts: Sequence[str], *, create: bool = False) -> int:
-        folder = os.open(self._folder, _FOLDER & ~os.O_NOFOLLOW)
-        for part in parts:
-            try:
-                inner = _enter(folder, part, create=create)
-            finally:
-                os.close(folder)
-            folder = inner
-        return folder
+        identity = self._identity
+        with opened_folder(self._folder) if identity is None else identity.opened() as folder:
+            return descend(folder, parts, create=create, follow_links=False)
 
     @contextlib.contextmanager
     def _translating(self, verb: str, key: str) -> Iterator[None]:
@@ -226,42 +211,6 @@ def _parts(key: str) -> list[str]:
     if any(part in {"", ".", ".."} or "\0" in part for part in parts):
         raise NotFoundError(f"object {key!r}: not a key", "use names between single slashes, and no '..'")
     return parts
-
-
-def _enter(folder: int, name: str, *, create: bool) -> int:
-    try:
-        return os.open(name, _FOLDER, dir_fd=folder)
-    except FileNotFoundError:
-        if not create:
-            raise
-    with contextlib.suppress(FileExistsError):  # another may make it in between
-        os.mkdir(name, dir_fd=folder)
-    return os.open(name, _FOLDER, dir_fd=folder)
-
-
-def _write(folder: int, name: str, parts: Iterable[bytes | memoryview]) -> str:
-    """Write a file that nobody sees yet; its name."""
-    unfinished = f"{name}#{secrets.randbelow(10**9)}"
-    file = os.open(unfinished, _NEW, 0o666, dir_fd=folder)
-    try:
-        with open(file, "wb") as opened:  # noqa: PTH123 - a descriptor
-            opened.writelines(parts)
-    except BaseException:
-        os.unlink(unfinished, dir_fd=folder)
-        raise
-    return unfinished
-
-
-def _read(file: int, start: int, length: int) -> bytes:
-    """Bytes of a file; fewer where it ends before."""
-    read: list[bytes] = []
-    while length > 0:
-        data = os.pread(file, length, start)
-        if not data:
-            break
-        read.append(data)
-        start, length = start + len(data), length - len(data)
-    return b"".join(read)
 
 
 def _walk(folder: int, prefix: str, deep: int = 0) -> Iterator[tuple[str, int]]:

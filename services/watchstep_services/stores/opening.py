@@ -9,7 +9,9 @@ from pathlib import Path
 from watchstep.cloud_store import S3Access
 from watchstep.layout import run_prefix
 from watchstep.store import Store
+from watchstep.store_identity import StoreIdentity
 from watchstep_services.stores.confined_folder import ConfinedFolder
+from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.stores.place import Registration, StorePlace
 from watchstep_services.stores.policies import project_policy
 from watchstep_services.stores.role import RoleCredentials
@@ -18,9 +20,13 @@ _MOST_OPEN = 4096
 
 
 class Stores:
-    """Opened stores. Thread-safe; nothing is read when one is opened."""
+    """Opened stores. Thread-safe; of a bucket nothing is read when it is opened, of a folder its marker.
+
+    A folder that vanishes is missing until it is back, as long as this process lives: no store is made in its place.
+    """
 
     def __init__(self) -> None:
+        self._identities: dict[str, StoreIdentity] = {}
         self._opened: OrderedDict[StorePlace | str, Store] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -30,7 +36,7 @@ class Stores:
         Raises:
             ConfigError, StoreError: as `Store.open`.
         """
-        return self._held(url) or self._keep(url, _open(Registration(url), None))
+        return self._held(url) or self._keep(url, _open(Registration(url), None, self._identity(url)))
 
     def of(self, place: StorePlace) -> Store:
         """What holds ``<project>/<run>/`` of a project, by the role that is registered, and by no other credentials.
@@ -38,7 +44,8 @@ class Stores:
         Raises:
             ConfigError, StoreError: as `Store.open`.
         """
-        return self._held(place) or self._keep(place, open_place(place))
+        held = self._held(place)
+        return held or self._keep(place, open_place(place, self._identity(place.registration.url)))
 
     def of_run(self, place: StorePlace, run: str) -> Store:
         """The store seen from a run.
@@ -48,6 +55,10 @@ class Stores:
             ConfigError, StoreError: as `Store.open`.
         """
         return self.of(place).child(run_prefix(place.project, run))
+
+    def _identity(self, url: str) -> StoreIdentity:
+        with self._lock:
+            return self._identities.setdefault(url, StoreIdentity())
 
     def _held(self, key: StorePlace | str) -> Store | None:
         with self._lock:
@@ -64,27 +75,34 @@ class Stores:
             return held
 
 
-def open_place(place: StorePlace) -> Store:
+def open_place(place: StorePlace, identity: StoreIdentity | None = None) -> Store:
     """Open what holds ``<project>/<run>/`` of a project.
 
+    Args:
+        place: of the project.
+        identity: of the store, where it is a folder.
+
     Raises:
-        ConfigError, StoreError: as `Store.open`.
+        ConfigError, StoreError: as `Store.open`, or the endpoint is never connected to (`check_endpoint`).
     """
     registered = place.registration
+    check_endpoint(registered.endpoint, must_resolve=True)
     credentials = None
     if registered.role_arn:
         name = f"watchstep-{place.project}"
         credentials = RoleCredentials(registered, project_policy(place), name)
-    opened = _open(registered, credentials)
+    opened = _open(registered, credentials, identity)
     return opened.child(place.prefix) if place.prefix else opened
 
 
-def _open(registered: Registration, credentials: RoleCredentials | None) -> Store:
+def _open(
+    registered: Registration, credentials: RoleCredentials | None, identity: StoreIdentity | None
+) -> Store:
     access = None
     if registered.role_arn or registered.region or registered.endpoint:
         # The session may list the project only: what is not there is refused, as if it were forbidden.
         access = S3Access(
             credentials, registered.region, registered.endpoint, hides_missing=credentials is not None
         )
-    opened = Store.open(registered.url, access=None if registered.is_local else access)
-    return ConfinedFolder(Path(opened.location)) if opened.is_local else opened
+    opened = Store.open(registered.url, access=None if registered.is_local else access, identity=identity)
+    return ConfinedFolder(Path(opened.location), identity=identity) if opened.is_local else opened

@@ -16,6 +16,7 @@ from watchstep_services.database.upsert import insert_missing
 from watchstep_services.estimator import backends_file, local
 from watchstep_services.estimator.backend import OVER
 from watchstep_services.estimator.kinds import IN_SERVICE, checked_settings
+from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.tenancy.conflict import ConflictError
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
@@ -156,4 +157,6 @@ def _checked_settings(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"backend kind {kind!r} is not known to a service", f"use one of: {', '.join(sorted(IN_SERVICE))}"
         )
-    return checked_settings(kind, settings)
+    checked = checked_settings(kind, settings)
+    check_endpoint(str(checked.get("address", "")))  # of a Ray cluster
+    return checked

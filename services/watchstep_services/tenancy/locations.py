@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from watchstep.errors import ConfigError
 from watchstep.layout import check_name
 from watchstep.store import checked_scheme
+from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.stores.place import Registration, StorePlace
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -44,6 +45,7 @@ def checked(registration: Registration, local_stores: Path | None) -> Registrati
     else:
         url = _checked_bucket(registration.url, scheme)
     _check_access(registration)
+    check_endpoint(registration.endpoint)
     return replace(registration, url=url)
 
 

@@ -22,7 +22,7 @@ from watchstep_rules.backtesting.backtest import Order, Outcome, backtest, backt
 from watchstep_rules.config import RuleConfig
 
 CONFIGS = (
-    RuleConfig(rule="nan_or_inf"),
+    RuleConfig(rule="non_finite_values", params={"allow_infinity_in": []}),
     RuleConfig(rule="exploding_gradient", params={"growth": 1.5, "warmup": 3, "window": 3}),
     RuleConfig(rule="vanishing_gradient", params={"threshold": 10.0, "relative": 0.9}),
 )

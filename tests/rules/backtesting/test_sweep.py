@@ -7,7 +7,7 @@ from watchstep_rules.backtesting.sweep import parse_sweep, variations
 from watchstep_rules.config import Hold, RuleConfig
 
 CONFIGS = (
-    RuleConfig(rule="nan_or_inf", inhibits=("vanishing_gradient",)),
+    RuleConfig(rule="non_finite_values", inhibits=("vanishing_gradient",)),
     RuleConfig(rule="vanishing_gradient", hold=Hold(steps=5)),
     RuleConfig(rule="exploding_gradient", name="explosion", params={"window": 30}),
     RuleConfig(rule="oscillating_loss"),
@@ -27,7 +27,7 @@ def values(text: str) -> list[object]:
         ("explosion.window=10:40:4", [10, 20, 30, 40]),
         ("explosion.window=29:31:9", [29, 30, 31]),
         ("explosion.growth=100:2:2", [2.0, 100.0]),
-        ("nan_or_inf.only_nan=true", [False, True]),
+        ("non_finite_values.only_nan=true", [False, True]),
         ("vanishing_gradient.for=1,2", [1, 2, 5]),
     ],
 )
@@ -81,7 +81,11 @@ def test_several_sweeps_make_a_grid_of_what_is_needed() -> None:
     assert len(grid) == 3 * 2
     assert [held.current for held in grid].count(True) == 1
     first = grid[0]
-    assert [config.name for config in first.configs] == ["nan_or_inf", "vanishing_gradient", "explosion"]
+    assert [config.name for config in first.configs] == [
+        "non_finite_values",
+        "vanishing_gradient",
+        "explosion",
+    ]
     assert first.judged == {"vanishing_gradient", "explosion"}
     assert [config.params for config in first.configs] == [
         {},

@@ -18,7 +18,7 @@ from watchstep_rules.judging.inhibition import MOST_INTERVALS, Told, circles, in
 from watchstep_rules.judging.judge import Progress, RuleMemory, judge
 from watchstep_rules.judging.revision import as_told
 
-SOURCE = RuleConfig(rule="nan_or_inf", inhibits=("target",))
+SOURCE = RuleConfig(rule="non_finite_values", inhibits=("target",))
 TARGET = RuleConfig(rule="overfit", name="target")
 Life = Sequence[tuple[int, int | None]]
 """Steps at which an alert fired, and was resolved."""
@@ -61,20 +61,20 @@ def followed(
     ("source", "target", "told"),
     [
         ([], [(3, 7)], [(3, "firing", ""), (7, "resolved", "")]),
-        ([(2, 9)], [(3, 7)], [(3, "firing", "nan_or_inf"), (7, "resolved", "nan_or_inf")]),
-        ([(2, 5)], [(3, 7)], [(3, "firing", "nan_or_inf"), (5, "firing", ""), (7, "resolved", "")]),
-        ([(3, 7)], [(3, 7)], [(3, "firing", "nan_or_inf"), (7, "resolved", "nan_or_inf")]),
+        ([(2, 9)], [(3, 7)], [(3, "firing", "non_finite_values"), (7, "resolved", "non_finite_values")]),
+        ([(2, 5)], [(3, 7)], [(3, "firing", "non_finite_values"), (5, "firing", ""), (7, "resolved", "")]),
+        ([(3, 7)], [(3, 7)], [(3, "firing", "non_finite_values"), (7, "resolved", "non_finite_values")]),
         ([(4, 9)], [(3, 7)], [(3, "firing", ""), (7, "resolved", "")]),
-        ([(2, None)], [(3, None)], [(3, "firing", "nan_or_inf")]),
-        ([(2, 12)], [(3, None)], [(3, "firing", "nan_or_inf"), (12, "firing", "")]),
-        ([(2, 5), (5, 9)], [(3, None)], [(3, "firing", "nan_or_inf"), (9, "firing", "")]),
-        ([(2, 5), (8, 9)], [(3, None)], [(3, "firing", "nan_or_inf"), (5, "firing", "")]),
+        ([(2, None)], [(3, None)], [(3, "firing", "non_finite_values")]),
+        ([(2, 12)], [(3, None)], [(3, "firing", "non_finite_values"), (12, "firing", "")]),
+        ([(2, 5), (5, 9)], [(3, None)], [(3, "firing", "non_finite_values"), (9, "firing", "")]),
+        ([(2, 5), (8, 9)], [(3, None)], [(3, "firing", "non_finite_values"), (5, "firing", "")]),
         (
             [(2, 4)],
             [(3, 4), (5, 6)],
             [
-                (3, "firing", "nan_or_inf"),
-                (4, "resolved", "nan_or_inf"),
+                (3, "firing", "non_finite_values"),
+                (4, "resolved", "non_finite_values"),
                 (5, "firing", ""),
                 (6, "resolved", ""),
             ],
@@ -100,8 +100,8 @@ lives = st.lists(st.integers(0, 30), unique=True, max_size=8).map(
 def test_it_does_not_matter_when_steps_are_sealed(
     first: Any, second: Any, third: Any, data: st.DataObject
 ) -> None:
-    one = RuleConfig(rule="nan_or_inf", inhibits=("target",))
-    other = RuleConfig(rule="oscillating_loss", inhibits=("target", "nan_or_inf"))
+    one = RuleConfig(rule="non_finite_values", inhibits=("target",))
+    other = RuleConfig(rule="oscillating_loss", inhibits=("target", "non_finite_values"))
     everything = [(one, first), (other, second), (TARGET, third)]
     seals = sorted(data.draw(st.sets(st.integers(0, 30), max_size=6)) | {31})
     said, memories = followed(everything, seals, data.draw(st.integers(0, 5)))
@@ -122,15 +122,19 @@ def config(rule: str, **more: Any) -> RuleConfig:
 @pytest.mark.parametrize(
     ("configs", "edges"),
     [
-        ([config("nan_or_inf", inhibits=("overfit",)), config("overfit")], [(0, 1)]),
-        ([config("overfit"), config("nan_or_inf", inhibits=("overfit",))], [(1, 0)]),
-        ([config("nan_or_inf", inhibits=("overfit",)), config("overfit", name="late")], [(0, 1)]),
+        ([config("non_finite_values", inhibits=("overfit",)), config("overfit")], [(0, 1)]),
+        ([config("overfit"), config("non_finite_values", inhibits=("overfit",))], [(1, 0)]),
+        ([config("non_finite_values", inhibits=("overfit",)), config("overfit", name="late")], [(0, 1)]),
         (
-            [config("nan_or_inf", inhibits=("late",)), config("overfit", name="late"), config("overfit")],
+            [
+                config("non_finite_values", inhibits=("late",)),
+                config("overfit", name="late"),
+                config("overfit"),
+            ],
             [(0, 1)],
         ),
-        ([config("nan_or_inf", inhibits=("overfit",), dry_run=True), config("overfit")], []),
-        ([config("overfit", inhibits=("nan_or_inf",)), config("nan_or_inf")], []),
+        ([config("non_finite_values", inhibits=("overfit",), dry_run=True), config("overfit")], []),
+        ([config("overfit", inhibits=("non_finite_values",)), config("non_finite_values")], []),
         ([config("overfit", inhibits=("stalled_training",)), config("stalled_training")], []),
         ([config("overfit", inhibits=("overfit",))], []),
         ([config("overfit", inhibits=("overfit",)), config("overfit", name="b")], [(0, 1)]),
@@ -174,7 +178,7 @@ def test_what_is_kept_of_a_source_is_bounded() -> None:
 
 
 CONFIGS = (
-    RuleConfig(rule="nan_or_inf", inhibits=("exploding_gradient", "loud")),
+    RuleConfig(rule="non_finite_values", inhibits=("exploding_gradient", "loud")),
     RuleConfig(
         rule="exploding_gradient",
         params={"growth": 1.5, "window": 3, "warmup": 3},

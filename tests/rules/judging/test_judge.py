@@ -32,7 +32,7 @@ from watchstep_rules.judging.alert_memory import Phase
 from watchstep_rules.judging.judge import Health, Progress, RuleMemory, judge
 from watchstep_rules.registry import RULES
 
-NAN = RuleConfig(rule="nan_or_inf")
+NAN = RuleConfig(rule="non_finite_values")
 GRADIENT = gradient("a")
 
 
@@ -260,7 +260,7 @@ def test_whatever_fails_of_a_rule_config_is_its_own_health(
 
 def test_no_time_is_too_long_for_a_streak() -> None:
     longest = {"steps": 10**9, "seconds": 30 * 86400}
-    config = RuleConfig.model_validate({"rule": "nan_or_inf", "for": longest, "keep_firing": longest})
+    config = RuleConfig.model_validate({"rule": "non_finite_values", "for": longest, "keep_firing": longest})
     said = all_at_once(config, in_steps(norms("a", [1.0, math.nan, math.nan])))
     assert said.memory.health is Health.OK
     assert len(said.findings) == 2

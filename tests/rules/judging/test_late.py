@@ -44,7 +44,7 @@ class Rank:
 
 def lasting(hold: int, keep: int) -> RuleConfig:
     return RuleConfig.model_validate(
-        {"rule": "nan_or_inf", "for": {"steps": hold}, "keep_firing": {"steps": keep}}
+        {"rule": "non_finite_values", "for": {"steps": hold}, "keep_firing": {"steps": keep}}
     )
 
 

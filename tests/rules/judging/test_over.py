@@ -17,7 +17,7 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.alert_memory import Phase
 from watchstep_rules.judging.judge import RuleMemory
 
-NAN = RuleConfig(rule="nan_or_inf")
+NAN = RuleConfig(rule="non_finite_values")
 LOSS = tensor("loss", "losses", role="loss", shape=())
 STEPS = 10
 LAST = Seal(STEPS - 1)
@@ -32,7 +32,7 @@ def rank(worker: int, bad: frozenset[int], steps: Sequence[int] = range(STEPS)) 
 
 def lasting(steps: int) -> RuleConfig:
     return RuleConfig.model_validate(
-        {"rule": "nan_or_inf", "for": {"steps": steps}, "keep_firing": {"steps": steps}}
+        {"rule": "non_finite_values", "for": {"steps": steps}, "keep_firing": {"steps": steps}}
     )
 
 

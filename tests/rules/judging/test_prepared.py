@@ -13,7 +13,7 @@ from watchstep_rules.judging.shards import merge_shards
 
 GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
 LOSSES = RuleConfig(rule="overfit", tensors=TensorScope(exclude="val"))
-NAN = RuleConfig(rule="nan_or_inf")
+NAN = RuleConfig(rule="non_finite_values")
 
 
 def in_scope(config: RuleConfig, block: Block) -> Block:

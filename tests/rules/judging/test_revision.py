@@ -23,7 +23,7 @@ from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.inhibition import Told, inhibit
 from watchstep_rules.judging.revision import as_told
 
-NAN = RuleConfig(rule="nan_or_inf")
+NAN = RuleConfig(rule="non_finite_values")
 OUTPUT = tensor("0:output", "activations", role="output")
 LOSS = tensor("loss", "losses", role="loss", shape=())
 GRADIENT = gradient("0")
@@ -140,7 +140,7 @@ def test_revisions_neither_lengthen_nor_end_what_a_rule_keeps_quiet() -> None:
     def change(step: int, worker: int, *, revised: bool = False) -> Transition:
         return Transition(Phase.FIRING, step, found(worker), step, 0, revised=revised)
 
-    source = RuleConfig(rule="nan_or_inf", inhibits=("target",))
+    source = RuleConfig(rule="non_finite_values", inhibits=("target",))
     target = RuleConfig(rule="overfit", name="target")
     memory = all_at_once(NAN, REDUCED.block).memory.alert
     told = inhibit(
@@ -151,7 +151,7 @@ def test_revisions_neither_lengthen_nor_end_what_a_rule_keeps_quiet() -> None:
         9,
     )
     assert len(told[0].memory.fired) == 1
-    assert [one.inhibited_by for one in told[1].transitions] == ["nan_or_inf", "nan_or_inf"]
+    assert [one.inhibited_by for one in told[1].transitions] == ["non_finite_values", "non_finite_values"]
     assert as_told(told[1].transitions) == [
-        Transition(Phase.FIRING, 4, found(0), 4, 0, inhibited_by="nan_or_inf")
+        Transition(Phase.FIRING, 4, found(0), 4, 0, inhibited_by="non_finite_values")
     ]

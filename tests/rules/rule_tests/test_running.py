@@ -23,7 +23,7 @@ rules:
     for: {steps: 5}
     severity: critical
     actions: [stop]
-  - rule: nan_or_inf
+  - rule: non_finite_values
   - rule: all_zero
     name: loud
     tensors: {include: "none"}
@@ -66,7 +66,7 @@ def told(folder: Path, expected: str) -> str:
         "rule: vanishing_gradient, fires_at: [100, 110], resolved_at: [120, 130], stops: true",
         "rule: vanishing_gradient, tensor: 'fc1.weight:gradient', worker: 0, mode: train, message: fc1",
         "rule: vanishing_gradient, not: true, tensor: 'fc2.weight:gradient'",
-        "rule: nan_or_inf, not: true, stops: false, health: ok",
+        "rule: non_finite_values, not: true, stops: false, health: ok",
         "rule: loud, not: true",
     ],
 )
@@ -106,8 +106,12 @@ def test_what_differs_is_told_beside_what_was_expected(folder: Path, expected: s
 
 
 def test_an_alert_that_does_not_fire_is_told(folder: Path) -> None:
-    assert "+ got:      does not fire (0 findings, severity warning)" in told(folder, "rule: nan_or_inf")
-    assert "no rule config; there are loud, nan_or_inf, vanishing_gradient" in told(folder, "rule: missing")
+    assert "+ got:      does not fire (0 findings, severity warning)" in told(
+        folder, "rule: non_finite_values"
+    )
+    assert "no rule config; there are loud, non_finite_values, vanishing_gradient" in told(
+        folder, "rule: missing"
+    )
 
 
 def test_others_may_have_to_be_silent(folder: Path) -> None:
@@ -116,7 +120,7 @@ def test_others_may_have_to_be_silent(folder: Path) -> None:
 
 
 def test_the_default_rules_are_tested_where_no_file_is_named(folder: Path) -> None:
-    tests = "\n  - {name: loss is lost, series: [{tensor: loss, values: 3x5 NaNx2}], expect: [{rule: nan_or_inf, fires_at: 5, stops: true}]}"
+    tests = "\n  - {name: loss is lost, series: [{tensor: loss, values: 3x5 NaNx60}], expect: [{rule: nan_or_inf, fires_at: 54, stops: true}]}"
     (found,) = results(folder, tests, head="")
     assert found.passed
 
@@ -138,10 +142,10 @@ def test_a_rule_that_fails_is_told(folder: Path) -> None:
 def test_a_rule_that_fails_unexpectedly_fails_the_test_that_does_not_name_it(folder: Path) -> None:
     query = "SELECT tensor FROM statistics WHERE tensor::INTEGER > 0"
     (folder / "rules.yaml").write_text(
-        f'rules: [{{rule: nan_or_inf}}, {{rule: sql, name: bad, params: {{query: "{query}"}}}}]',
+        f'rules: [{{rule: non_finite_values}}, {{rule: sql, name: bad, params: {{query: "{query}"}}}}]',
         encoding="utf-8",
     )
-    tests = "\n  - {name: a, series: [{tensor: loss, values: 3}], expect: [{rule: nan_or_inf, not: true}%s]}"
+    tests = "\n  - {name: a, series: [{tensor: loss, values: 3}], expect: [{rule: non_finite_values, not: true}%s]}"
     (found,) = results(folder, tests % "")
     (difference,) = found.differences
     assert (difference.rule, difference.expected) == ("bad", "can be evaluated")
@@ -170,7 +174,7 @@ def test_a_recorded_run_is_judged_as_well(folder: Path) -> None:
   - name: last night
     run: store/vision/night
     expect:
-      - {rule: nan_or_inf, fires_at: 7, tensor: loss, resolved_at: never}
+      - {rule: non_finite_values, fires_at: 7, tensor: loss, resolved_at: never}
       - {rule: loud, health: no_data}
 """
     (found,) = results(folder, tests)
@@ -199,7 +203,7 @@ def test_junit(folder: Path) -> None:
         STARVES
         + FIRES
         + """
-  - {name: "loss\\u0001", series: [{tensor: loss, values: 3}], expect: [{rule: nan_or_inf}]}
+  - {name: "loss\\u0001", series: [{tensor: loss, values: 3}], expect: [{rule: non_finite_values}]}
   - {name: bad, series: [{tensor: loss, figure: std, values: 3}], expect: []}
 """
     )

@@ -15,6 +15,7 @@ from tests.rules.sandbox.programs import attack
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.judge import Health
 from watchstep_rules.sandbox import process
+from watchstep_rules.sql_rule import QUERIES_CHECKED
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIA-not-for-rules",
@@ -111,7 +112,7 @@ def test_that_program_would_find_one(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_query_that_asks_for_one_is_refused(secrets: None, query: str) -> None:
     with pytest.raises(ValidationError) as refused:
-        RuleConfig(rule="sql", params={"query": query})
+        RuleConfig.model_validate({"rule": "sql", "params": {"query": query}}, context=QUERIES_CHECKED)
     (error,) = refused.value.errors()
     assert error["loc"] == ("params", "query")
     assert MARK not in str(error["msg"])

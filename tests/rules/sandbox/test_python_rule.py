@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
+import select
 import signal
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.rules.runs import Event, Rows, Seal, all_at_once, follow, in_steps, norms, runs, splits, steps_of
+from tests.rules.runs import (
+    Event,
+    Rows,
+    Said,
+    Seal,
+    all_at_once,
+    follow,
+    in_steps,
+    norms,
+    runs,
+    splits,
+    steps_of,
+)
 from tests.rules.sandbox.programs import HEAD, LOUD, python
 from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, RuleError
@@ -23,7 +40,7 @@ from watchstep_rules.contract import Needs
 from watchstep_rules.judging.judge import Health
 from watchstep_rules.sandbox import isolation, pool
 from watchstep_rules.sandbox.isolation import Isolation, why_not
-from watchstep_rules.sandbox.pool import Pool
+from watchstep_rules.sandbox.pool import BusyError, Pool, on_behalf_of
 from watchstep_rules.sandbox.process import Child, DeadError, Program
 
 ROWS = in_steps(norms("first", [1.0, 3.0, 9.0, 1.0]), norms("second", [1.0, 1.0, 1.0, 9.0]))
@@ -287,6 +304,21 @@ def test_one_that_dies_again_and_again_waits_longer_each_time(monkeypatch: pytes
         now[0] += 0.2
 
 
+def test_a_death_for_one_project_delays_no_other_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_now", lambda: 1000.0)
+    pool_ = Pool()
+
+    def attempt(project: str) -> None:
+        with on_behalf_of(project), pool_.child(program("exits.py", HEAD + "os._exit(7)"), culprit="query"):
+            pass
+
+    for project in ("a", "b"):
+        with pytest.raises(DeadError, match=r"its process ended with 7(?!;)"):
+            attempt(project)
+    with pytest.raises(DeadError, match="started again in"):
+        attempt("a")
+
+
 def test_only_some_children_wait() -> None:
     pool_ = Pool()
     made: list[Child] = []
@@ -318,3 +350,161 @@ def test_one_that_cannot_be_loaded_is_not_tried_at_once_again() -> None:
     for says in ("no class 'Loud'", "started again in"):
         with pytest.raises(DeadError, match=says), pool_.child(program("empty.py", "x = 1")):
             pass
+
+
+LARGE = (
+    HEAD
+    + """
+class TakeParams(Params):
+    body: str
+
+
+class Take(Rule[TakeParams, State]):
+    name, summary, merge, needs = "take", "takes memory", "sealed", Needs(collections=())
+    params_type, state_type = TakeParams, State
+
+    def evaluate(self, params, state, context, block, now):
+        names = dict(globals())
+        exec(params.body, names)
+        return state, []
+"""
+)
+
+
+def take(body: str, memory_mb: int) -> Said:
+    return all_at_once(python(LARGE, "Take", params={"body": body}, memory_mb=memory_mb), ROWS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say how much is in use")
+def test_the_bound_on_memory_is_what_it_says() -> None:
+    assert take("held = bytearray(32 << 20)", 64).memory.health is Health.OK
+    for body in ("held = bytearray(80 << 20)", "held = np.ones(10 << 20)"):
+        said = take(body, 64)
+        assert (said.memory.health, "MemoryError" in said.memory.problem) == (Health.ERROR, True), body
+    assert take("held = bytearray(200 << 20)", 256).memory.health is Health.OK
+
+
+def test_a_rule_that_asks_for_more_memory_than_the_service_gives_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool.POOL, "memory_mb", 128)
+    said = take("held = 1", 256)
+    assert said.memory.health is Health.ERROR
+    assert "memory_mb = 256, over the 128 MiB that a rule may have here" in said.memory.problem
+    assert "WATCHSTEP_RULE_MEMORY_MB" in said.memory.problem
+    assert take("held = 1", 128).memory.health is Health.OK
+
+
+FLOOD = """
+from watchstep_rules.sandbox.frames import _HEAD
+text = b'{"document": {"state": {"x": [' + b"[]," * (10 << 20) + b'[]]}, "version": 1}}'
+data = memoryview(_HEAD.pack(len(text), 0) + text)
+for number in range(3, 12):
+    try:
+        while data:
+            data = data[os.write(number, data):]
+    except OSError:
+        pass
+"""
+
+
+def test_a_long_reply_costs_the_parent_no_memory() -> None:
+    """30 MB of JSON that are 857 MiB when they are parsed."""
+    calm = take("pass", 512)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = take(FLOOD, 512)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 * 1024  # KiB
+    assert calm.memory.health is Health.OK
+    assert "over the limit" in said.memory.problem
+
+
+def test_many_findings_with_long_messages_come_through() -> None:
+    rows = concatenate([replace(ROWS, worker=ROWS.worker + worker) for worker in range(500)])
+    source = LOUD.replace('merge = "sealed"', 'merge = "per_worker"').replace(
+        " is loud", " is " + "loud" * 100
+    )
+    said = all_at_once(python(source, "Loud", params={"threshold": -1.0, "over": 1}, seconds=120), rows)
+    assert said.memory.health is Health.OK, said.memory.problem
+    assert len(said.findings) == len(rows)
+    assert {len(finding.message) for finding in said.findings} <= {len(FIRST) + 404, len(SECOND) + 404}
+
+
+def test_only_so_many_children_work_at_once() -> None:
+    pool_ = Pool({"rules": 2, "checks": 1, "queries": 1})
+    entered = threading.Event()
+
+    def third() -> Child:
+        entered.set()
+        with pool_.child(program("third.py")) as child:
+            return child
+
+    with ThreadPoolExecutor(1) as threads:
+        with pool_.child(program("first.py")) as first, pool_.child(program("second.py")) as second:
+            waiting = threads.submit(third)
+            assert entered.wait(60)
+            with pool_.child(program("first.py"), "queries") as query:  # a share of its own
+                refused = "all 1 processes for queries are at work"
+                with pytest.raises(BusyError, match=refused), pool_.child(program("first.py"), "queries"):
+                    pass
+            assert len({child.pid for child in (first, second, query)}) == 3
+            assert not waiting.done()
+        assert waiting.result(60).program == program("third.py")
+    pool_.close()
+
+
+ORPHANED = """
+import sys
+from watchstep_rules.sandbox.pool import POOL
+from watchstep_rules.sandbox.process import Program
+
+source = "import time" + chr(10) + "while True: pass"
+import threading
+from watchstep_rules.sandbox import process
+
+real = process.Child._confined
+
+def confined(self):
+    isolation = real(self)
+    print(self.pid, flush=True)
+    return isolation
+
+process.Child._confined = confined
+process._LOAD_SECONDS = 600.0
+
+def start():
+    with POOL.child(Program("X", "x.py", source, "", 512)):
+        pass
+
+threading.Thread(target=start).start()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_children_die_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANED], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            poll = select.poll()
+            poll.register(child, select.POLLIN)
+            assert poll.poll(0) == []
+            parent.kill()
+            assert poll.poll(60_000) != []
+        finally:
+            os.close(child)
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it() -> None:
+    pool_ = Pool()
+    pids: list[int] = []
+
+    def ask() -> None:
+        with pool_.child(program("thread.py")) as child:
+            pids.append(child.pid)
+
+    for _ in range(2):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert pids[0] == pids[1]
+    pool_.close()

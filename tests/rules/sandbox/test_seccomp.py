@@ -21,11 +21,13 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
-def run(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+def run(
+    machine: str, number: int, *arguments: int, architecture: int | None = None, threads: bool = True
+) -> int:
     """What the filter answers to a call by process 77."""
     here = ARCHITECTURES[machine]
     data = struct.pack("<iIQ6Q", number, architecture or here, 0, *arguments, *[0] * (6 - len(arguments)))
-    steps, place, held = seccomp.program(here, 77), 0, 0
+    steps, place, held = seccomp.program(here, 77, threads=threads), 0, 0
     while True:
         step = steps[place]
         place += 1
@@ -76,15 +78,18 @@ def test_another_architecture_ends_the_process(machine: str) -> None:
 
 
 def test_files_are_opened_to_be_read_only(machine: str) -> None:
-    for flags in (os.O_RDONLY, os.O_CLOEXEC, os.O_DIRECTORY, os.O_PATH, os.O_NONBLOCK):
+    for flags in (os.O_RDONLY, os.O_CLOEXEC, os.O_DIRECTORY, os.O_NONBLOCK):
         assert call(machine, "openat", 0, 0, flags) == ALLOWED
-    for flags in (os.O_WRONLY, os.O_RDWR, 3, os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_TMPFILE):
+    for flags in (os.O_WRONLY, os.O_RDWR, 3, os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_TMPFILE, os.O_PATH):
         assert call(machine, "openat", 0, 0, flags | os.O_CLOEXEC) == REFUSED
 
 
 def test_threads_but_no_processes(machine: str) -> None:
     assert call(machine, "clone", 0x003D0F00) == ALLOWED  # as a C library starts a thread
     assert call(machine, "clone", 17) == REFUSED  # as it forks
+    clone = syscalls.number("clone")
+    assert clone is not None
+    assert word(run(machine, clone, 0x003D0F00, threads=False)) == REFUSED
     for name in ("clone3", "openat2"):
         assert call(machine, name) == str(0x00050000 | errno.ENOSYS)
 

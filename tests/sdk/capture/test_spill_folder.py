@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from watchstep.capture.identity import Identity
 from watchstep.capture.outgoing import Outgoing, Place
-from watchstep.capture.spill import spill_root
-from watchstep.capture.spill_folder import About, SpillFolder
+from watchstep.capture.spill import spill_roots
+from watchstep.capture.spill_folder import About, Spilled, SpillFolder
+from watchstep.capture.sync import named_spill_folders, spill_folders, sync
 from watchstep.documents import AttemptDocument, EndDocument, RunDocument
 from watchstep.errors import FormatError
 from watchstep.layout import WriterId
@@ -101,16 +102,132 @@ def test_a_root_that_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="another user"):
         SpillFolder.make(root, "r", ABOUT)
     root.chmod(0o1777)
+    with pytest.raises(PermissionError, match="another user"):
+        SpillFolder.make(root, "r", ABOUT)
+    os.chown(root, 0, 0)
     SpillFolder.make(root, "r", ABOUT)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_folders_of_other_users_are_not_uploaded(tmp_path: Path) -> None:
+    made = SpillFolder.make(tmp_path, "r", ABOUT)
+    made.let_go()
+    assert spill_folders(tmp_path) == [made.path]
+    os.chown(made.path, 12345, 12345)
+    assert spill_folders(tmp_path) == []
+
+
+def test_a_root_that_looks_like_a_spill_folder_is_none_unless_it_is_named(tmp_path: Path) -> None:
+    made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    made.let_go()
+    within = SpillFolder.make(made.path, "r", ABOUT)
+    within.let_go()
+    assert spill_folders(made.path) == [within.path]
+    assert named_spill_folders(made.path) == [made.path]
+    assert named_spill_folders(made.path.parent) == [made.path]
+
+
+def test_a_folder_that_others_may_write_to_is_not_uploaded(tmp_path: Path) -> None:
+    made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    made.let_go()
+    made.path.chmod(0o777)
+    assert named_spill_folders(made.path) == [made.path]
+    assert "not this user's alone" in sync(made.path).why
+    within = SpillFolder.make(tmp_path, "r", ABOUT)
+    within.let_go()
+    within.path.rename(made.path / "within")
+    assert named_spill_folders(made.path) == [made.path / "within"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_named_folder_of_another_user_is_not_uploaded(tmp_path: Path) -> None:
+    made = SpillFolder.make(tmp_path, "r", ABOUT)
+    made.let_go()
+    os.chown(made.path, 65534, 65534)
+    assert named_spill_folders(made.path) == [made.path]
+    assert "owner 65534" in sync(made.path).why
+    assert sorted(entry.name for entry in made.path.iterdir()) == ["lock", "spill.json"]
+
+
+def test_a_link_to_a_spill_folder_is_not_one(tmp_path: Path) -> None:
+    made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    made.let_go()
+    link = tmp_path / "link"
+    link.symlink_to(made.path)
+    assert spill_folders(tmp_path) == []
+    assert "cannot be opened" in sync(link).why
+
+
+def test_an_object_exchanged_for_a_link_after_the_listing_is_not_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("of this user alone")
+    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    (entry,) = folder.entries()
+    (folder.path / entry.name).unlink()
+    (folder.path / entry.name).symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic links"):
+        folder.read(entry)
+
+
+def test_a_folder_exchanged_for_a_link_is_not_read_or_written(tmp_path: Path) -> None:
+    folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
+    spilled = folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    folder.path.rename(tmp_path / "elsewhere")
+    folder.path.symlink_to(tmp_path / "elsewhere")
+    for use in (
+        folder.entries,
+        lambda: folder.read(spilled),
+        lambda: folder.drop(spilled.name),
+        lambda: folder.describe(ABOUT),
+    ):
+        with pytest.raises(NotADirectoryError):
+            use()
+    assert (tmp_path / "elsewhere" / spilled.name).read_bytes() == b"x"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("name", ["spill.json", "end.json", "lock", "0000000000-segment-0-0-0-1"])
+def test_a_file_of_another_user_is_not_used(tmp_path: Path, name: str) -> None:
+    folder = SpillFolder.make(tmp_path, "r", ABOUT)
+    spilled = folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    assert (folder.path / "0000000000-segment-0-0-0-1").is_file()
+    folder.add_end(END)
+    folder.let_go()
+    os.chown(folder.path / name, 65534, 65534)
+    with pytest.raises((PermissionError, FormatError), match="65534"):
+        _use(folder.path, spilled)
+
+
+@pytest.mark.parametrize("name", ["spill.json", "end.json", "lock", "0000000000-segment-0-0-0-1"])
+def test_a_file_that_others_may_write_to_is_not_used(tmp_path: Path, name: str) -> None:
+    folder = SpillFolder.make(tmp_path, "r", ABOUT)
+    spilled = folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    folder.add_end(END)
+    folder.let_go()
+    (folder.path / name).chmod(0o666)
+    with pytest.raises((PermissionError, FormatError), match="mode 0666"):
+        _use(folder.path, spilled)
+
+
+def _use(path: Path, spilled: Spilled) -> None:
+    taken = SpillFolder.take(path)
+    assert taken is not None
+    try:
+        taken.about()
+        taken.end()
+        taken.read(spilled)
+    finally:
+        taken.let_go()
+
+
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spill_root() == Path(os.environ["WATCHSTEP_SPILL"])
+    assert spill_roots() == [Path(os.environ["WATCHSTEP_SPILL"])]
     monkeypatch.delenv("WATCHSTEP_SPILL")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert spill_root() == tmp_path / "watchstep" / "spill"
+    assert spill_roots()[0] == tmp_path / "watchstep" / "spill"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert spill_root() == tmp_path / ".cache" / "watchstep" / "spill"
+    assert spill_roots()[0] == tmp_path / ".cache" / "watchstep" / "spill"
     monkeypatch.setenv("HOME", "/nowhere")
-    assert spill_root().name == f"watchstep-spill-{os.getuid()}"
+    assert spill_roots()[0].name == f"watchstep-spill-{os.getuid()}"

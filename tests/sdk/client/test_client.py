@@ -16,11 +16,11 @@ from tests.services.api.serving import serving
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
 from watchstep.client import Client
-from watchstep.client.transport import RefusedError
 from watchstep.errors import ConfigError, NotFoundError, ServiceError
 from watchstep.layout import SnapshotKey
 from watchstep.reading.run import open_run
 from watchstep.store import Store
+from watchstep.transport import RefusedError
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.tokens import create_token
@@ -80,10 +80,12 @@ def test_runs_and_what_is_known_of_them(client: Client) -> None:
     run = client.run("run-1")
     assert (run.info.project, run.info.last_step, run.info.alerts["firing"]) == ("vision", 49, 1)
     assert (
-        {rule.name for rule in run.rules} == {rule.name for rule in client.rules("run-1")} >= {"nan_or_inf"}
+        {rule.name for rule in run.rules}
+        == {rule.name for rule in client.rules("run-1")}
+        >= {"non_finite_values"}
     )
     (alert,) = client.alerts(phases=["firing"])
-    assert (alert.run, alert.name, alert.severity) == ("run-1", "nan_or_inf", "critical")
+    assert (alert.run, alert.name, alert.severity) == ("run-1", "non_finite_values", "critical")
     assert list(client.alerts("run-2")) == []
     assert [action.kind for action in client.actions("run-1")] == ["stop"]
     assert "watchstep.alert.firing" in [event.type for event in client.events("run-1")]
@@ -177,7 +179,7 @@ def test_the_command_line_over_it(driven: Driven, url: str, monkeypatch: pytest.
         return done.output
 
     assert "run-1" in said("list", "--project", "vision")
-    assert "nan_or_inf" in said("alerts", "vision/run-1")
+    assert "non_finite_values" in said("alerts", "vision/run-1")
     assert "stop requested" in said("events", "vision/run-1")
     assert '"specversion"' in said("events", "vision/", "--json")
     assert "stop" in said("actions", "vision/run-1")

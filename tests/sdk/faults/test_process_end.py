@@ -149,12 +149,83 @@ def test_sigterm_where_the_program_handles_it_and_goes_on(tmp_path: Path, store:
     assert_all_there(store, "completed", "")
 
 
+RETURNS = """
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+"""
+GOES_ON = """
+record(hook, 10)
+ready()
+while not told:
+    time.sleep(0.01)
+record(hook, 20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "state", "reason"),
+    [
+        ("", 0, "completed", ""),
+        ("raise ValueError('boom')", 1, "failed", "SIGTERM; ValueError: boom"),
+        ("hook.__exit__(SystemExit, SystemExit(0), None)", 0, "completed", ""),
+        ("hook.__exit__(SystemExit, SystemExit(3), None)", 0, "failed", "SIGTERM; SystemExit: 3"),
+    ],
+    ids=["nothing", "exception", "exit-0", "exit-3"],
+)
+def test_sigterm_whose_handler_returns_does_not_say_how_the_program_ended(
+    tmp_path: Path, store: Path, end: str, code: int, state: str, reason: str
+) -> None:
+    with program(tmp_path, GOES_ON + end, BEGINNING + RETURNS + A_HOOK) as started:
+        started.terminate()
+        assert started.wait(60) == code
+    assert_all_there(store, state, reason)
+
+
 def test_sigterm_where_the_program_handles_it_later(tmp_path: Path, store: Path) -> None:
     body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nrecord(hook)\nready()\nwait()\n"
     with program(tmp_path, body) as started:
         started.terminate()
         assert started.wait(60) == 7
+    assert_all_there(store, "failed", "SystemExit: 7")
+
+
+EXITS_BY_ITSELF = {
+    "sys.exit(3)": (3, "SystemExit: 3"),
+    "(lambda: sys.exit(3))()": (3, "SystemExit: 3"),
+    "sys.exit('no data')": (1, "SystemExit: no data"),
+    "exit(4)": (4, "SystemExit: 4"),
+    "sys.exit(0)": (0, ""),
+    "sys.exit()": (0, ""),
+    "try:\n    sys.exit(3)\nexcept SystemExit:\n    pass": (0, ""),
+    "try:\n    sys.exit(3)\nexcept SystemExit:\n    sys.exit()": (0, ""),
+    "threading.Thread(target=sys.exit, args=(3,)).start()": (0, ""),
+    "hook.close()\nsys.exit(3)": (3, ""),
+    "raise SystemExit(3)": (3, ""),  # nothing in the process can tell its code
+}
+
+
+def test_an_exit_that_was_caught_before_further_steps_says_nothing(tmp_path: Path, store: Path) -> None:
+    body = """
+        record(hook, 10)
+        try:
+            sys.exit(2)  # as a parser of arguments does
+        except SystemExit:
+            pass
+        record(hook, 20)
+        ready()
+        raise SystemExit(0)
+        """
+    with program(tmp_path, body) as started:
+        assert started.wait(60) == 0
     assert_all_there(store, "completed", "")
+
+
+@pytest.mark.parametrize("exits", EXITS_BY_ITSELF)
+def test_an_exit_code_says_how_the_program_ended(tmp_path: Path, store: Path, exits: str) -> None:
+    code, reason = EXITS_BY_ITSELF[exits]
+    with program(tmp_path, f"record(hook)\nready()\n{exits}\n") as started:
+        assert started.wait(60) == code
+    assert_all_there(store, "failed" if reason else "completed", reason)
 
 
 def test_sigterm_that_the_program_ignores(tmp_path: Path, store: Path) -> None:
@@ -166,7 +237,7 @@ def test_sigterm_that_the_program_ignores(tmp_path: Path, store: Path) -> None:
 
 
 def test_after_closing_the_process_is_as_it_was_found(tmp_path: Path, store: Path) -> None:
-    beginning = BEGINNING + "leave = os._exit\n" + A_HOOK
+    beginning = BEGINNING + "leave, leave_by_exception = os._exit, sys.exit\n" + A_HOOK
     body = """
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         record(hook)
@@ -174,6 +245,7 @@ def test_after_closing_the_process_is_as_it_was_found(tmp_path: Path, store: Pat
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.set_wakeup_fd(-1) == -1
         assert os._exit is leave
+        assert sys.exit is leave_by_exception
         ready()
         wait()
         """
@@ -233,6 +305,135 @@ def test_sigterm_while_the_interpreter_shuts_down(
         started.terminate()
         assert started.wait(30) == -signal.SIGTERM
     uploaded(stalling, spill_root)
+
+
+ON_CLOSING = """
+def send_while_closing(number):
+    def send():
+        while not hook._ending._writer._closing.is_set():
+            time.sleep(0.001)
+        os.kill(os.getpid(), number)
+    threading.Thread(target=send, daemon=True).start()
+"""
+CLOSES = """
+def close(*_):
+    print("told", flush=True)
+    send_while_closing(signal.SIGTERM)
+    hook.close()
+    sys.exit(3)
+signal.signal(signal.SIGTERM, close)
+"""
+EXITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+A_SLOW_HOOK = SHORT_TERM.removeprefix(BEGINNING)
+in_both_orders = pytest.mark.parametrize("hook_first", [False, True], ids=["handler-first", "hook-first"])
+
+
+def with_handler(handler: str, *, hook_first: bool) -> str:
+    parts = (A_SLOW_HOOK, handler) if hook_first else (handler, A_SLOW_HOOK)
+    return BEGINNING + ON_CLOSING + "".join(parts)
+
+
+@in_both_orders
+def test_a_second_sigterm_while_the_handler_closes_the_hook(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path, *, hook_first: bool
+) -> None:
+    beginning = with_handler(CLOSES, hook_first=hook_first)
+    with program(tmp_path, "record(hook)\nready()\nwait()\n", beginning) as started:
+        assert stalling.met.wait(60)
+        started.terminate()
+        assert started.wait(60) == 3
+        assert started.stdout is not None
+        assert started.stdout.read() == "told\n"
+    (end,) = uploaded(stalling, spill_root)
+    assert end.last_step == STEPS - 1
+
+
+@in_both_orders
+@pytest.mark.parametrize("ending", ["hook.close()", "pass"], ids=["closing", "at-exit"])
+def test_a_second_sigterm_while_the_program_ends_loses_nothing(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path, ending: str, *, hook_first: bool
+) -> None:
+    body = f"""
+        record(hook)
+        try:
+            ready()
+            wait()
+        finally:
+            send_while_closing(signal.SIGTERM)
+            {ending}
+        """
+    with program(tmp_path, body, with_handler(EXITS, hook_first=hook_first)) as started:
+        assert stalling.met.wait(60)
+        started.terminate()
+        assert started.wait(60) == 7
+        assert started.stderr is not None
+        assert "Traceback" not in started.stderr.read()
+    (end,) = uploaded(stalling, spill_root)
+    assert end.last_step == STEPS - 1
+
+
+@in_both_orders
+def test_a_first_sigterm_while_the_hook_is_closed_reaches_the_program_after_it(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path, *, hook_first: bool
+) -> None:
+    body = "record(hook)\nready()\nsend_while_closing(signal.SIGTERM)\nhook.close()\nwait()\n"
+    with program(tmp_path, body, with_handler(EXITS, hook_first=hook_first)) as started:
+        assert started.wait(60) == 7
+    (end,) = uploaded(stalling, spill_root)
+    assert (end.state, end.last_step) == ("completed", STEPS - 1)
+
+
+def test_a_sigterm_while_an_exception_ends_the_program_keeps_its_exit_code(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path
+) -> None:
+    body = "record(hook)\nready()\nsend_while_closing(signal.SIGTERM)\nraise ValueError('boom')\n"
+    with program(tmp_path, body, with_handler(EXITS, hook_first=False)) as started:
+        assert started.wait(60) == 1
+        assert started.stderr is not None
+        assert "ValueError: boom" in started.stderr.read()
+    (end,) = uploaded(stalling, spill_root)
+    assert (end.state, end.reason) == ("failed", "ValueError: boom")
+
+
+@pytest.mark.parametrize("ending", ["hook.close()", "pass"], ids=["closing", "at-exit"])
+def test_a_sigterm_whose_handler_exits_leaves_less_time_than_a_close(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path, ending: str
+) -> None:
+    body = f"""
+        hook.checkpoint_saved("checkpoint", 0)
+        record(hook)
+        try:
+            ready()
+            wait()
+        finally:
+            {ending}
+        """
+    with program(tmp_path, body, with_handler(EXITS, hook_first=False)) as started:
+        assert stalling.met.wait(60)
+        started.terminate()
+        assert started.wait(60) == 7  # closing alone would wait for 600 s
+    (end,) = uploaded(stalling, spill_root)
+    assert end.last_step == STEPS - 1
+
+
+def test_ctrl_c_while_the_hook_is_closed_leaves_the_rest_on_disk(
+    tmp_path: Path, stalling: FaultyS3, spill_root: Path
+) -> None:
+    body = """
+        record(hook)
+        try:
+            ready()
+            wait()
+        finally:
+            send_while_closing(signal.SIGINT)
+            hook.close()
+        """
+    with program(tmp_path, body, BEGINNING + ON_CLOSING + A_SLOW_HOOK) as started:
+        started.send_signal(signal.SIGINT)
+        # On a busy machine the second one may reach Python while it prints the first: then it exits with 1.
+        assert started.wait(60) in {-signal.SIGINT, 1}
+    (end,) = uploaded(stalling, spill_root)
+    assert end.last_step == STEPS - 1
 
 
 def test_os_exit(tmp_path: Path, store: Path) -> None:
@@ -347,10 +548,13 @@ def test_the_folder_of_a_process_that_was_killed_is_free_though_a_child_of_it_li
         record(hook)
         while not hook.health["counts"].get("spilled_objects"):
             time.sleep(0.01)
+        heard, tells = os.pipe()
         if not os.fork():
+            os.write(tells, b"!")  # what it does on being forked is done
             os.closerange(1, 3)
             sys.stdin.read()
             os._exit(0)
+        os.read(heard, 1)
         ready()
         wait()
         """

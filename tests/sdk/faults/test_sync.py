@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.sdk.faults.accounts import STEPS, on_server, spilled, train
 from tests.sdk.faulty_s3 import FaultyS3
 from tests.sdk.training import EVERY_STEP
 from watchstep import Bounds, Hook
+from watchstep.capture.spill_folder import ABOUT, END
 from watchstep.capture.sync import spill_folders, sync
 
 OFFLINE = replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.01, backlog_bytes=1, close_seconds=0.3))
@@ -92,9 +94,9 @@ def test_broken_off_before_anything_was_removed_and_done_again(
 
 def test_a_folder_that_does_not_say_whose_it_is(spill_root: Path) -> None:
     folder = spill_root / "broken"
-    folder.mkdir()
+    folder.mkdir(0o700)
     (folder / "spill.json").write_text("{}")
-    (folder / "lock").touch()
+    (folder / "lock").touch(0o600)
     assert "not of a spill folder" in sync(folder).why
     assert folder.is_dir()
 
@@ -154,3 +156,51 @@ def test_what_another_process_of_the_rank_said_later_is_kept(
     written = {path.split("/")[-2] for path in server.objects if "/stats/" in path}
     assert end.writer in written
     assert len(written) == 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("place", ["", "watchstep-spill-0"])
+def test_what_another_user_planted_in_the_temporary_folder_is_not_uploaded(
+    server: FaultyS3,
+    spill_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    record_offline(server)
+    (folder,) = spill_folders(spill_root)
+    temporary = tmp_path / "temporary"
+    planted = temporary / place
+    planted.mkdir(parents=True)
+    own = Path(shutil.move(folder, temporary / "own"))
+    for file in sorted(own.iterdir()):
+        shutil.copy(file, planted / file.name)
+    for path in (temporary, planted, *(entry for entry in planted.iterdir() if entry.is_file())):
+        os.chown(path, 65534, 65534)
+    names = {entry.name for entry in planted.iterdir()}
+    monkeypatch.delenv("WATCHSTEP_SPILL")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-cache"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert run_sync(str(planted)).returncode == (0 if not place else 1)
+    if place:  # the recorder itself may write its documents late
+        assert not any("/stats/" in path for path in server.objects)
+    done = run_sync()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not own.exists()
+    assert on_server(server).steps == list(range(STEPS))
+    assert {entry.name for entry in planted.iterdir()} == names - {"own"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [ABOUT, END])
+def test_a_named_pipe_in_a_spill_folder_is_refused_without_waiting(
+    tmp_path: Path, spill_root: Path, server: FaultyS3, name: str
+) -> None:
+    server.fault = "unavailable"
+    with Hook(config=replace(OFFLINE, system=None)) as hook:
+        hook.log(loss=1.0)
+    server.fault = "none"
+    (folder,) = spill_folders(spill_root)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert "not a regular file" in sync(folder).why

@@ -88,6 +88,7 @@ def test_one_line_records_a_training(tmp_path: Path) -> None:
     assert list(column(run, "loss")) == [0, 1, 2, 3]
     logs = [entry for entry in held.state.log_history if "learning_rate" in entry]
     assert column(run, "learning_rate") == {1: logs[0]["learning_rate"], 3: logs[1]["learning_rate"]}
+    assert column(run, "optimizer:learning_rate/0")[3] == logs[1]["learning_rate"]
     assert (column(run, "loss")[0] + column(run, "loss")[1]) / 2 == pytest.approx(logs[0]["loss"], rel=1e-3)
     assert column(run, "gradient_norm")[1] == pytest.approx(logs[0]["grad_norm"], rel=1e-3)
     evaluated = [entry["eval_loss"] for entry in held.state.log_history if "eval_loss" in entry]

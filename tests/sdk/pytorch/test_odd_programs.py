@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sdk.training import EVERY_STEP, Training, recorded, small_model
 from watchstep import Hook
+from watchstep.errors import ConfigError
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
@@ -67,6 +69,81 @@ def test_passes_without_numbers_leave_no_trace(tmp_path: Path, name: str) -> Non
     assert losses == Training().run(3)
     assert run.tensor("0:output").statistics()["count"].to_pylist() == [32 * 16] * 3
     assert run.tensor("loss").statistics()["mean"].to_pylist() == losses
+
+
+class WithoutInit(nn.Module):
+    """Its constructor leaves out that of its base class."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class OwnAttributes(nn.Linear):
+    """Answers for attributes by itself, and raises what it likes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_orig_mod":
+            raise KeyError(name)
+        return super().__getattr__(name)
+
+
+class OwnModules(nn.Linear):
+    """Overrides how modules are listed."""
+
+    def named_modules(self, *_: Any, **__: Any) -> Any:
+        raise AttributeError("no modules here")
+
+
+class NoHooks(nn.Linear):
+    """Takes no forward hooks."""
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "without init": WithoutInit,
+    "own attributes": lambda: OwnAttributes(8, 2),
+    "own modules": lambda: nn.Sequential(nn.Linear(8, 8), OwnModules(8, 2)),
+    "no hooks": lambda: nn.Sequential(nn.Linear(8, 8), NoHooks(8, 2)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_model_that_cannot_be_watched_is_reported_and_trains(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook, model = Hook(tmp_path, config=EVERY_STEP), ODD[name]()
+    hook.watch(model)
+    hook.watch(model)
+    assert hook.health["counts"]["faults"] == 2
+    assert len([record for record in caplog.records if "watch" in record.message]) == 1
+    if not isinstance(model, WithoutInit):
+        hooked = [m for m in model.children() if m._forward_hooks or m._forward_pre_hooks]
+        assert not hooked
+        assert not model._forward_hooks
+        layers = [model, *model.children()]
+        parameters = [held for layer in layers for held in layer._parameters.values() if held is not None]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        model(X).sum().backward()
+        optimizer.step()
+        hook.log(loss=1.0)
+    hook.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.LazyLinear(3)),
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_modules_that_take_no_hooks_are_wrong_arguments(
+    tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    with Hook(tmp_path, config=EVERY_STEP) as hook, pytest.raises(ConfigError, match="module '0'"):
+        hook.watch(make())
 
 
 def test_nested_outputs_are_their_values(tmp_path: Path) -> None:

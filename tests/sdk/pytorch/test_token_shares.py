@@ -17,7 +17,7 @@ from watchstep.pytorch.probes.token_shares import TokenProbe
 
 
 def shares(tokens: torch.Tensor, module: nn.Module, *values: int) -> tuple[float, float]:
-    found = TokenProbe(module, values).look(tokens)
+    found = TokenProbe(module, values, ("token_shares",)).look(tokens)
     assert found is not None
     columns = found.collect()
     return columns["token_share"].item(), columns["top_token_share"].item()
@@ -41,8 +41,10 @@ def test_long_inputs_are_sampled() -> None:
 
 
 def test_other_modules_and_empty_inputs_have_none() -> None:
-    assert not TokenProbe(nn.Linear(2, 2), ()).applies
-    assert TokenProbe(nn.Embedding(2, 2), ()).look(torch.zeros(0, dtype=torch.int64)) is None
+    assert not TokenProbe(nn.Linear(2, 2), (), ("token_shares",)).applies
+    assert (
+        TokenProbe(nn.Embedding(2, 2), (), ("token_shares",)).look(torch.zeros(0, dtype=torch.int64)) is None
+    )
 
 
 def test_they_are_recorded_with_the_embeddings_output(tmp_path: Path) -> None:

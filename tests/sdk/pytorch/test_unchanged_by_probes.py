@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tests.sdk.training import EVERY_STEP
 from watchstep import CaptureConfig, Hook
+from watchstep.capture.config import PROBES
+from watchstep.capture.element_probes import element_probe
 
 STEPS = 60
 
@@ -51,7 +53,24 @@ def losses(hook: Hook | None, *, clears: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig()])
+ELEMENTS = CaptureConfig(
+    overhead_budget=None,
+    probes=(
+        *PROBES,
+        element_probe("inactive_units", 1.0),
+        element_probe("saturated_units", "Tanh", -9.5, 9.5, 1.0),
+        element_probe("unchanged", 1e-5, 1e-8, "False"),
+        element_probe("weight_change", 3, 1e-9),
+        element_probe("token_count", 0),
+        element_probe("channel_sum", 1),
+        element_probe("percentile_range", 10),
+        "input_variance",
+        "function_calls",
+    ),
+)
+
+
+@pytest.mark.parametrize("config", [EVERY_STEP, CaptureConfig(), ELEMENTS])
 @pytest.mark.parametrize("clears", [True, False])
 def test_losses_are_the_same(config: CaptureConfig, clears: bool, tmp_path: Path) -> None:
     with Hook(tmp_path, config=config) as hook:

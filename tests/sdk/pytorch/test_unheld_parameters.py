@@ -52,11 +52,40 @@ def test_a_parameter_that_the_program_changes_by_hand(tmp_path: Path) -> None:
     assert run.tensor("0.bias:unheld").statistics().to_pydict()["probe.changed"] == [0.0, 0.0, 0.0]
 
 
-def test_another_optimizer_holds_them_from_its_first_step_on(tmp_path: Path) -> None:
+def test_another_optimizer_holds_them_before_it_has_stepped(tmp_path: Path) -> None:
     model = small_model()
     head, trunk = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[3], model[:3]))
-    run = trained(tmp_path, model, head, trunk)
-    assert run.tensor("0.weight:unheld").statistics().to_pydict()["step"] == [0]
+    assert unheld(trained(tmp_path, model, head, trunk)) == []
+
+
+def test_what_is_said_of_why_a_parameter_is_left_out(tmp_path: Path) -> None:
+    model = small_model()
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    scale = model.get_parameter("2.weight")
+    optimizer = torch.optim.SGD([*weights, scale], lr=0.1)
+    hook = Hook(tmp_path)
+    hook.watch(model, optimizer)
+    for step, (x, y) in enumerate(batches(STEPS)):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == 30:
+            del optimizer.param_groups[0]["params"][1]
+    run = recorded(hook)
+    assert unheld(run) == ["0.bias:unheld", "2.bias:unheld", "3.bias:unheld", "3.weight:unheld"]
+
+    def column(tensor: str, name: str) -> list[float]:
+        numbers: list[float] = run.tensor(f"{tensor}:unheld").statistics()[f"probe.{name}"].to_pylist()
+        return numbers
+
+    # Steps 0, 25 and 50, and five whole steps from 31 on, where a parameter has left the optimizer.
+    assert column("3.weight", "was_held") == [1.0] * 6
+    assert column("0.bias", "was_held") == [0.0] * 8
+    assert column("0.bias", "beside_held") == column("3.bias", "after_held") == [1.0] * 8
+    assert column("2.bias", "beside_held") == [0.0] * 8
+    assert column("3.bias", "beside_held") == [1.0, 1.0, *[0.0] * 6]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert column("0.bias", "held_share")[-1] == (8 * 16 + 16) / elements
 
 
 def test_where_all_are_held_there_is_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.sdk.blocks import Row, block_of
 from tests.sdk.reading.stored import FIRST, LOSS, new_run, small_run, write
 from watchstep import open_run, segment
-from watchstep.reading.parquet_object import ParquetObject
+from watchstep.reading.parquet_object import Catalogues, ParquetObject
 from watchstep.segment import CONSTANT
 from watchstep.store import Store
 
@@ -37,3 +38,17 @@ def test_an_object_that_became_shorter_is_told(tmp_path: Path, monkeypatch: pyte
     assert run.series(FIRST.name, "max").num_rows == 0
     assert len(run.damaged) == 3
     assert all(isinstance(held.object, ParquetObject) for held in run.index.objects())
+
+
+def test_equal_tensors_of_different_catalogues_share_memory_and_all_have_a_bound() -> None:
+    infos = tuple(replace(FIRST, name=f"layer{number}.weight") for number in range(100))
+    first, second = (segment.catalogue_bytes(held) for held in (infos, infos[:99]))
+    catalogues = Catalogues()
+    assert catalogues.read(second) == infos[:99]
+    assert all(a is b for a, b in zip(catalogues.read(first), catalogues.read(second), strict=False))
+    small = Catalogues(100_000)
+    assert small.read(first) == infos
+    others = tuple(replace(info, module="other") for info in infos)
+    with pytest.raises(ValueError, match="over the limit"):
+        small.read(segment.catalogue_bytes(others))
+    assert small.read(first) == infos

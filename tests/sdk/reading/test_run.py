@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 from pathlib import Path
 
@@ -59,6 +61,17 @@ def test_a_resumed_run_shows_the_newest_attempt_of_each_step(tmp_path: Path) -> 
     first, second = run.attempts
     assert len(run.rows(first)) == 20
     assert sorted(set(run.rows(second).step.tolist())) == [6, 7, 8, 9]
+
+
+def test_losses_that_are_not_finite(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, run="r")
+    for value in (1.5, math.inf, -math.inf, math.nan, -2.0):
+        hook.log(loss=value)
+        hook.step()
+    hook.close()
+    values = open_run(hook.run_url).losses()["value"].to_pylist()
+    assert math.isnan(values.pop(3))
+    assert values == [1.5, math.inf, -math.inf, -2.0]
 
 
 def test_a_damaged_segment_hides_no_other(tmp_path: Path) -> None:
@@ -143,3 +156,27 @@ def test_a_run_of_a_later_version_is_refused(tmp_path: Path) -> None:
     store.put("run.json", store.get("run.json").replace(b'"schema": 1', b'"schema": 99'))
     with pytest.raises(Exception, match="newer watchstep"):
         open_run(tmp_path / "default" / "r")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("pattern", ["attempts/*.json", "end/*/0.json", "stats/*/*/*/*.parquet"])
+def test_a_named_pipe_in_the_place_of_an_object_keeps_nobody_waiting(tmp_path: Path, pattern: str) -> None:
+    record(tmp_path, 3)
+    (file,) = (tmp_path / "default" / "r").glob(pattern)
+    exchange_for_pipe(file)
+    run = open_run(tmp_path / "default" / "r")
+    assert (run.steps(), run.damaged) == ([] if file.suffix == ".parquet" else [0, 1, 2], {})
+    assert len(run.ends()) == (0 if "end" in pattern else 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_named_pipe_in_the_place_of_the_runs_document_is_told(tmp_path: Path) -> None:
+    record(tmp_path, 3)
+    exchange_for_pipe(tmp_path / "default" / "r" / "run.json")
+    with pytest.raises(StoreError, match=r"run\.json: not a regular file"):
+        open_run(tmp_path / "default" / "r")
+
+
+def exchange_for_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -23,9 +24,11 @@ def begin(store: Store, attempt: str = "a", started_ns: int = 1, workers: int = 
     store.put(f"attempts/{attempt}.json", documents.encode(document))
 
 
-def end(store: Store, states: Sequence[documents.EndState], attempt: str = "a") -> None:
-    for worker, state in enumerate(states):
-        document = EndDocument(worker, state, 9, 100 - worker, 1, "w")
+def end(store: Store, states: Sequence[str], attempt: str = "a") -> None:
+    """Write how workers ended: a state, and a reason behind a colon."""
+    for worker, told_state in enumerate(states):
+        state, _, reason = told_state.partition(": ")
+        document = EndDocument(worker, cast("documents.EndState", state), 9, 100 - worker, 1, "w", reason)
         store.put(f"end/{attempt}/{worker}.json", documents.encode(document))
 
 
@@ -45,14 +48,15 @@ def test_a_run_without_an_attempt_is_only_created(tmp_path: Path) -> None:
         ([], "open", "stopping"),
         (["completed"], "open", "open"),
         (["completed", "completed"], "completed", "completed"),
-        (["failed"], "failed", "stopped"),
+        (["failed"], "failed", "failed"),
+        (["failed: SIGTERM"], "failed", "stopped"),
+        (["failed: SIGTERM; SystemExit: 7", "failed"], "failed", "stopped"),
+        (["failed: ValueError: SIGTERM"], "failed", "failed"),
         (["stopped", "failed"], "stopped", "stopped"),
-        (["failed", "completed"], "failed", "stopped"),
+        (["failed", "completed"], "failed", "failed"),
     ],
 )
-def test_an_attempt_of_two_workers(
-    tmp_path: Path, ends: list[documents.EndState], unasked: str, asked: str
-) -> None:
+def test_an_attempt_of_two_workers(tmp_path: Path, ends: list[str], unasked: str, asked: str) -> None:
     store = new_run(tmp_path)
     begin(store, workers=2)
     end(store, ends)

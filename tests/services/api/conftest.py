@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from tests.services.driving import Driven
 from watchstep_services.api.app import create_app
+from watchstep_services.api.connections import LimitedH11, LimitedHttp
 from watchstep_services.tokens import Role, create_token
 
 
@@ -58,3 +59,12 @@ class Api:
 @pytest.fixture
 def api(driven_sqlite: Driven) -> Api:
     return Api(Client(create_app(driven_sqlite.service)), driven_sqlite)
+
+
+@pytest.fixture(params=[LimitedH11, LimitedHttp], ids=["h11", "httptools"])
+def protocol(request: pytest.FixtureRequest) -> type[asyncio.Protocol]:
+    """Each of uvicorn's protocols, as the service uses them."""
+    if request.param is LimitedHttp and LimitedHttp is LimitedH11:
+        pytest.skip("httptools is not installed")
+    chosen: type[asyncio.Protocol] = request.param
+    return chosen

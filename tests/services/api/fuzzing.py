@@ -33,7 +33,7 @@ KNOWN = {
     "mode": "train",
     "tensor": "loss",
     "figure": "mean",
-    "name": "nan_or_inf",
+    "name": "non_finite_values",
     "action": 1,
     "collection": "gradients",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from watchstep_services.api.app import create_app
+from watchstep_services.api.connections import LimitedHttp, server_options
 from watchstep_services.service import Service
 
 
@@ -24,10 +26,12 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def serving(service: Service) -> Iterator[str]:
-    """Serve on a free port; gives the URL. Ends with all its streams."""
+def serving(service: Service, protocol: type[asyncio.Protocol] = LimitedHttp) -> Iterator[str]:
+    """Serve on a free port as the service does; gives the URL. Ends with all its streams."""
     app = create_app(service)
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    server = _Server(
+        uvicorn.Config(app, access_log=False, lifespan="off", **{**server_options(), "http": protocol})
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

@@ -15,7 +15,7 @@ from watchstep_services.evaluator.attempts import ensure
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"
 MINE: dict[str, Any] = {
-    "rule": "nan_or_inf",
+    "rule": "non_finite_values",
     "name": "mine",
     "labels": {"team": "vision"},
     "params": {"only_nan": True},
@@ -123,7 +123,7 @@ def test_a_rule_stops_once_an_operator_allows_it_and_no_longer(api: Api, folder_
         lines = api.call("GET", f"{PROJECT}/audit?run=run-1&attempt={attempt}").json()["entries"]
         return [line["kind"] for line in reversed(lines) if line["who"] == "rule mine"]
 
-    owners = {"rule": "nan_or_inf", "name": "nan_or_inf", "params": {"max_elements": 10**6}}
+    owners = {"rule": "non_finite_values", "name": "non_finite_values", "params": {"max_elements": 10**6}}
     api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [owners]})
     assert stops_of("a2") == ["requested"]
     other = {**MINE, "params": {"only_nan": False}}
@@ -170,7 +170,7 @@ def test_an_operator_may_allow_with_the_registration_and_a_recorder_may_not(
         for line in api.call("GET", f"{PROJECT}/audit").json()["entries"]
         if line["kind"] in ("requested", "repeated")
     }
-    assert told == {"rule mine": "my own launch", "rule nan_or_inf": "it says 'stop'"}
+    assert told == {"rule mine": "my own launch", "rule non_finite_values": "it says 'stop'"}
     assert len(api.driven.actions(run_id)) == 1
 
 
@@ -184,7 +184,7 @@ def test_the_audit_log_tells_a_stop_from_the_word_to_the_end(api: Api, folder_st
     lines = list(reversed(api.call("GET", f"{PROJECT}/audit?run=run-1").json()["entries"]))
     assert [line["kind"] for line in lines] == ["requested", "would_have", "tried", "ended", "repeated"]
     requested, ended, repeated = lines[0], lines[3], lines[4]
-    assert requested["who"] == "rule nan_or_inf"
+    assert requested["who"] == "rule non_finite_values"
     assert requested["data"]["allowed"]["by"] == "owner"
     assert requested["data"]["step"] == 5
     assert requested["data"]["evidence"]["segments"]

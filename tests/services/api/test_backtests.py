@@ -1,24 +1,30 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import update
 
-from tests.services.api.conftest import Api
+from tests.services.api.conftest import Api, Client
+from tests.services.driving import Driven, make_service
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
 from watchstep.store import Store
 from watchstep_rules.backtesting.backtest import backtest_run
 from watchstep_rules.backtesting.backtest_many import Failed, Replayed, Task, judge_run
 from watchstep_rules.backtesting.backtest_report import read_report, report, result_as_data, result_from_data
 from watchstep_rules.backtesting.sweep import parse_sweep, variations
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config import RuleConfig, WebhookAction
 from watchstep_services import backtests
+from watchstep_services.api.app import create_app
 from watchstep_services.backtests import due_backtests, judge_next
 from watchstep_services.database.models import Backtest, BacktestResult
+from watchstep_services.database.schema import upgrade
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
+from watchstep_services.settings import load_settings
 
 PLACE = f"/v1/projects/{PROJECT}/backtests"
-NAN = {"rule": "nan_or_inf", "actions": ["stop"]}
+NAN = {"rule": "non_finite_values", "actions": ["stop"]}
 
 
 @pytest.fixture
@@ -91,6 +97,30 @@ def test_a_backtest_belongs_to_its_project(recorded: Api) -> None:
     assert recorded.call("GET", f"{PLACE}/{held['id']}", project="other").status_code == 403
 
 
+def test_a_backtest_leaves_no_webhook_address_in_the_database(folder_store: Store, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    database = open_sealed_database(load_settings(home=home, store=folder_store.location))
+    upgrade(database)
+    driven = Driven(make_service(database, folder_store))
+    api = Api(Client(create_app(driven.service)), driven)
+    Recording(folder_store, run="b").begin().write_all([9, 19, 29], nan_from(4))
+    api.driven.register("b")
+    address = "https://hooks.example.com/services/SECRET-PATH?token=SECRET-QUERY"
+    held = asked(api, runs=["b"], rules=[{"rule": "non_finite_values", "actions": [{"webhook": address}]}])
+    while judge_next(driven.service, held["id"]):
+        pass
+    results, _ = read_report(api.call("GET", f"{PLACE}/{held['id']}").json()["report"])
+    (result,) = results
+    assert isinstance(result, Replayed)
+    (action,) = result.outcome.attempts[0].outcomes[0].config.actions
+    assert isinstance(action, WebhookAction)
+    assert action.url.host == "hooks.example.com"
+    database.close()
+    for path in home.iterdir():
+        assert b"SECRET" not in path.read_bytes(), path
+
+
 def test_a_run_that_is_gone_is_told_and_the_others_are_judged(recorded: Api, folder_store: Store) -> None:
     folder_store.delete(f"{PROJECT}/a1/run.json")
     held = asked(recorded, runs=["a1", "b"])
@@ -153,7 +183,7 @@ def test_what_a_worker_found_after_another_took_over_is_discarded(
 def test_results_read_back(folder_store: Store) -> None:
     Recording(folder_store).begin().write_all([9, 19, 29], nan_from(12))
     configs = (
-        RuleConfig(rule="nan_or_inf", inhibits=("exploding_gradient",)),
+        RuleConfig(rule="non_finite_values", inhibits=("exploding_gradient",)),
         RuleConfig(rule="exploding_gradient"),
     )
     varied = tuple(variations(configs, [parse_sweep("max_elements=0,5", configs)]))

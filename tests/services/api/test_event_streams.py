@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -165,8 +165,8 @@ def test_a_client_that_takes_nothing_is_dropped_and_costs_nothing(
     dropped = threading.Event()
     real = Streams.exit
 
-    def exited(self: Any, project: str) -> None:
-        real(self, project)
+    def exited(self: Any, project: str, token: str) -> None:
+        real(self, project, token)
         dropped.set()
 
     monkeypatch.setattr(Streams, "exit", exited)
@@ -197,6 +197,32 @@ def test_streams_are_bounded_and_those_who_went_make_room(driven_sqlite: Driven)
                 if answer.status_code == 200:
                     break
         assert httpx.get(f"{place}?x", headers={**headers, "last-event-id": "x"}).status_code == 422
+
+
+@pytest.mark.parametrize("limit", ["token_event_streams", "project_event_streams"])
+def test_one_token_or_project_cannot_take_the_streams_of_others(driven_sqlite: Driven, limit: str) -> None:
+    driven = driven_sqlite.with_settings(**{limit: 2})
+    database = driven.service.database
+    token, colleague = (create_token(database, "viewer", "vision") for _ in range(2))
+    other = create_token(database, "viewer", "audio")
+    with serving(driven.service) as url, ExitStack() as stack:
+        place = f"{url}{PROJECT}/events/stream"
+        streams = []  # a stream ends with its iterator
+
+        def follow(place: str, token: str) -> None:
+            streams.append(stack.enter_context(following(place, token)))
+            take(streams[-1], 1)
+
+        for _ in range(2):
+            follow(place, token)
+        for _ in range(3):  # what is refused takes no place
+            refused = httpx.get(place, headers={"authorization": f"Bearer {token}"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        if limit == "token_event_streams":
+            follow(place, colleague)
+        else:
+            assert httpx.get(place, headers={"authorization": f"Bearer {colleague}"}).status_code == 429
+        follow(f"{url}/v1/projects/audio/events/stream", other)
 
 
 def test_the_server_ends_while_clients_follow(driven_sqlite: Driven) -> None:

@@ -57,15 +57,17 @@ def test_alerts_are_filtered_and_of_the_whole_project(judged: Api) -> None:
     def alerts(query: str) -> list[tuple[str, str]]:
         return [(alert["run"], alert["name"]) for alert in get(judged, query)["alerts"]]
 
-    assert alerts("/alerts") == alerts("/runs/run-1/alerts") == [("run-1", "nan_or_inf")]
-    assert alerts("/alerts?phase=firing&severity=critical&rule=nan_or_inf") == [("run-1", "nan_or_inf")]
+    assert alerts("/alerts") == alerts("/runs/run-1/alerts") == [("run-1", "non_finite_values")]
+    assert alerts("/alerts?phase=firing&severity=critical&rule=non_finite_values") == [
+        ("run-1", "non_finite_values")
+    ]
     for other in ("phase=resolved", "severity=info", "rule=other", "label=team=vision", "until=1"):
         assert alerts(f"/alerts?{other}") == [], other
     assert alerts("/runs/run-2/alerts") == []
 
 
 def test_alerts_are_found_by_label(api: Api, folder_store: Store) -> None:
-    rule = {"rule": "nan_or_inf", "name": "mine", "labels": {"team": "vision", "tier": "1"}}
+    rule = {"rule": "non_finite_values", "name": "mine", "labels": {"team": "vision", "tier": "1"}}
     recording = Recording(folder_store).begin()
     api.call("POST", f"{PROJECT}/runs", {"run": "run-1", "rules": [rule]})
     api.driven.announce(1, recording.write(0, 0, 9, nan_from(5)))
@@ -130,7 +132,7 @@ MINE = {"rule": "exploding_gradient", "params": {"growth": 7}}
 
 def test_an_operator_changes_the_rules_of_a_run(judged: Api, folder_store: Store) -> None:
     assert {rule["name"] for rule in get(judged, "/runs/run-2/rules")["rules"]} == {
-        "nan_or_inf",
+        "non_finite_values",
         "exploding_gradient",
     }
     owners = judged.call("GET", f"{RULES}/exploding_gradient")
@@ -143,7 +145,7 @@ def test_an_operator_changes_the_rules_of_a_run(judged: Api, folder_store: Store
     judged.driven.announce(2, Recording(folder_store, "run-2").write(1, 10, 19))
     judged.driven.settle(2)
     states = {rule["name"]: rule["origin"] for rule in get(judged, "/runs/run-2/rules")["rules"]}
-    assert states == {"nan_or_inf": "owner", "exploding_gradient": "operator", "spike": "operator"}
+    assert states == {"non_finite_values": "owner", "exploding_gradient": "operator", "spike": "operator"}
     assert judged.call("DELETE", f"{RULES}/spike").status_code == 204
     assert judged.call("DELETE", f"{RULES}/spike").status_code == 404
     assert judged.call("GET", f"{RULES}/spike").status_code == 404
@@ -159,8 +161,8 @@ def test_an_evaluation_under_other_rules_writes_nothing(judged: Api) -> None:
 def test_rules_that_cannot_be_are_refused(judged: Api) -> None:
     for body, said in (
         ({"rule": "nothing"}, "nothing"),
-        ({"rule": "nan_or_inf", "params": {"x": 1}}, "x"),
-        ({"rule": "nan_or_inf", "name": "other"}, "other"),
+        ({"rule": "non_finite_values", "params": {"x": 1}}, "x"),
+        ({"rule": "non_finite_values", "name": "other"}, "other"),
         ({}, "rule"),
     ):
         answer = judged.call("PUT", f"{RULES}/mine", body)
@@ -201,7 +203,7 @@ def test_a_projects_rules_judge_its_next_runs(judged: Api) -> None:
     assert (told["origin"], told["config"]["params"]) == ("project", {"growth": 7})
     assert {rule["name"]: rule["origin"] for rule in get(judged, "/runs/run-4/rules")["rules"]} == {
         "exploding_gradient": "project",
-        "nan_or_inf": "owner",
+        "non_finite_values": "owner",
     }
     judged.call("POST", f"{PROJECT}/runs", {"run": "run-4", "rules": [{"rule": "exploding_gradient"}]})
     assert get(judged, "/runs/run-4/rules/exploding_gradient")["origin"] == "operator"

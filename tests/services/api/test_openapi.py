@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jsonschema
+import pytest
 from openapi_spec_validator import validate
 
 from tests.services.api.conftest import Api
+from tests.services.api.walking import ask
+from watchstep_services.api.app import create_app
 from watchstep_services.api.openapi import operations
 from watchstep_services.api.problem_types import PREFIX, TYPES
 
@@ -32,6 +35,37 @@ def test_the_document_is_valid_and_complete(api: Api) -> None:
             assert {"401", "403", "404", "422", "429", "503"} <= operation["responses"].keys(), at
     assert len(set(names)) == len(names)
     assert {tag["name"] for tag in document["tags"]} >= {"runs", "events", "statistics"}
+
+
+def test_the_document_is_made_once_and_sent_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "identity"})
+    packed = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "br, gzip;q=0.5"})
+    refused = api.client.request("GET", "/openapi.json", headers={"accept-encoding": "gzip;q=0"})
+    assert (packed.headers["content-encoding"], packed.json()) == ("gzip", plain.json())
+    assert int(packed.headers["content-length"]) * 5 < int(plain.headers["content-length"])
+    assert "content-encoding" not in {**plain.headers, **refused.headers}
+    assert packed.headers["vary"] == "accept-encoding"
+    monkeypatch.setattr(api.client.app, "openapi", lambda: pytest.fail("made anew"))
+    for answer in (plain, packed):
+        sent = {
+            "accept-encoding": answer.request.headers["accept-encoding"],
+            "if-none-match": answer.headers["etag"],
+        }
+        again = api.client.request("GET", "/openapi.json", headers=sent)
+        assert (again.status_code, again.content) == (304, b"")
+    assert plain.headers["etag"] != packed.headers["etag"]
+    assert api.client.get("/openapi.json").json() == plain.json()
+
+
+def test_one_address_may_ask_for_it_so_often(api: Api) -> None:
+    app = create_app(api.driven.with_settings(failures_per_minute=3).service)
+    for place in ("/docs", "/openapi.json", "/docs"):
+        assert ask(app, "GET", place).status == 200
+    refused = ask(app, "GET", "/openapi.json")
+    assert refused.status == 429
+    assert 0 < int(refused.headers["retry-after"]) <= 60
+    assert {ask(app, "GET", "/healthz").status for _ in range(10)} == {200}
+    assert ask(app, "GET", "/v1/rules", api.token("viewer")).status == 200
 
 
 def test_every_example_is_one(api: Api) -> None:
@@ -74,7 +108,7 @@ def test_problems_tell_their_types(api: Api) -> None:
 
 def test_rules_tell_their_parameters(api: Api) -> None:
     names = [rule["name"] for rule in api.call("GET", "/v1/rules").json()["rules"]]
-    assert "nan_or_inf" in names
+    assert "non_finite_values" in names
     for name in names:
         rule = api.call("GET", f"/v1/rules/{name}").json()
         assert rule["summary"]

@@ -165,7 +165,7 @@ def test_a_test_is_really_sent_and_signed(keyed: Api) -> None:
 
 def fire(api: Api, store: Store) -> None:
     rule = {
-        "rule": "nan_or_inf",
+        "rule": "non_finite_values",
         "name": "mine",
         "labels": {"team": "vision"},
         "actions": [{"notify": "hook"}, {"notify": "gone"}],

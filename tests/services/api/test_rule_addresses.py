@@ -20,7 +20,7 @@ SECRET = "T0/B0/very-secret"
 HOOK = f"https://hooks.example:8443/services/{SECRET}"
 SHOWN = "https://hooks.example:8443/…"
 MINE: dict[str, Any] = {
-    "rule": "nan_or_inf",
+    "rule": "non_finite_values",
     "name": "mine",
     "params": {"only_nan": True},
     "actions": ["stop", {"webhook": HOOK}],

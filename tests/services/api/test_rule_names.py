@@ -16,9 +16,9 @@ from watchstep_services.database.models import Run
 from watchstep_services.registration import register
 
 HOOKS = [{"webhook": "https://chat.example.com/"}]
-ASKED = RuleConfig.model_validate({"rule": "nan_or_inf", "name": "mine", "actions": HOOKS})
+ASKED = RuleConfig.model_validate({"rule": "non_finite_values", "name": "mine", "actions": HOOKS})
 MEANT = RuleConfig.model_validate(
-    {"rule": "nan_or_inf", "name": "mine", "params": {"only_nan": True}, "actions": HOOKS}
+    {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": HOOKS}
 )
 
 
@@ -62,7 +62,11 @@ def test_the_runs_rules_show_what_is_overridden_and_it_comes_back(api: Api) -> N
     (mine,) = [rule for rule in told["rules"] if rule["name"] == "mine"]
     assert mine["origin"] == "operator"
     (asked,) = mine["overrides"]
-    assert (asked["origin"], asked["rule"], asked["config"]["params"]) == ("recorder", "nan_or_inf", {})
+    assert (asked["origin"], asked["rule"], asked["config"]["params"]) == (
+        "recorder",
+        "non_finite_values",
+        {},
+    )
     api.call("DELETE", "/v1/projects/vision/runs/run-1/rules/mine")
     told = api.call("POST", "/v1/projects/vision/runs", asks, role="recorder").json()
     (mine,) = [rule for rule in told["rules"] if rule["name"] == "mine"]

@@ -1,22 +1,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tests.services.api.conftest import Api
+from tests.services.jobs import recorded_process
 from tests.services.recording import Recording, nan_from
 from tests.services.scheduler.test_discovery import BAD as BAD_RULES
 from watchstep.control import ControlDocument
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store
 from watchstep_services.database.models import Run
+from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.settings import NANOSECONDS
 
 RUNS = "/v1/projects/vision/runs"
-STOPS = {"rule": "nan_or_inf", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
+STOPS = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
 
 
 def announcement(segment: Any, **changes: Any) -> dict[str, Any]:
@@ -25,6 +28,16 @@ def announcement(segment: Any, **changes: Any) -> dict[str, Any]:
         "attempt": who.attempt, "node": who.node, "writer": who.writer,
         "seq": segment.seq, "first": segment.first, "last": segment.last, "health": {}, **changes,
     }  # fmt: skip
+
+
+@pytest.fixture
+def process() -> Iterator[JobHandle]:
+    with recorded_process() as job:
+        yield job
+
+
+def body_of(job: JobHandle) -> dict[str, Any]:
+    return {"backend": job.backend, "id": job.id, "identity": dict(job.identity)}
 
 
 def this_process() -> dict[str, Any]:
@@ -37,7 +50,7 @@ def test_a_recorder_registers_and_its_rules_may_not_stop(api: Api) -> None:
     assert api.call("POST", RUNS, body, role="recorder").json() == first
     granted = {rule["name"]: (rule["origin"], rule["granted_stop"]) for rule in first["rules"]}
     assert granted == {
-        "nan_or_inf": ("owner", True),
+        "non_finite_values": ("owner", True),
         "exploding_gradient": ("owner", False),
         "mine": ("recorder", False),
     }
@@ -50,7 +63,7 @@ def test_an_operator_replaces_the_owners_rule_of_the_same_name(api: Api) -> None
     rules = [STOPS, {"rule": "exploding_gradient", "params": {"growth": 7}}]
     told = api.call("POST", RUNS, {"run": "run-1", "rules": rules}).json()["rules"]
     assert {(rule["name"], rule["origin"], rule["granted_stop"]) for rule in told} == {
-        ("nan_or_inf", "owner", True),
+        ("non_finite_values", "owner", True),
         ("mine", "operator", False),
         ("exploding_gradient", "operator", False),
     }
@@ -67,21 +80,38 @@ def test_a_receiver_that_the_service_does_not_know_is_told(api: Api) -> None:
     }
 
 
-def test_a_recorder_binds_no_job_and_an_operator_does(api: Api) -> None:
-    body = {"run": "run-1", "attempt": "a1", "job": this_process()}
+def test_a_recorder_binds_no_job_and_an_operator_does(api: Api, process: JobHandle) -> None:
+    body = {"run": "run-1", "attempt": "a1", "job": body_of(process)}
     refused = api.call("POST", RUNS, body, role="recorder")
     assert (refused.status_code, "job" in refused.json()["detail"]) == (403, True)
     bound = api.call("POST", RUNS, body).json()
     assert (bound["job"]["id"], bound["job"]["bound_by"], bound["attempt"]) == (
-        str(os.getpid()),
+        process.id,
         "operator",
         "a1",
     )
-    again = api.call("PUT", f"{RUNS}/run-1/job", {"job": this_process()})
+    again = api.call("PUT", f"{RUNS}/run-1/job", {"job": body_of(process)})
     assert again.status_code == 200
-    other = {**this_process(), "id": "1", "identity": {**this_process()["identity"], "pid": 1}}
+    other = {**body_of(process), "identity": {**process.identity, "start_ticks": 1}}
     taken = api.call("PUT", f"{RUNS}/run-1/job", {"job": other})
     assert (taken.status_code, "is bound to job" in taken.json()["detail"]) == (422, True)
+
+
+def test_a_process_that_no_launcher_recorded_is_not_bound(api: Api) -> None:
+    init = asdict(ProcessIdentity.of(1))
+    for pid, identity, told in (
+        ("1", init, "is not a job"),
+        ("-1", {**init, "pid": -1}, "is not a job"),
+        (str(os.getpid()), this_process()["identity"], "is the service itself"),
+        (str(os.getppid()), asdict(ProcessIdentity.of(os.getppid())), "a parent of the service"),
+    ):
+        job = {"backend": "local", "id": pid, "identity": identity}
+        for answer in (
+            api.call("POST", RUNS, {"run": "run-1", "attempt": "a1", "job": job}),
+            api.call("PUT", f"{RUNS}/run-1/job", {"attempt": "a1", "job": job}),
+        ):
+            assert (answer.status_code, told in answer.json()["detail"]) == (422, True), answer.json()
+    assert api.call("GET", f"{RUNS}/run-1").json()["job"] is None
 
 
 def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_store: Store) -> None:
@@ -108,11 +138,12 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
     assert (run["attempt"], run["last_step"], run["alerts"]["firing"]) == ("a1", 7, 1)
     assert run["health"]["recorders"] == {"node/w0": {"dropped": 3, "share": "NaN"}}
     (alert,) = api.call("GET", f"{RUNS}/run-1/alerts").json()["alerts"]
-    assert (alert["name"], alert["phase"], alert["finding"]["step"]) == ("nan_or_inf", "firing", 5)
+    assert (alert["name"], alert["phase"], alert["finding"]["step"]) == ("non_finite_values", "firing", 5)
     (told,) = api.call("GET", f"{RUNS}/run-1/actions").json()["actions"]
     assert [made["outcome"] for made in told["tries"]] == ["advanced"]
     events = api.call("GET", f"{RUNS}/run-1/events").json()
     assert [event["type"] for event in events["events"]] == [
+        "watchstep.run.started",
         "watchstep.alert.firing",
         "watchstep.stop.requested",
     ]
@@ -149,7 +180,7 @@ def test_an_operators_stop_is_made_once(api: Api, folder_store: Store) -> None:
     stop = {"reason": "enough"}
     assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": True, "attempt": "a1"}
     assert api.call("POST", f"{RUNS}/run-1/stop", stop).json() == {"accepted": False, "attempt": "a1"}
-    assert api.driven.event_types(1) == ["stop.requested"]
+    assert api.driven.event_types(1) == ["run.started", "stop.requested"]
 
 
 BAD = [
@@ -158,11 +189,17 @@ BAD = [
     (
         "POST",
         RUNS,
-        {"run": "r", "rules": [{"rule": "nan_or_inf", "params": {"max_elements": -1}}]},
+        {"run": "r", "rules": [{"rule": "non_finite_values", "params": {"max_elements": -1}}]},
         422,
         "max_elements",
     ),
-    ("POST", RUNS, {"run": "r", "rules": [{"rule": "nan_or_inf", "params": {"typo": 1}}]}, 422, "typo"),
+    (
+        "POST",
+        RUNS,
+        {"run": "r", "rules": [{"rule": "non_finite_values", "params": {"typo": 1}}]},
+        422,
+        "typo",
+    ),
     ("POST", RUNS, {"run": "r", "unknown": 1}, 422, "unknown"),
     ("POST", RUNS, {"run": "r", "attempt": "a/b"}, 422, "a/b"),
     ("POST", RUNS, {"run": "r", "job": this_process()}, 422, "attempt"),

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import queue
+import resource
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
+import duckdb
 import httpx
 import numpy as np
 import pyarrow as pa
@@ -16,8 +24,13 @@ import pytest
 
 from tests.services.api.conftest import Api, Client
 from tests.services.recording import Recording, exploding_from, nan_from
+from watchstep import segment
+from watchstep.layout import SegmentKey
 from watchstep.reading.run import open_run
 from watchstep.store import Store
+from watchstep_rules.sandbox.pool import POOL
+from watchstep_rules.sandbox.process import Child
+from watchstep_rules.sql_query import Limits, QueryError, errors_of_queries
 from watchstep_services.api.app import create_app
 from watchstep_services.api.problems import RefusedError
 from watchstep_services.api.queries import opened as opened_module
@@ -189,6 +202,153 @@ def test_a_query_that_takes_too_much_memory_is_ended(recorded: Api) -> None:
     assert answer.status_code == 413, answer.text[:300]
 
 
+SPILLING = [
+    "SELECT a.step, b.step, c.step, count(*) FROM statistics a, statistics b, statistics c GROUP BY ALL",
+    "SELECT max(a.tensor || b.tensor) OVER (PARTITION BY a.step) FROM statistics a, statistics b, statistics c",
+]
+
+
+@pytest.mark.parametrize("query", SPILLING)
+def test_a_query_that_would_spill_takes_too_much_memory(recorded: Api, query: str) -> None:
+    answer = sql(with_settings(recorded, query_mb=32, query_seconds=60.0), query)
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:watchstep:problem:too-large"), (
+        answer.text
+    )
+    assert "took more than 32 MiB" in answer.json()["detail"]
+
+
+def test_an_allocation_that_is_larger_than_any_is_too_much_memory() -> None:
+    def fail() -> None:
+        with errors_of_queries(Limits(64, 1.0)):
+            raise duckdb.InternalException("INTERNAL Error: Requested allocation size of 9 is out of range")
+
+    with pytest.raises(QueryError, match="took more than 64 MiB") as failed:
+        fail()
+    assert failed.value.over == "memory"
+
+
+def hostile(first: str) -> str:
+    """Texts joined to longer texts, again and again: nothing that the guard, or DuckDB's limit of memory, counts."""
+    query = f"SELECT {first} AS s FROM statistics"
+    for _ in range(6):
+        query = f"SELECT {' || '.join(['s'] * 60)} AS s FROM ({query})"
+    return query
+
+
+@pytest.mark.parametrize("first", ["tensor", "'abcdefgh'"])
+def test_a_query_that_takes_any_amount_of_memory_is_ended_and_costs_the_service_none(
+    recorded: Api, first: str
+) -> None:
+    assert sql(recorded, "SELECT count(*) FROM statistics").status_code == 200
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer = sql(recorded, hostile(first))
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:watchstep:problem:too-large")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+    assert recorded.call("GET", "/healthz").status_code == 200
+    assert sql(recorded, "SELECT count(*) FROM statistics").json()["rows"] == [[3 * STEPS]]
+
+
+def stopped_children(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[int]:
+    """From now on, processes that are sent a query stop at once; their ids."""
+    real, stopped = Child.send, queue.SimpleQueue[int]()
+
+    def send(self: Child, request: dict[str, Any], *others: Any) -> None:
+        if request.get("ask") == "select":
+            os.kill(self.pid, signal.SIGSTOP)
+            stopped.put(self.pid)
+        real(self, request, *others)
+
+    monkeypatch.setattr(Child, "send", send)
+    return stopped
+
+
+def test_while_a_query_is_run_the_service_answers_everything_else(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = with_settings(recorded, query_seconds=60.0)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        stopped = stopped_children(patch)
+        first = [threads.submit(sql, api, "SELECT count(*) FROM statistics") for _ in range(2)]
+        waiting = [stopped.get(timeout=60) for _ in first]
+        try:
+            third = sql(api, "SELECT 1")
+            assert (third.status_code, third.headers["retry-after"]) == (429, "1"), third.text
+            assert "SQL queries of project vision" in third.json()["detail"]
+            for place in ("/healthz", "/readyz", RUN, f"{RUN}/series?tensor=loss&figure=mean"):
+                assert api.call("GET", place).status_code == 200, place
+        finally:
+            for child in waiting:
+                os.kill(child, signal.SIGCONT)
+        assert [found.result(60).json()["rows"] for found in first] == [[[3 * STEPS]]] * 2
+    assert sql(api, "SELECT 1").status_code == 200
+
+
+def test_a_query_that_hears_no_interrupt_is_ended_with_its_process(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep_rules.sql_process._GRACE_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        stopped_children(patch)
+        answer = sql(with_settings(recorded, query_seconds=0.5), "SELECT 1")
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:watchstep:problem:too-large")
+    assert "was ended" in answer.json()["detail"]
+    assert sql(recorded, "SELECT 1 AS one").json()["rows"] == [[1]]
+
+
+def test_where_no_process_can_be_started_a_query_is_to_be_sent_again(
+    recorded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    POOL.close()
+    monkeypatch.setattr("watchstep_rules.sandbox.process._popen", refused)
+    answer = sql(recorded, "SELECT 1")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+UNWRITABLE = [
+    "SELECT '290309-12-22 (BC)'::DATE AS day",
+    "SELECT '5881580-07-10'::DATE AS day",
+    "SELECT TIMESTAMP '294247-01-10 04:00:54' AS day",
+    "SELECT max(DATE '5881580-07-10') AS day FROM statistics",
+]
+
+
+def test_a_value_that_json_does_not_hold_is_told_with_its_column(recorded: Api) -> None:
+    for query in UNWRITABLE:
+        answer = sql(recorded, query)
+        assert answer.status_code == 422, (query, answer.text)
+        assert "column 'day' of type" in answer.json()["detail"]
+        headers = {
+            "authorization": f"Bearer {recorded.token('viewer')}",
+            "accept": "application/vnd.apache.arrow.stream",
+            "content-type": "application/json",
+        }
+        arrow = recorded.client.request(
+            "POST", f"{RUN}/sql", content=json.dumps({"query": query}), headers=headers
+        )
+        assert arrow.status_code == 200, arrow.text
+        assert pa.ipc.open_stream(io.BytesIO(arrow.content)).read_all().num_rows == 1
+    odd = sql(recorded, "SELECT DATE '2026-01-31' AS a, TIMESTAMP '2026-01-31 12:00:00' AS b")
+    assert odd.json()["rows"] == [["2026-01-31", "2026-01-31 12:00:00"]]
+    zoned = sql(
+        recorded,
+        "SELECT TIMESTAMPTZ '2026-01-31 12:00:00+02' AS a, CAST('[2026-01-31 12:00:00+02]' AS TIMESTAMPTZ[]) AS b",
+    )
+    at = "2026-01-31 10:00:00+00:00"
+    assert zoned.json()["rows"] == [[at, [at]]]
+
+
+def test_an_answer_that_is_too_large_is_refused_before_it_is_read(recorded: Api) -> None:
+    wide = f"SELECT {','.join(['1'] * 4900)} FROM statistics, (SELECT 1 FROM statistics LIMIT 12)"
+    joined = " || ".join(["s"] * 60)
+    long = f"SELECT {joined} AS s FROM (SELECT {joined} AS s FROM (SELECT tensor AS s FROM statistics))"
+    for query in (wide, long):
+        answer = sql(recorded, query, 10_000)
+        assert (answer.status_code, answer.json()["type"]) == (413, "urn:watchstep:problem:too-large")
+
+
 def test_a_series_over_its_budget_is_refused(recorded: Api) -> None:
     bounded = with_settings(recorded, query_mb=16)
     bounded = with_settings(bounded, query_seconds=1e-9)
@@ -277,6 +437,43 @@ def test_a_damaged_segment_is_left_out_and_a_damaged_document_is_told(
     folder_store.put("vision/run-1/run.json", b"{")
     fresh = with_settings(recorded)
     assert fresh.call("GET", f"{RUN}/series?tensor=loss&figure=mean").status_code == 502
+
+
+def damaged_counts(recording: Recording, seq: int) -> SegmentKey:
+    """A segment whose bytes are whole, with a number of elements that cannot be."""
+    key = recording.write(seq, seq * 100, seq * 100 + 99)
+    block = segment.decode(recording.store.get(key.path), key.path)
+    broken = replace(block, statistics=replace(block.statistics, zero=block.statistics.zero - 1))
+    recording.store.put(key.path, segment.encode(broken))
+    return key
+
+
+def misnamed(recording: Recording, seq: int) -> SegmentKey:
+    """A segment that holds other steps than its name says."""
+    key = recording.key(seq, seq * 100, seq * 100 + 99)
+    recording.store.put(key.path, recording.encoded(0, 99))
+    return key
+
+
+@pytest.mark.parametrize("damage", [damaged_counts, misnamed])
+def test_what_the_evaluator_rejects_is_in_no_answer(
+    api: Api, folder_store: Store, damage: Callable[[Recording, int], SegmentKey]
+) -> None:
+    recording = Recording(folder_store).begin()
+    good, bad = recording.write(0, 0, 99), damage(recording, 1)
+    run_id = api.driven.register()
+    shown = "SELECT max(step), sum(zero) >= 0 FROM statistics"
+    assert sql(api, shown).json()["rows"] == [
+        [99, True]
+    ]  # found by the reader itself, of the columns that it reads
+    api.driven.announce(run_id, good, bad)
+    api.driven.settle(run_id)
+    assert api.driven.segments(run_id)["w0", 1] == "corrupt"
+    # Columns that are not read are not looked at: these rows are left out for the evaluator has found them bad.
+    fresh = with_settings(api)
+    assert sql(fresh, "SELECT max(step) FROM statistics").json()["rows"] == [[99]]
+    (line,) = get(fresh, "series", tensor="loss", figure="mean", points=1)["lines"]
+    assert line["last_step"] == [99]
 
 
 def test_others_projects_are_out_of_reach(recorded: Api) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, replace
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ from sqlalchemy import select
 
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven
+from tests.services.jobs import recorded_process
 from tests.services.recording import Recording, nan_from
-from watchstep.process_identity import ProcessIdentity
+from watchstep.errors import StoreError
 from watchstep.store import Store
 from watchstep_services.api.app import create_app
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import dispatch
+from watchstep_services.dispatcher.receivers.reach import AddressRefusedError
+from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.evaluator import attempts
 from watchstep_services.scheduler.sweep import sweep
+from watchstep_services.stores.opening import open_place
+from watchstep_services.stores.place import Registration, StorePlace
 
 
 @pytest.fixture
@@ -39,13 +45,19 @@ def shared(api: Api, tmp_path: Path) -> Api:
     return made
 
 
-def job(**changes: Any) -> dict[str, Any]:
-    identity = {**asdict(ProcessIdentity.of(os.getpid())), **changes}
+@pytest.fixture
+def process() -> Iterator[JobHandle]:
+    with recorded_process() as job:
+        yield job
+
+
+def job_body(process: JobHandle, **changes: Any) -> dict[str, Any]:
+    identity = {**process.identity, **changes}
     return {"backend": "local", "id": str(identity["pid"]), "identity": identity}
 
 
-def bind(api: Api, project: str, run: str = "r", attempt: str = "a1", **changes: Any) -> Any:
-    body = {"run": run, "attempt": attempt, "job": job(**changes)}
+def bind(api: Api, project: str, process: JobHandle, attempt: str = "a1", **changes: Any) -> Any:
+    body = {"run": "r", "attempt": attempt, "job": job_body(process, **changes)}
     return api.call("POST", f"/v1/projects/{project}/runs", body, project=project)
 
 
@@ -110,6 +122,51 @@ def test_a_link_in_a_store_that_is_registered_leads_nowhere(shared: Api, tmp_pat
     (tmp_path / "tenants" / "out").symlink_to(tmp_path)
     body = {"name": "x", "url": str(tmp_path / "tenants" / "out"), "check": False}
     assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 422
+
+
+NEVER = [
+    "http://169.254.169.254", "http://169.254.1.1:9000/", "http://[fe80::1]:9000", "http://[::ffff:169.254.169.254]",
+    "http://[64:ff9b::a9fe:a9fe]", "http://2852039166", "http://0xa9fea9fe", "http://0251.0376.0251.0376", "http://169.254.43518",
+    "http://[fd00:ec2::254]", "http://100.100.100.200", "http://metadata.test", "http://0.0.0.0:9000",
+]  # fmt: skip
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver that leads one name to a cloud's credentials."""
+    real = socket.getaddrinfo
+
+    def resolve(host: str, port: int, **more: Any) -> Any:
+        return real("169.254.169.254" if host == "metadata.test" else host, port, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize("endpoint", NEVER)
+def test_an_endpoint_that_is_link_local_is_never_used(shared: Api, endpoint: str) -> None:
+    body = {"name": "x", "url": "s3://bucket/runs", "check": False}
+    refused = shared.call("POST", "/v1/stores", {**body, "endpoint": endpoint}, role="admin")
+    assert refused.status_code == 422
+    good = {**body, "endpoint": "http://10.1.2.3:9000"}  # private, and an administrator's word
+    assert shared.call("POST", "/v1/stores", good, role="admin").status_code == 201
+    refused = shared.call("PUT", "/v1/stores/x", {**body, "endpoint": endpoint}, role="admin")
+    assert refused.status_code == 422
+    assert shared.call("GET", "/v1/stores/x", role="admin").json()["endpoint"] == "http://10.1.2.3:9000"
+    ray = {"name": "ray", "kind": "ray", "settings": {"address": endpoint}}
+    assert shared.call("POST", "/v1/backends", ray, role="admin").status_code == 422
+    # One that was registered when its name led elsewhere, as when it is opened later.
+    with pytest.raises(AddressRefusedError):
+        open_place(StorePlace(0, 0, Registration("s3://bucket/runs", endpoint=endpoint), "", "a"))
+
+
+def test_an_endpoint_that_has_no_address_is_checked_when_it_is_opened(shared: Api) -> None:
+    body = {
+        "name": "x", "url": "s3://bucket/runs", "check": False, "endpoint": "http://later.invalid:9000",
+    }  # fmt: skip
+    assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 201
+    with pytest.raises(StoreError, match=r"later\.invalid.* cannot be looked up"):
+        open_place(StorePlace(0, 0, Registration("s3://bucket/runs", endpoint=body["endpoint"]), "", "a"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", ["viewer", "recorder", "operator"])
@@ -189,43 +246,50 @@ def test_an_archived_project_takes_no_announcements(shared: Api) -> None:
     assert shared.driven.segments(1) == {("w0", 0): "announced"}
 
 
-def test_a_job_is_bound_on_a_registered_backend_only(shared: Api) -> None:
-    refused = bind(shared, "a")
+def test_a_job_is_bound_on_a_registered_backend_only(shared: Api, process: JobHandle) -> None:
+    refused = bind(shared, "a", process)
     assert (refused.status_code, "not registered for project 'a'" in refused.json()["detail"]) == (422, True)
     assert (
         shared.call("POST", "/v1/backends", {"name": "local", "kind": "local"}, role="admin").status_code
         == 201
     )
-    assert bind(shared, "a").status_code == 422
+    assert bind(shared, "a", process).status_code == 422
     shared.call("PATCH", "/v1/projects/a", {"backends": ["local"]}, role="admin")
-    assert bind(shared, "a").json()["job"]["backend"] == "local"
-    assert bind(shared, "b").status_code == 422
+    assert bind(shared, "a", process).json()["job"]["backend"] == "local"
+    assert bind(shared, "b", process).status_code == 422
     assert shared.call("DELETE", "/v1/backends/local", role="admin").status_code == 409
     for wrong in ({"name": "x", "kind": "command"}, {"name": "X", "kind": "local"}, {"name": "x", "kind": "local", "settings": {"a": 1}}):  # fmt: skip
         assert shared.call("POST", "/v1/backends", wrong, role="admin").status_code == 422
 
 
 @pytest.mark.parametrize("changes", [{}, {"host": "elsewhere"}])
-def test_a_job_of_one_project_is_never_anothers(shared: Api, changes: dict[str, str]) -> None:
+def test_a_job_of_one_project_is_never_anothers(
+    shared: Api, process: JobHandle, changes: dict[str, str]
+) -> None:
     shared.call("POST", "/v1/backends", {"name": "local", "kind": "local"}, role="admin")
     shared.call("POST", "/v1/backends", {"name": "box", "kind": "local"}, role="admin")
     for project in ("a", "b"):
         shared.call("PATCH", f"/v1/projects/{project}", {"backends": ["box", "local"]}, role="admin")
-    assert bind(shared, "a").status_code == 200
-    assert bind(shared, "a", attempt="a2").status_code == 200  # a restart under the same launcher
-    taken = bind(shared, "b", **changes)
+    assert bind(shared, "a", process).status_code == 200
+    assert bind(shared, "a", process, attempt="a2").status_code == 200  # a restart under the same launcher
+    taken = bind(shared, "b", process, **changes)
     assert (taken.status_code, "in another project" in taken.json()["detail"]) == (409, True)
-    renamed = {"run": "r", "attempt": "a1", "job": {**job(**changes), "backend": "box"}}
+    renamed = {"run": "r", "attempt": "a1", "job": {**job_body(process, **changes), "backend": "box"}}
     assert shared.call("POST", "/v1/projects/b/runs", renamed, project="b").status_code == 409
-    other_id = {"run": "r", "attempt": "a1", "job": {**job(**changes), "id": "1"}}
+    other_id = {"run": "r", "attempt": "a1", "job": {**job_body(process, **changes), "id": "1"}}
     assert shared.call("POST", "/v1/projects/b/runs", other_id, project="b").status_code == 422
 
 
-def test_a_recorder_binds_nothing(shared: Api) -> None:
-    body = {"run": "r", "attempt": "a1", "job": job()}
+def test_a_recorder_binds_nothing(shared: Api, process: JobHandle) -> None:
+    body = {"run": "r", "attempt": "a1", "job": job_body(process)}
     assert shared.call("POST", "/v1/projects/a/runs", body, role="recorder").status_code == 403
     shared.call("POST", "/v1/projects/a/runs", {"run": "r", "attempt": "a1"}, role="recorder")
-    assert shared.call("PUT", "/v1/projects/a/runs/r/job", {"job": job()}, role="recorder").status_code == 403
+    assert (
+        shared.call(
+            "PUT", "/v1/projects/a/runs/r/job", {"job": job_body(process)}, role="recorder"
+        ).status_code
+        == 403
+    )
 
 
 NASTY = st.one_of(
@@ -286,7 +350,7 @@ def test_links_in_a_store_show_nothing_of_another_project(shared: Api, tmp_path:
 
 def test_a_document_that_names_another_project_is_its_folders_own(shared: Api, tmp_path: Path) -> None:
     root = Store.open(tmp_path / "tenants" / "a")
-    document = b'{"project": "b", "run": "../../b/secret", "created_ns": 1, "rules": [{"rule": "nan_or_inf", "actions": ["stop"]}]}'
+    document = b'{"project": "b", "run": "../../b/secret", "created_ns": 1, "rules": [{"rule": "non_finite_values", "actions": ["stop"]}]}'
     root.put("a/mine/run.json", document)
     sweep(shared.driven.service)
     told = shared.call("GET", "/v1/projects/a/runs/mine", project="a").json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -69,13 +70,25 @@ def test_show(store: Path, name: str) -> None:
     assert "3 at first, 0.1 at last" in done.stdout
 
 
+def test_show_of_a_run_that_recorded_its_steps_again_without_a_loss(tmp_path: Path) -> None:
+    for name, value in (("first_loss", 1.0), ("second_loss", -math.inf)):
+        with Hook(tmp_path, run="night", project="vision") as hook:
+            for _ in range(3):
+                hook.log({name: value})
+                hook.step()
+    done = typed("runs", "show", "night", "--store", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "first_loss only in earlier attempts" in done.stdout
+    assert "second_loss -inf at first, -inf at last" in done.stdout
+
+
 def test_stats(store: Path) -> None:
     done = typed("runs", "stats", "night", "loss", "--store", store, "--last", "2")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["STEP", "28", "29"]
 
 
 def test_rules() -> None:
-    assert "nan_or_inf" in typed("rules", "list").stdout
+    assert "non_finite_values" in typed("rules", "list").stdout
     shown = typed("rules", "show", "vanishing_gradient").stdout
     assert "threshold" in shown
     assert "1e-07" in shown
@@ -138,8 +151,9 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def serving(store: Path) -> Iterator[subprocess.Popen[str]]:
-    with started(store, len(DEFAULT_RULES)) as (process, told):
+    with started(store, len(DEFAULT_RULES) + 1) as (process, told):
         assert "rule nan_or_inf (critical, after 1 step, stops the job)" in told[0]
+        assert told[-1] == "may stop jobs: nan_or_inf (default rule)"
         yield process
 
 
@@ -185,16 +199,16 @@ def test_serve_is_found_by_run_refuses_another_in_its_home_and_ends_clean(tmp_pa
 def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
     with serving(tmp_path) as process:
         with Hook(tmp_path, run="ill", project="vision") as hook:
-            for step in range(3):
-                hook.log(loss=float("nan") if step == 2 else 1.0)
+            for step in range(4):
+                hook.log(loss=float("nan") if step >= 2 else 1.0)
                 hook.step()
         assert process.stdout is not None
         block = [line_of(process) for _ in range(6)]
-        assert block[0] == "watchstep: vision/ill: nan_or_inf (critical) firing at step 2\n"
+        assert block[0] == "watchstep: vision/ill: non_finite_values (warning) firing at step 3\n"
         assert [line.split()[0] for line in block[1:]] == ["seen", "where", "against", "since", "usually"]
         shown = typed("runs", "alerts", "vision/ill", "--store", tmp_path)
         assert shown.returncode == 0, shown.stderr
-        assert shown.stdout.startswith("nan_or_inf (critical) firing at step 2 (attempt ")
+        assert shown.stdout.startswith("non_finite_values (warning) firing at step 3 (attempt ")
         assert "  seen    1 NaN among 1 elements of loss, 0 tolerated\n" in shown.stdout
         assert "error: rule" not in shown.stdout
         # Which others have no data depends on how much of the run was read by then.
@@ -209,16 +223,16 @@ def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: 
     query = "SELECT tensor FROM losses JOIN statistics USING (step) WHERE tensor::INTEGER > 0"
     rules.write_text(
         "rules:\n"
-        "  - {rule: nan_or_inf, name: lost, dry_run: true, actions: [stop], for: {steps: 2}}\n"
+        "  - {rule: non_finite_values, name: lost, dry_run: true, actions: [stop], for: {steps: 2}}\n"
         "  - {rule: stalled_training, for: {seconds: 60}}\n"
         f"  - {{rule: sql, name: mine, params: {{query: '{query}'}}}}\n"
     )
     with started(tmp_path / "runs", 4, "--rules", rules) as (process, told):
         assert told == [
-            "rule lost, of rule nan_or_inf (warning, after 2 steps, dry run)",
+            "rule lost, of rule non_finite_values (warning, after 2 steps, dry run)",
             "rule stalled_training (warning, after 60 s)",
             "rule mine, of rule sql (warning, after 1 step)",
-            "none of your rules stops a job",
+            "may stop jobs: no rule",
         ]
         with Hook(tmp_path / "runs", run="well", project="vision") as hook:
             for _ in range(3):
@@ -234,8 +248,11 @@ def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: 
 def test_serve_says_that_nothing_judges(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules: []")
-    with started(tmp_path / "runs", 1, "--rules", rules) as (_, told):
-        assert told == ["the rule file has no rules: nothing judges but what recorders ask for"]
+    with started(tmp_path / "runs", 2, "--rules", rules) as (_, told):
+        assert told == [
+            "the rule file has no rules: nothing judges but rules of runs and projects",
+            "may stop jobs: no rule",
+        ]
 
 
 PRINT_SERVICE = "import os; print(os.environ['WATCHSTEP_SERVICE'], os.environ['WATCHSTEP_TOKEN'])"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.client.transport import RefusedError
+from tests.services.recording import PROJECT, Recording, damage_from
 from watchstep.errors import ConfigError
 from watchstep.store import Store
+from watchstep.transport import RefusedError
 from watchstep_rules.config import RuleConfig
 from watchstep_services.cli.app import app
 from watchstep_services.database.models import Standing
@@ -21,7 +22,7 @@ from watchstep_services.registration import register
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
 
-MINE = {"rule": "nan_or_inf", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
+MINE = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     settings = load_settings(store=str(place), home=place / ".watchstep", sweep_seconds=0.05)
     with EmbeddedService(settings) as service:
         register(service.service, PROJECT, "run-1", (RuleConfig.model_validate(MINE),), "recorder")
-        Recording(store).begin().write(0, 0, 7, nan_from(5))
+        Recording(store).begin().write(0, 0, 7, damage_from(5))
 
         def fired() -> bool:
             with service.database.read() as session:
@@ -77,6 +78,26 @@ def test_what_operators_do_with_an_alert(folder: Path) -> None:
     assert "silence 1 has ended" in told("silences", "expire", "1", *of)
     assert "a sweep" not in told("silences", "list", *of)
     assert "a sweep" in told("silences", "list", "--all", *of)
+
+
+def test_the_list_of_runs_shows_alerts_of_a_local_store_without_a_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WATCHSTEP_TOKEN", raising=False)
+    Recording(Store.open(folder), run="unknown-yet").begin()
+    head, *rows = watchstep(folder, "runs", "list").splitlines()
+    assert head.split()[-1] == "FIRING"
+    # Both alerts of the NaN: of the default rule, and of the recorder's.
+    assert {row.split()[1]: row.split()[-1] for row in rows}["run-1"] == "3"
+
+
+def test_the_list_of_runs_without_an_answer_of_the_service(folder: Path) -> None:
+    note = folder / ".watchstep" / "service.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"url": "http://127.0.0.1:9"}))
+    listed = watchstep(folder, "runs", "list")
+    assert "alerts are not shown" in listed
+    assert "FIRING" not in listed
+    assert "run-1" in listed
 
 
 def test_what_is_asked_of_a_run(folder: Path) -> None:

@@ -31,7 +31,7 @@ def rules(tmp_path: Path) -> Path:
     path = tmp_path / "rules.yaml"
     path.write_text(
         "rules:\n"
-        "  - {rule: nan_or_inf, severity: critical, actions: [stop]}\n"
+        "  - {rule: non_finite_values, severity: critical, actions: [stop]}\n"
         "  - {rule: exploding_gradient, for: {steps: 3}}\n"
         "  - {rule: class_imbalance}\n"
     )
@@ -44,7 +44,7 @@ def test_one_run(store: Path, rules: Path) -> None:
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0] == "vision/nan 90 rows, by steps: no service judged it"
     assert lines[1] == "RULE SEVERITY STEP SINCE TENSOR MESSAGE"
-    assert lines[2].startswith("nan_or_inf critical, stops 4 4 loss 1 NaN among 1 elements")
+    assert lines[2].startswith("non_finite_values critical, stops 4 4 loss 1 NaN among 1 elements")
     assert "silent: exploding_gradient" in lines
     assert "no data: class_imbalance" in lines
     assert done.stderr == ""
@@ -77,11 +77,13 @@ def test_a_dry_run_and_a_message_of_its_own_are_shown(store: Path, tmp_path: Pat
     rules = tmp_path / "dry.yaml"
     message = "{label.team}: {run} is lost at {step}"
     rules.write_text(
-        f"rules: [{{rule: nan_or_inf, dry_run: true, actions: [stop], labels: {{team: red}}, message: '{message}'}}]"
+        f"rules: [{{rule: non_finite_values, dry_run: true, actions: [stop], labels: {{team: red}}, message: '{message}'}}]"
     )
     done = typed("rules", "backtest", "nan", "--store", store, "--rules", rules, "--json", "-")
     assert done.returncode == 0, done.stderr
-    assert "nan_or_inf warning, dry run 4 4 loss red: nan is lost at 4" in " ".join(done.stderr.split())
+    assert "non_finite_values warning, dry run 4 4 loss red: nan is lost at 4" in " ".join(
+        done.stderr.split()
+    )
     (attempt,) = json.loads(done.stdout)["runs"][0]["attempts"]
     assert attempt["rules"][0]["transitions"][-1]["message"] == "red: nan is lost at 4"
 
@@ -90,7 +92,7 @@ def test_a_rule_that_cannot_be_evaluated_is_told_by_the_exit_code(store: Path, t
     rules = tmp_path / "ill.yaml"
     query = "SELECT tensor FROM statistics WHERE CAST(tensor AS INTEGER) > 0"
     rules.write_text(
-        f"rules: [{{rule: nan_or_inf}}, {{rule: sql, name: mine, params: {{query: '{query}'}}}}]"
+        f"rules: [{{rule: non_finite_values}}, {{rule: sql, name: mine, params: {{query: '{query}'}}}}]"
     )
     done = typed("rules", "backtest", "nan", "late", "--store", store, "--rules", rules)
     assert done.returncode == 1
@@ -137,7 +139,7 @@ def test_a_service_judges_its_own_runs(store: Path, rules: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "vision/late 90 rows, by steps: no service judged it" in lines
-    assert any(line.startswith("nan_or_inf critical, stops 4 4 loss") for line in lines)
+    assert any(line.startswith("non_finite_values critical, stops 4 4 loss") for line in lines)
     assert "100 1 2 25 vision/late <- now" in lines
     assert other.returncode == 2
     assert "vision/x: not known" in other.stderr

@@ -11,22 +11,22 @@ from tests.services.cli.typed import typed
 TESTS = """
 tests:
   - name: the loss is lost
-    series: [{tensor: loss, values: 3*0.9x20 NaNx3}]
+    series: [{tensor: loss, values: 3*0.9x20 NaNx60}]
     expect: [{rule: nan_or_inf, fires_at: %d, stops: true}]
 """
 
 
 def test_exit_codes_output_and_junit(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
-    good.write_text(TESTS % 20, encoding="utf-8")
-    bad.write_text(TESTS % 21, encoding="utf-8")
+    good.write_text(TESTS % 69, encoding="utf-8")
+    bad.write_text(TESTS % 70, encoding="utf-8")
     done = typed("rules", "test", good)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "1 test, all passed"
     done = typed("rules", "test", good, bad, "--junit", tmp_path / "junit.xml")
     assert done.returncode == 1
-    assert "- expected: fires at 21" in done.stdout
-    assert "+ got:      fires at 20, tensor loss" in done.stdout
+    assert "- expected: fires at 70" in done.stdout
+    assert "+ got:      fires at 69, tensor loss" in done.stdout
     assert done.stdout.splitlines()[-1] == "2 tests, 1 failed"
     assert (tmp_path / "junit.xml").read_text(encoding="utf-8").count("<testcase") == 2
 

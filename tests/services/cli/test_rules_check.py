@@ -13,7 +13,7 @@ from watchstep_services.cli.app import app
 
 GOOD = """
 rules:
-  - rule: nan_or_inf
+  - rule: non_finite_values
     severity: critical
     actions: [stop, {webhook: "https://chat.example.com/secret/path"}, {notify: ml-oncall}]
   - rule: overfit
@@ -22,7 +22,7 @@ rules:
     for: {steps: 3, seconds: 60}
     keep_firing: {steps: 5}
     dry_run: true
-inhibit: [{source: nan_or_inf, target: [late]}]
+inhibit: [{source: non_finite_values, target: [late]}]
 """
 
 
@@ -91,8 +91,11 @@ def test_a_file_without_rules_is_warned_of(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nan_or_inf", "By default: critical; fires after 1 step; over after 1 step without; stops the job."),
-        ("nan_or_inf", "Keeps quiet while it fires: exploding_gradient, "),
+        (
+            "nan_or_inf",
+            "By default: critical; fires after 1 step; over after 1 step without; stops the job.",
+        ),
+        ("nan_or_inf", "Keeps quiet while it fires: non_finite_values, "),
         ("exploding_gradient", "By default: warning; fires after 2 steps; over after 2 steps without."),
         ("stalled_training", "Off by default: a healthy program may pause for any time."),
         ("stalled_training", "; by the clock, also where no row comes."),

@@ -25,7 +25,7 @@ def ill(step: int, name: str) -> float:
 def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_store: Store) -> None:
     rules = [
         {
-            "rule": "nan_or_inf",
+            "rule": "non_finite_values",
             "inhibits": ["exploding_gradient"],
             "message": "bad\n{tensor}",
             "dry_run": False,
@@ -40,16 +40,16 @@ def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_stor
     driven.announce(run_id, recording.write(0, 0, 43, ill))
     driven.settle(run_id)
     lines = teller.new_lines()
-    assert lines[0] == "watchstep: vision/run-1: nan_or_inf (warning) firing at step 41"
-    assert lines[1] == "  message bad\N{REPLACEMENT CHARACTER}loss"
+    assert lines[0] == "watchstep: vision/run-1: non_finite_values (warning) firing at step 41"
+    assert lines[1] == "  message bad\nloss"  # made printable where it is shown
     assert lines[-1] == (
-        "watchstep: vision/run-1: exploding_gradient (warning) firing at step 42; kept quiet by nan_or_inf"
+        "watchstep: vision/run-1: exploding_gradient (warning) firing at step 42; kept quiet by non_finite_values"
     )
     assert teller.new_lines() == []
     driven.announce(run_id, recording.write(1, 44, 60, ill))
     driven.settle(run_id)
     heads = [line for line in teller.new_lines() if line.startswith("watchstep")]
-    assert "watchstep: vision/run-1: nan_or_inf (warning) resolved at step 45" in heads
+    assert "watchstep: vision/run-1: non_finite_values (warning) resolved at step 45" in heads
     assert "watchstep: vision/run-1: exploding_gradient (warning) firing at step 45" in heads
     assert any("stop requested: rule exploding_gradient at step 45: norm of" in line for line in heads)
     assert Teller(sqlite).new_lines() == []
@@ -59,7 +59,7 @@ def test_a_rule_that_cannot_be_evaluated_is_told_and_that_it_is_well_again(
     sqlite: Database, folder_store: Store
 ) -> None:
     mine = RuleConfig(rule="overfit", name="mine")
-    driven = Driven(make_service(sqlite, folder_store, [mine, RuleConfig(rule="nan_or_inf")]))
+    driven = Driven(make_service(sqlite, folder_store, [mine, RuleConfig(rule="non_finite_values")]))
     recording = Recording(folder_store).begin()
     run_id = driven.register()
     teller = Teller(sqlite)
@@ -86,7 +86,7 @@ def test_a_webhook_that_fails_is_told_after_three_tries_and_when_it_is_given_up(
 ) -> None:
     with receiving() as receiver:
         receiver.answers = [500] * 3 + [404]
-        rule = {"rule": "nan_or_inf", "actions": [{"webhook": f"{receiver.url}/secret"}]}
+        rule = {"rule": "non_finite_values", "actions": [{"webhook": f"{receiver.url}/secret"}]}
         driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule)]))
         recording = Recording(folder_store).begin()
         run_id = driven.register()

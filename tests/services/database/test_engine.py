@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, text
 from sqlalchemy.exc import IntegrityError
 
 from watchstep.errors import ConfigError
@@ -51,3 +55,25 @@ def test_a_password_is_not_told() -> None:
         database.check()
     assert "secret" not in str(caught.value)
     database.close()
+
+
+def test_a_further_connection_keeps_the_locks_of_those_that_are_open(tmp_path: Path) -> None:
+    file = tmp_path / "watchstep.sqlite"
+    opened = open_database(f"sqlite:///{file}")
+    log = file.with_name(file.name + "-wal")
+    with opened.engine.connect() as first:
+        first.execute(text("CREATE TABLE facts (value INTEGER)"))
+        first.commit()
+        with opened.engine.connect() as second:
+            second.execute(text("SELECT * FROM facts"))
+        before = log.stat().st_ino
+        # The last process that closes a database removes its write-ahead log, if it sees no locks of others.
+        program = (
+            "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]);"
+            " c.execute('INSERT INTO facts VALUES (1)'); c.commit(); c.close()"
+        )
+        subprocess.run([sys.executable, "-c", program, file], check=True, timeout=60)
+        assert log.exists()
+        assert log.stat().st_ino == before
+        assert first.execute(text("SELECT value FROM facts")).scalar_one() == 1
+    opened.close()

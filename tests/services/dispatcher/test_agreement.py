@@ -217,6 +217,13 @@ def test_a_rank_that_waits_goes_on_when_another_step_is_named_or_its_patience_en
     assert [(one.worker, one.state) for one in said] == [(1, "left")]
 
 
+def test_a_world_size_that_cannot_be_is_waited_for_without_a_set_of_all_its_ranks() -> None:
+    stop = StopRequest("a", 5, "r", agreed=False)
+    answers = [StopAnswer(rank, 5, "ready", 4) for rank in range(2)]
+    assert following(stop, answers, 10**18, 6) is None
+    assert following(stop, answers, 2, 6) == StopRequest("a", 5, "r", agreed=True)
+
+
 def announced(*segments: tuple[int, int, float], writer: str = "n/w0") -> list[Announced]:
     return [Announced(writer, first, last, round(at * SECOND)) for first, last, at in segments]
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from tests.services.driving import RULES, Driven
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.control import ControlDocument
+from watchstep.documents import EndState
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig, StopAction
 from watchstep_services.database.models import Action
@@ -48,6 +51,11 @@ def done_event(driven: Driven, run_id: int) -> dict[str, object]:
     (event,) = [event for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
     data: dict[str, object] = event["data"]
     return data
+
+
+def exits_with(code: int) -> str:
+    """A program that ends with this exit code on SIGUSR1."""
+    return WILLING.replace("\n\n", f"\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\n", 1)
 
 
 @pytest.mark.parametrize(("program", "how", "stages"), [(WILLING, "terminated", 3), (STUBBORN, "killed", 4)])
@@ -139,6 +147,44 @@ def test_a_program_that_trained_to_its_end_was_not_stopped(driven: Driven, folde
     assert done_event(driven, run_id)["how"] == "asked"
 
 
+@pytest.mark.parametrize(("ends", "says"), [(("failed",), "failed by itself"), ((), "no worker has said")])
+def test_a_job_that_crashes_after_it_was_asked_has_failed(
+    driven: Driven, folder_store: Store, tmp_path: Path, ends: tuple[EndState, ...], says: str
+) -> None:
+    driven = driven.with_settings(grace_seconds=3600.0)
+    recording = Recording(folder_store).begin(on_stop="raise")
+    crashes = exits_with(1)
+    job = launch(backend_of(driven), tmp_path, crashes)
+    run_id, action = fired(driven, recording, job)
+    assert dispatch(driven.service, action.id) is not None  # asks
+    for state in ends:
+        recording.end(state, 8)
+    os.kill(int(job.id), signal.SIGUSR1)
+    eventually(lambda: backend_of(driven).status(job).exit_code == 1)
+    action = driven.finish(action.id)
+    assert (action.state, says in action.outcome) == ("done", True)
+    assert done_event(driven, run_id)["how"] == "asked"
+    assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "failed"
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["exit-code-alone", "last-words"])
+def test_a_job_that_ends_by_the_code_of_a_stop_has_obeyed(
+    driven: Driven, folder_store: Store, tmp_path: Path, *, written: bool
+) -> None:
+    recording = Recording(folder_store).begin(on_stop="raise")
+    obeys = exits_with(86)
+    job = launch(backend_of(driven), tmp_path, obeys)
+    run_id, action = fired(driven, recording, job)
+    dispatch(driven.service, action.id)
+    if written:
+        recording.end("stopped", 8)
+    os.kill(int(job.id), signal.SIGUSR1)
+    eventually(lambda: backend_of(driven).status(job).exit_code == 86)
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["how"] == "cooperative"
+    assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "stopped"
+
+
 def test_without_a_job_and_without_an_answer(driven: Driven, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     _, action = fired(driven.with_settings(silent_seconds=1e-9), recording)
@@ -158,7 +204,7 @@ def test_a_job_out_of_reach_is_asked_and_then_given_up(driven: Driven, folder_st
 
 
 def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
-    twice = RuleConfig(rule="nan_or_inf", name="again", actions=(StopAction(),))
+    twice = RuleConfig(rule="non_finite_values", name="again", actions=(StopAction(),))
     recording = Recording(folder_store).begin()
     run_id = register(driven.service, PROJECT, "run-1", (twice,), "operator")
     with driven.service.database.write() as session:
@@ -171,13 +217,15 @@ def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
 
 
 def test_a_rule_that_nobody_allowed_stops_nothing(driven: Driven, folder_store: Store) -> None:
-    stops = RuleConfig(rule="nan_or_inf", name="mine", params={"only_nan": True}, actions=(StopAction(),))
+    stops = RuleConfig(
+        rule="non_finite_values", name="mine", params={"only_nan": True}, actions=(StopAction(),)
+    )
     recording = Recording(folder_store).begin()
     quiet = Driven(replace(driven.service, owner_rules=RULES[1:]))
     run_id = quiet.register(rules=[stops])
     quiet.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     quiet.settle(run_id)
-    assert quiet.event_types(run_id) == ["alert.firing", "stop.would_have"]
+    assert quiet.event_types(run_id) == ["run.started", "alert.firing", "stop.would_have"]
     assert quiet.actions(run_id) == []
 
 

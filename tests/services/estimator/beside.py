@@ -27,5 +27,5 @@ def end_service_of(store: Path) -> None:
     """End the service that a launch started beside a store, if one did."""
     note = store / ".watchstep" / "service.json"
     if note.exists():
-        os.kill(json.loads(note.read_text())["pid"], signal.SIGTERM)
+        os.kill(json.loads(note.read_text())["process"]["pid"], signal.SIGTERM)
         eventually(lambda: not note.exists(), ENDING_SECONDS)

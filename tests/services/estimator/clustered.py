@@ -15,7 +15,7 @@ import httpx
 
 from tests.services.estimator import enduring
 from tests.services.jobs import eventually
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Backend, Estimator, Job, Ray
 
 SECONDS = 120.0
@@ -74,7 +74,7 @@ def launched(
         [sys.executable, enduring.__file__, str(folder)],
         backend=backend,
         store=store,
-        rules=[nan_or_inf().stop()],
+        rules=[non_finite_values().stop()],
         environment={**aws_environment(), **environment},
         folder=folder,
         project=PROJECT,

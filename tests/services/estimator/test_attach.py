@@ -22,7 +22,7 @@ from watchstep.errors import ConfigError, NotFoundError, ServiceError, Watchstep
 from watchstep.reading.run import open_run
 from watchstep.stopping import EXIT_STOPPED
 from watchstep.store import Store
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.cli.launching import app
 from watchstep_services.database.engine import Database
 from watchstep_services.estimator import Command, Job, JobStatus, Slurm
@@ -89,16 +89,11 @@ def foreign(started: Callable[..., Foreign]) -> Foreign:
     return started("by-hand")
 
 
-@pytest.fixture(autouse=True)
-def _records_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WATCHSTEP_JOBS", str(tmp_path / "jobs"))
-
-
 def test_a_job_that_was_started_by_hand_is_stopped_by_the_rule_that_was_attached(
     started: Callable[..., Foreign],
 ) -> None:
     foreign = started("stopped")
-    rules = [nan_or_inf().stop()]
+    rules = [non_finite_values().stop()]
     job = Job.attach(foreign.url, foreign.job, rules)
     assert Job.attach(foreign.url, foreign.job, rules).record == job.record  # safe to repeat
     assert Job.reattach("stopped").record == job.record
@@ -122,17 +117,17 @@ def test_a_healthy_job_is_left_alone_by_rules_of_a_file(
 ) -> None:
     foreign = started("healthy")
     rules = tmp_path / "rules.yaml"
-    rules.write_text("rules:\n  - {rule: nan_or_inf, actions: [stop]}\n  - {rule: loss_spike}\n")
+    rules.write_text("rules:\n  - {rule: non_finite_values, actions: [stop]}\n  - {rule: loss_spike}\n")
     words = ["attach", "--run", "default/healthy", "--store", str(foreign.store), "--job", foreign.job]
     done = CliRunner().invoke(app, [*words, "--rules", str(rules)], catch_exceptions=False)
     assert done.output.splitlines() == [
         f"default/healthy: attempt {Job.reattach('healthy').record.attempt} is job {foreign.job}",
-        "  rule nan_or_inf may stop it",
+        "  rule non_finite_values may stop it",
         "  rule loss_spike",
     ]
     job = Job.reattach("healthy")
     judging = {rule.name: (rule.origin, rule.granted_stop) for rule in job.run_state().rules}
-    assert judging["nan_or_inf"] == ("operator", True)
+    assert judging["non_finite_values"] == ("operator", True)
     assert judging["loss_spike"] == ("operator", False)
     assert foreign.end() == 0
     job.wait(SECONDS)
@@ -160,7 +155,7 @@ def test_what_is_not_there_is_refused(
     )
     url = foreign.url if run is None else f"{foreign.store}/{run}"
     with pytest.raises(error, match=told):
-        Job.attach(url, job or foreign.job, [nan_or_inf().stop()])
+        Job.attach(url, job or foreign.job, [non_finite_values().stop()])
     with pytest.raises(NotFoundError):
         Job.reattach("by-hand")  # nothing was written down
     assert foreign.process.poll() is None
@@ -179,9 +174,9 @@ def test_a_job_and_a_run_of_others_are_refused(foreign: Foreign, started: Callab
     other = started("elsewhere", project="vision")
     Job.attach(foreign.url, foreign.job)
     with pytest.raises(ServiceError, match="bound in another project"):
-        Job.attach(other.url, foreign.job, [nan_or_inf().stop()])
+        Job.attach(other.url, foreign.job, [non_finite_values().stop()])
     with pytest.raises(ServiceError, match=f"bound to job {foreign.job}"):
-        Job.attach(foreign.url, other.job, [nan_or_inf().stop()])
+        Job.attach(foreign.url, other.job, [non_finite_values().stop()])
     rules = {rule.name: rule.origin for rule in Job.reattach("by-hand").run_state().rules}
     assert "operator" not in rules.values()  # what was refused attached no rule
     assert (foreign.process.poll(), other.process.poll()) == (None, None)
@@ -195,12 +190,12 @@ def test_a_named_service_that_looks_elsewhere_is_refused(
     monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(sqlite, "operator"))
     with serving(service) as url:
         with pytest.raises(ConfigError, match="reads this project's runs from"):
-            Job.attach(foreign.url, foreign.job, [nan_or_inf().stop()], service=url)
+            Job.attach(foreign.url, foreign.job, [non_finite_values().stop()], service=url)
         monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(sqlite, "recorder"))
         with pytest.raises(ServiceError, match="role recorder may not"):
-            Job.attach(foreign.url, foreign.job, [nan_or_inf().stop()], service=url)
+            Job.attach(foreign.url, foreign.job, [non_finite_values().stop()], service=url)
     with pytest.raises(ServiceError, match="no answer"):
-        Job.attach(foreign.url, foreign.job, [nan_or_inf().stop()], service=url)
+        Job.attach(foreign.url, foreign.job, [non_finite_values().stop()], service=url)
 
 
 @pytest.fixture
@@ -220,7 +215,10 @@ def test_a_job_that_was_given_to_slurm_is_stopped_by_the_rule_that_was_attached(
     job_id = slurm.command("sbatch", "--parsable", f"--chdir={store.parent}", wrap).strip()
     eventually(lambda: records(f"{store}/default/by-sbatch"), SECONDS)
     job = Job.attach(
-        f"{store}/default/by-sbatch", f"slurm:{job_id}", [nan_or_inf().stop()], backend=Slurm(partition="all")
+        f"{store}/default/by-sbatch",
+        f"slurm:{job_id}",
+        [non_finite_values().stop()],
+        backend=Slurm(partition="all"),
     )
     with pytest.raises(NotFoundError, match="Slurm knows none"):
         Job.attach(f"{store}/default/by-sbatch", "slurm:999999999")

@@ -22,7 +22,7 @@ from tests.services.estimator.sagemaker_stand_in import SageMakerStandIn
 from tests.services.estimator.test_estimator import TRAIN
 from tests.services.jobs import eventually
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import AwsBatch, Estimator, Job, SageMaker
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def folder(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setenv("WATCHSTEP_IDLE_SECONDS", "300")
     yield tmp_path
     for note in (tmp_path / "home").rglob("service.json"):
-        os.kill(json.loads(note.read_text())["pid"], signal.SIGTERM)
+        os.kill(json.loads(note.read_text())["process"]["pid"], signal.SIGTERM)
         eventually(partial(_gone, note), SECONDS)
 
 
@@ -58,7 +58,7 @@ def test_a_fault_is_stopped_by_its_rule(
     }
     launched: dict[str, Job] = {}
     for kind, backend in backends.items():
-        rules = [nan_or_inf().stop()]
+        rules = [non_finite_values().stop()]
         estimator = Estimator(
             "train.py",
             backend=backend,

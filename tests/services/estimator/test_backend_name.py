@@ -11,7 +11,7 @@ import pytest
 from tests.services.estimator.kubernetes_double import Double, running_double
 from tests.services.estimator.test_requeue import TRAIN
 from watchstep.errors import ConfigError
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Estimator, Kubernetes
 from watchstep_services.registration import ensure_project
 from watchstep_services.scheduler.embedded import EmbeddedService
@@ -57,7 +57,7 @@ def test_the_service_stops_it_through_the_backend_of_that_name(
         backend_name="gpu-east",
         store=tmp_path / "store",
         folder=tmp_path,
-        rules=[nan_or_inf().stop()],
+        rules=[non_finite_values().stop()],
         arguments=("unsaved", str(tmp_path)),
         service=service.url,
         on_stop="ignore",

@@ -14,7 +14,8 @@ import pytest
 from tests.services.jobs import eventually
 from watchstep.errors import ConfigError, NotFoundError, ServiceError, WatchstepError
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
-from watchstep_rules import nan_or_inf, vanishing_gradient
+from watchstep_rules import non_finite_values, vanishing_gradient
+from watchstep_rules.by_name import sagemaker_saturated_activation
 from watchstep_services.estimator import Estimator, Job, JobStatus, Local
 from watchstep_services.estimator.errors import SubmissionRejectedError
 from watchstep_services.estimator.job_record import JobRecord
@@ -73,7 +74,6 @@ def estimate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Estimator:
     for name in ("WATCHSTEP_SERVICE", "WATCHSTEP_TOKEN", "WATCHSTEP_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WATCHSTEP_IDLE_SECONDS", "300")
-    monkeypatch.setenv("WATCHSTEP_JOBS", str(folder / "jobs"))  # those of other tests are none of ours
     return Estimator("tells.py", backend=Local(), store=folder / "store", folder=folder)
 
 
@@ -86,7 +86,7 @@ def written(job: Job) -> bytes:
 
 
 def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimator) -> None:
-    rules = [nan_or_inf().stop(), vanishing_gradient(threshold=1e-7).notify("ml-oncall")]
+    rules = [non_finite_values().stop(), vanishing_gradient(threshold=1e-7).notify("ml-oncall")]
     job = changed(estimate, program="train.py", arguments=("12", "100000"), rules=rules).fit(wait=False)
     events = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
     assert list(events) == ["run.started", "alert.firing", "stop.requested", "stop.done", "run.ended"]
@@ -102,8 +102,16 @@ def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimat
     assert once_more.status() == JobStatus("ended", EXIT_TOMBSTONE)  # what was stopped stays stopped
 
 
+def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) -> None:
+    rules = [sagemaker_saturated_activation(threshold_tanh_min=7.0, threshold_tanh_max=8.0).stop()]
+    job = changed(estimate, program="train.py", arguments=("-1", "100000"), rules=rules).fit(wait=False)
+    assert job.wait(SECONDS) == JobStatus("ended", EXIT_STOPPED)
+    fired = next(event for event in job.events() if event.type == "watchstep.alert.firing")
+    assert fired.data["finding"]["tensor"] == "1:output"
+
+
 def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCaptureFixture) -> None:
-    rules = [nan_or_inf().stop().notify("of-nobody")]
+    rules = [non_finite_values().stop().notify("of-nobody")]
     job = changed(estimate, program="train.py -1 30", rules=rules).fit()
     assert "receiver 'of-nobody' is not known" in caplog.text
     assert job.status() == JobStatus("ended", 0)
@@ -163,7 +171,7 @@ def test_a_service_that_is_down_or_a_rule_that_is_none_starts_nothing(estimate: 
     with pytest.raises(ServiceError):
         changed(estimate, service="http://127.0.0.1:9").fit()
     with pytest.raises(WatchstepError, match="no rule"):
-        changed(estimate, rules=["nan_or_inf"]).fit()
+        changed(estimate, rules=["non_finite_values"]).fit()
     assert estimate.backend.jobs() == []
 
 

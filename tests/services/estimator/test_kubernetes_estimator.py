@@ -10,7 +10,7 @@ import pytest
 from tests.services.estimator.beside import end_service_of
 from tests.services.estimator.kubernetes_double import Double, running_double
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Estimator, JobStatus, Kubernetes
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def estimate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Estimator:
     monkeypatch.setenv("WATCHSTEP_JOBS", str(folder / "jobs"))
     monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
     backend = Kubernetes(image="train:1", working_directory=str(folder), restarts=2, grace_seconds=60)
-    return Estimator("train.py", backend=backend, store=folder / "store", rules=[nan_or_inf().stop()])
+    return Estimator("train.py", backend=backend, store=folder / "store", rules=[non_finite_values().stop()])
 
 
 def changed(estimator: Estimator, **changes: object) -> Estimator:

@@ -12,7 +12,7 @@ import pytest
 from tests.services.jobs import eventually
 from watchstep.client import Client
 from watchstep.stopping import EXIT_STOPPED
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Estimator, JobStatus, Local
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
@@ -58,7 +58,7 @@ def test_it_records_its_run_is_stopped_and_reaches_no_other(
     program, told = tmp_path / "train.py", tmp_path / "environment.json"
     program.write_text(PROGRAM)
     job = Estimator(
-        str(program), backend=Local(), store=tmp_path / "store", rules=[nan_or_inf().stop()],
+        str(program), backend=Local(), store=tmp_path / "store", rules=[non_finite_values().stop()],
         arguments=[str(told)], project="vision",
     ).fit(wait=False)  # fmt: skip
     assert job.wait(SECONDS, show=False) == JobStatus("ended", EXIT_STOPPED)

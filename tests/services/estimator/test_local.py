@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ import pytest
 
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from watchstep.errors import ConfigError, NotFoundError
+from watchstep.process_record import record_process
 from watchstep_services.estimator.backend import ChecksOwner, JobHandle, Launch
 from watchstep_services.estimator.errors import BackendError
-from watchstep_services.estimator.local import Local, identity_of, job_of_pid
+from watchstep_services.estimator.local import Local, identity_of, job_of, job_of_pid
 
 
 @pytest.fixture
@@ -77,9 +79,72 @@ def test_a_group_ends_with_its_leader(backend: Local, tmp_path: Path) -> None:
     gone(backend, child)
 
 
+NOTES_SIGNALS = """
+import pathlib, signal, subprocess, sys
+received = 0
+child = None
+def note(*_):
+    global received
+    received += 1
+    pathlib.Path(f"{sys.argv[1]}.{received}").touch()
+def end(*_):
+    if child is not None:
+        child.send_signal(signal.SIGWINCH)
+        child.wait()
+    sys.exit(received)
+signal.signal(signal.SIGTERM, note)
+signal.signal(signal.SIGWINCH, end)  # its number is higher: a SIGTERM that waits is handled before it
+if len(sys.argv) > 2:
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[2], "child"])
+    while not pathlib.Path("child").exists():
+        pass
+pathlib.Path(sys.argv[1]).touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("by_id", [False, True], ids=["by-descriptor", "by-group-id"])
+def test_each_process_of_a_job_receives_one_sigterm(
+    backend: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, by_id: bool
+) -> None:
+    send = signal.pidfd_send_signal
+
+    def send_and_wait(descriptor: int, number: int, info: None = None, flags: int = 0) -> None:
+        if flags and by_id:
+            raise OSError(errno.EINVAL, "flags are not supported")  # as before Linux 6.9
+        send(descriptor, number, info, flags)
+        eventually((tmp_path / "job.1").exists)  # signals that wait for their handler would be merged
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", send_and_wait)
+    command = (sys.executable, "-c", NOTES_SIGNALS, "job", NOTES_SIGNALS)
+    job = backend.submit(Launch(command, os.environ, tmp_path, tmp_path / "log"))
+    eventually((tmp_path / "job").exists)
+    backend.stop(job)
+    eventually((tmp_path / "job.1").exists)
+    eventually((tmp_path / "child.1").exists)
+    os.kill(int(job.id), signal.SIGWINCH)
+    gone(backend, job)
+    assert backend.status(job).exit_code == 1
+    assert not list(tmp_path.glob("*.2"))
+
+
+def test_a_process_that_leads_no_group_is_signalled_alone(backend: Local, tmp_path: Path) -> None:
+    ready = tmp_path / "member"
+    shell = ["sh", "-c", '"$@" & echo $!; wait $!', "sh", sys.executable, "-c", NOTES_SIGNALS, str(ready)]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout is not None
+        pid = int(leader.stdout.readline())
+        eventually(ready.exists)
+        assert os.getpgid(pid) == leader.pid  # a signal to the group would end the shell by SIGTERM
+        backend.stop(job_of(record_process(pid).identity))
+        os.kill(pid, signal.SIGWINCH)
+        assert leader.wait(30) == 1
+
+
 def test_a_process_that_another_started(backend: Local) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as child:
-        job = job_of_pid(child.pid)
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as child:
+        job = job_of(record_process(child.pid).identity)
         assert backend.status(job).state == "running"
         backend.kill(job)
         assert child.wait() == -signal.SIGKILL

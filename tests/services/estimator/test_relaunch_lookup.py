@@ -19,7 +19,7 @@ from tests.services.estimator.kubernetes_double import running_double
 from tests.services.estimator.test_requeue import TRAIN
 from tests.services.jobs import eventually
 from watchstep.errors import ServiceError
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Estimator, Job, JobStatus, Kubernetes, Local, Slurm, requeue
 from watchstep_services.estimator.backend import Backend
 from watchstep_services.estimator.errors import BackendDownError
@@ -69,7 +69,7 @@ class Where:
         folder.mkdir()
         job = Estimator(
             str(self.folder / "train.py"), backend=self.backend, store=self.store, folder=self.folder,
-            rules=[nan_or_inf().stop()], arguments=(kind, str(folder)), on_stop=requeue(limit=1),
+            rules=[non_finite_values().stop()], arguments=(kind, str(folder)), on_stop=requeue(limit=1),
         ).fit(run=run, wait=False)  # fmt: skip
         eventually(lambda: job.status().is_over, SECONDS)
         eventually(lambda: [*job.client().events(run, types=("watchstep.stop.done",))], SECONDS)
@@ -83,12 +83,14 @@ def where(
     """On Local, or on what the test names: a service of its own serves each cluster, for it has the first launch's environment."""
     for name in ("WATCHSTEP_SERVICE", "WATCHSTEP_TOKEN", "WATCHSTEP_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WATCHSTEP_JOBS", str(tmp_path / "jobs"))
-    (tmp_path / "train.py").write_text(TRAIN)
     kind = getattr(request, "param", "local")
+    # The service beside the shared store looks for job records where those of all tests are.
+    if kind != "local":
+        monkeypatch.setenv("WATCHSTEP_JOBS", str(tmp_path / "jobs"))
+    (tmp_path / "train.py").write_text(TRAIN)
     with ExitStack() as stack:
         if kind == "local":
-            yield Where(Local(folder=tmp_path / "jobs"), tmp_path, beside / "store")
+            yield Where(Local(), tmp_path, beside / "store")
             return
         stack.callback(end_service_of, tmp_path / "store")
         if kind == "slurm":

@@ -16,7 +16,7 @@ import pytest
 from tests.services.jobs import eventually
 from watchstep.errors import ConfigError
 from watchstep.stopping import EXIT_STOPPED
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Estimator, Job, JobHandle, JobStatus, Local, requeue
 from watchstep_services.estimator.errors import BackendDownError
 from watchstep_services.estimator.job_record import JobRecord, load
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield held
     note = held / "store" / ".watchstep" / "service.json"
     if note.exists():
-        os.kill(json.loads(note.read_text())["pid"], signal.SIGTERM)
+        os.kill(json.loads(note.read_text())["process"]["pid"], signal.SIGTERM)
         eventually(lambda: not note.exists(), SECONDS)
 
 
@@ -72,7 +72,7 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Est
         backend=Local(),
         store=folder / "store",
         folder=folder,
-        rules=[nan_or_inf().stop()],
+        rules=[non_finite_values().stop()],
         arguments=("once", str(tmp_path)),
         on_stop=requeue(limit=1),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.estimator.slurm_cluster import SECONDS, SlurmCluster
+from tests.services.jobs import eventually
 from watchstep import Hook
 from watchstep_services.estimator import Slurm
 from watchstep_services.estimator.slurm_owner import reads_as_over_others
@@ -80,19 +81,22 @@ def test_a_job_of_another_user_is_refused_and_left_alone(slurm: SlurmCluster, op
     with Hook(open_place / "store", project="default", run="night") as hook:
         hook.log(loss=1.0)
         hook.step()
-        done = subprocess.run(
-            [*words, "--job", f"slurm:{theirs}"], env=environment, cwd=open_place, check=False,
-            capture_output=True, text=True, timeout=SECONDS,
-        )  # fmt: skip
+        eventually((open_place / "store" / "default" / "night" / "run.json").exists)
+        try:
+            done = subprocess.run(
+                [*words, "--job", f"slurm:{theirs}"], env=environment, cwd=open_place, check=False,
+                capture_output=True, text=True, timeout=SECONDS,
+            )  # fmt: skip
+            backend = Slurm()
+            for job in (theirs, ours):
+                handle = backend.reattach(job)
+                assert not backend.status(handle).is_over
+                backend.check_may_stop(handle)  # who is root, or Slurm's user, may stop any
+        finally:
+            slurm.command("scancel", theirs, ours)
     assert done.returncode != 0
     told = f"{done.stderr}{done.stdout}"
     assert f"job slurm:{theirs}: is user root's, and nobody may not stop it" in told
     assert "attach as the user that it runs as" in told
     assert not (open_place / "jobs").exists()  # nothing was written down
     assert not (open_place / "store" / ".watchstep").exists()  # nor a service started
-    backend = Slurm()
-    for job in (theirs, ours):
-        handle = backend.reattach(job)
-        assert not backend.status(handle).is_over
-        backend.check_may_stop(handle)  # who is root, or Slurm's user, may stop any
-        backend.kill(handle)

@@ -49,7 +49,7 @@ def test_an_event_says_what_was_seen_and_what_to_try(sqlite: Database, folder_st
         sqlite,
         folder_store,
         {
-            "rule": "nan_or_inf",
+            "rule": "non_finite_values",
             "severity": "critical",
             "labels": {"team": "vision"},
             "message": "{label.team}: {run} has {message} since {since_step}",
@@ -58,12 +58,12 @@ def test_an_event_says_what_was_seen_and_what_to_try(sqlite: Database, folder_st
     )
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
-    (event,) = driven.events(run_id)
+    _started, event = driven.events(run_id)
     data = event["data"]
     assert data["message"] == "vision: run-1 has 1 NaN among 1 elements of loss, 0 tolerated since 5"
     assert (data["labels"], data["notify"], data["dry_run"]) == ({"team": "vision"}, ["ml-oncall"], False)
     explanation = data["explanation"]
-    assert explanation["title"] == "nan_or_inf (critical) firing at step 5"
+    assert explanation["title"] == "non_finite_values (critical) firing at step 5"
     assert explanation["seen"] == data["finding"]["message"]
     assert explanation["where"] == "loss: a loss; worker 0, mode train"
     assert explanation["usual_causes"]
@@ -76,12 +76,12 @@ def test_an_event_says_what_was_seen_and_what_to_try(sqlite: Database, folder_st
 
 def test_a_dry_run_is_shown_and_does_nothing(sqlite: Database, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
-    rule = {"rule": "nan_or_inf", "dry_run": True, "actions": ["stop", {"webhook": HOOK}]}
+    rule = {"rule": "non_finite_values", "dry_run": True, "actions": ["stop", {"webhook": HOOK}]}
     driven, run_id = driven_by(sqlite, folder_store, rule)
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
-    assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
-    firing, would_have = (event["data"] for event in driven.events(run_id))
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+    _started, firing, would_have = (event["data"] for event in driven.events(run_id))
     assert (firing["dry_run"], would_have["because"]) == (True, "dry_run")
     assert driven.actions(run_id) == []
 
@@ -95,17 +95,17 @@ def test_what_follows_from_another_alert_is_told_when_that_is_over(
     driven, run_id = driven_by(
         sqlite,
         folder_store,
-        {"rule": "nan_or_inf", "inhibits": ["exploding_gradient"]},
+        {"rule": "non_finite_values", "inhibits": ["exploding_gradient"]},
         {"rule": "exploding_gradient", "actions": ["stop", {"webhook": HOOK}]},
     )
     for key in recording.written["w0"]:
         driven.announce(run_id, key)
         driven.settle(run_id)
     assert told(driven, run_id) == [
-        ("nan_or_inf", "firing", 41, None),
-        ("exploding_gradient", "firing", 42, "nan_or_inf"),
+        ("non_finite_values", "firing", 41, None),
+        ("exploding_gradient", "firing", 42, "non_finite_values"),
         ("exploding_gradient", "firing", 45, None),
-        ("nan_or_inf", "resolved", 45, None),
+        ("non_finite_values", "resolved", 45, None),
         ("exploding_gradient", "resolved", 48, None),
     ]
     assert [action.kind for action in driven.actions(run_id)] == ["webhook", "stop", "webhook"]
@@ -120,14 +120,14 @@ def test_what_is_over_before_it_is_told_is_never_told(sqlite: Database, folder_s
     driven, run_id = driven_by(
         sqlite,
         folder_store,
-        {"rule": "nan_or_inf", "inhibits": ["exploding_gradient"]},
+        {"rule": "non_finite_values", "inhibits": ["exploding_gradient"]},
         {"rule": "exploding_gradient", "actions": ["stop", {"webhook": HOOK}]},
     )
     driven.announce(run_id, *recording.written["w0"])
     driven.settle(run_id)
     assert told(driven, run_id)[1:] == [
-        ("exploding_gradient", "firing", 42, "nan_or_inf"),
-        ("exploding_gradient", "resolved", 48, "nan_or_inf"),
+        ("exploding_gradient", "firing", 42, "non_finite_values"),
+        ("exploding_gradient", "resolved", 48, "non_finite_values"),
     ]
     assert driven.actions(run_id) == []
 
@@ -135,7 +135,7 @@ def test_what_is_over_before_it_is_told_is_never_told(sqlite: Database, folder_s
 def test_who_records_keeps_no_rule_of_the_owner_quiet(sqlite: Database, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     driven, _ = driven_by(sqlite, folder_store, {"rule": "exploding_gradient", "actions": ["stop"]})
-    asked = RuleConfig(rule="nan_or_inf", inhibits=("exploding_gradient",))
+    asked = RuleConfig(rule="non_finite_values", inhibits=("exploding_gradient",))
     run_id = driven.register(rules=[asked])
     driven.announce(run_id, recording.write(0, 0, 60, ill))
     driven.settle(run_id)
@@ -145,7 +145,7 @@ def test_who_records_keeps_no_rule_of_the_owner_quiet(sqlite: Database, folder_s
 
 def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
-    driven, run_id = driven_by(sqlite, folder_store, {"rule": "nan_or_inf"})
+    driven, run_id = driven_by(sqlite, folder_store, {"rule": "non_finite_values"})
     driven.announce(run_id, recording.write(0, 0, 3))
     driven.settle(run_id)
     with driven.service.database.write() as session:
@@ -153,4 +153,4 @@ def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store
     driven = driven.restarted()  # the process that wrote it knows what it wrote
     driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
     driven.settle(run_id)
-    assert driven.alerts(run_id)["nan_or_inf"][:2] == ("firing", 5)
+    assert driven.alerts(run_id)["non_finite_values"][:2] == ("firing", 5)

@@ -45,7 +45,7 @@ from watchstep_services.stores.confined_folder import ConfinedFolder
 
 SECOND = 1_000_000_000
 RULES = (
-    RuleConfig(rule="nan_or_inf", severity="critical", inhibits=("exploding_gradient",)),
+    RuleConfig(rule="non_finite_values", severity="critical", inhibits=("exploding_gradient",)),
     RuleConfig(rule="exploding_gradient", params={"growth": 1.5, "warmup": 3, "window": 3}),
     RuleConfig(rule="vanishing_gradient", params={"threshold": 10.0, "relative": 0.9}, hold=Hold(steps=2)),
     RuleConfig(rule="oscillating_loss", params={"window": 6}),
@@ -243,7 +243,7 @@ def test_rows_that_came_after_their_seal_are_replayed_after_it(live_service: Liv
     live.write_journal()
     outcome = backtest_run(location(recording), RULES)
     assert with_words(outcome_as_said(outcome)) == with_words(live.said)
-    said = {one.config.name: one for one in outcome.attempts[0].outcomes}["nan_or_inf"].findings
+    said = {one.config.name: one for one in outcome.attempts[0].outcomes}["non_finite_values"].findings
     assert [(finding.worker, finding.step) for finding in said][-1] == (1, 9)
 
 

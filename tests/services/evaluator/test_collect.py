@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pyarrow as pa
 import pytest
+from pyarrow.parquet import ParquetFile
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, healthy, nan_from
+from watchstep.errors import StoreError
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
 from watchstep_services.evaluator.discover import discover
@@ -25,7 +28,7 @@ def test_a_gap_is_waited_for(driven: Driven, recording: Recording) -> None:
     driven.settle(run_id)
     assert set(driven.segments(run_id).values()) == {"read"}
     # It fires at step 6, and the steps behind the gap, which are judged after it, resolve it.
-    assert driven.alerts(run_id)["nan_or_inf"][:2] == ("resolved", 8)
+    assert driven.alerts(run_id)["non_finite_values"][:2] == ("resolved", 8)
 
 
 def test_a_lost_announcement_leaves_no_gap(driven: Driven, recording: Recording) -> None:
@@ -52,7 +55,7 @@ def test_a_missing_segment_is_passed_and_judged_if_it_still_comes(
     patient.announce(run_id, late)
     patient.settle(run_id)
     assert set(driven.segments(run_id).values()) == {"read"}
-    assert driven.alerts(run_id)["nan_or_inf"][1] == 6
+    assert driven.alerts(run_id)["non_finite_values"][1] == 6
     ticks = driven.run(run_id).ticks
 
     patient.announce(run_id, late)
@@ -70,7 +73,25 @@ def test_a_corrupt_segment_is_told_and_passed(driven: Driven, recording: Recordi
     assert driven.segments(run_id) == {("w0", 0): "read", ("w0", 1): "corrupt", ("w0", 2): "read"}
     assert driven.run(run_id).health["corrupt_segments"] == 1
     assert "0000000001" in driven.run(run_id).health["last_corrupt"]
-    assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+
+
+def test_a_segment_is_read_again_after_memory_was_short(
+    driven: Driven, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+
+    def short(*_: object, **__: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ParquetFile, "read", short)
+        with pytest.raises(StoreError, match="memory is short"):
+            driven.settle(run_id)
+    assert driven.segments(run_id) == {("w0", 0): "announced"}
+    driven.settle(run_id)
+    assert driven.segments(run_id) == {("w0", 0): "read"}
 
 
 def test_a_segment_with_steps_that_its_name_does_not_say_is_corrupt(
@@ -143,7 +164,7 @@ def test_discovery_finds_what_nobody_announced(driven: Driven, recording: Record
     recording.store.put("stats/rubbish.txt", b"")
     assert discover(driven.service, run_id)
     driven.settle(run_id)
-    assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     assert list(driven.run(run_id).health["documents"]) == ["stats/rubbish.txt"]
     assert not discover(driven.service, run_id)
 
@@ -162,3 +183,41 @@ def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(
     driven.settle(run_id)
     assert driven.run(run_id).attempt == "later"
     assert set(driven.segments(run_id).values()) == {"read"}
+
+
+def test_an_evaluation_reads_as_much_as_fits_into_memory(driven: Driven, recording: Recording) -> None:
+    run_id = driven.register()
+    keys = [recording.write(number, 200 * number, 200 * number + 199) for number in range(4)]
+    compressed = sum(len(recording.store.get(key.path)) for key in keys)
+    driven = driven.with_settings(max_bytes=compressed + 1)
+    driven.announce(run_id, *keys)
+    driven.evaluate(run_id)
+    assert "announced" in driven.segments(run_id).values()
+    driven.settle(run_id)
+    assert set(driven.segments(run_id).values()) == {"read"}
+
+
+def test_a_document_that_is_too_large_is_a_problem_of_its_own(driven: Driven, recording: Recording) -> None:
+    run_id = driven.register()
+    recording.store.put("attempts/a0.json", b" " * (5 * 1024 * 1024))
+    driven.announce(run_id, recording.write(0, 0, 3))
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert driven.segments(run_id) == {("w0", 0): "read"}
+
+
+def test_the_end_of_a_writer_is_given_up_while_others_go_on(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3), recording.write(0, 0, 3, worker=1))
+    driven.settle(run_id)
+    lost = recording.write(1, 4, 7, worker=1)
+    recording.end(last_step=7, worker=1)
+    recording.store.delete(lost.path)
+    discover(driven.service, run_id)
+    driven.announce(run_id, recording.write(1, 4, 7))
+    hasty = driven.with_settings(gap_seconds=0.0)
+    hasty.settle(run_id)
+    assert driven.segments(run_id)["w1", 1] == "missing"
+    assert driven.run(run_id).health["missing_segments"] == 1
+    assert driven.seals(run_id)[-1] == (7, "passed")

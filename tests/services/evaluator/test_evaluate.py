@@ -30,7 +30,7 @@ def test_segments_are_judged_and_an_alert_fires(driven: Driven, folder_store: St
     result = driven.evaluate(run_id)
 
     assert result.outcome == "committed"
-    phase, step, finding = driven.alerts(run_id)["nan_or_inf"]
+    phase, step, finding = driven.alerts(run_id)["non_finite_values"]
     assert (phase, step) == ("firing", 5)
     assert finding is not None
     assert finding["tensor"] == "loss"
@@ -75,7 +75,7 @@ def test_a_worker_whose_epoch_was_taken_commits_nothing(
 
     monkeypatch.setattr(evaluating, "judge_all", overtaken)
     assert driven.evaluate(run_id).outcome == "fenced"
-    assert driven.event_types(run_id) == ["alert.firing", "stop.requested"]
+    assert driven.event_types(run_id) == ["run.started", "alert.firing", "stop.requested"]
     assert len(driven.actions(run_id)) == 1
     assert driven.run(run_id).ticks == 1
 
@@ -208,7 +208,7 @@ def test_a_rule_that_is_no_longer_known_is_an_error_and_stops_no_other(
         )
     driven.announce(run_id, recording.write(0, 0, 3, nan_from(2)))
     driven.evaluate(run_id)
-    assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     assert '"health":"error"' in driven.memories()[1][2]
 
 
@@ -238,6 +238,6 @@ def test_a_state_that_cannot_be_kept_silences_no_other_rule(driven: Driven, fold
     run_id = register(driven.service, PROJECT, recording.run, (hoarder,), "operator")
     driven.announce(run_id, *recording.written["w0"])
     assert driven.evaluate(run_id).outcome == "committed"
-    assert driven.alerts(run_id)["nan_or_inf"][:2] == ("firing", 5)
+    assert driven.alerts(run_id)["non_finite_values"][:2] == ("firing", 5)
     kept = [json.loads(memory) for _, _, memory, _ in driven.memories()]
     assert sorted(one["health"] for one in kept) == ["error", "ok", "ok"]

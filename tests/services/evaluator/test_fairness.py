@@ -10,7 +10,7 @@ from tests.services.recording import Recording
 from watchstep.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.database.records import hint, put_segment
-from watchstep_services.scheduler.work import evaluate_run
+from watchstep_services.scheduler.work import evaluate_longest_due
 from watchstep_services.service import Silent
 
 SEGMENTS, SLICE = 60, 6
@@ -58,7 +58,7 @@ def test_a_huge_run_delays_others_by_one_slice(driven_sqlite: Driven, folder_sto
         if not line.waiting:
             break
         turns.append(line.waiting.popleft())
-        evaluate_run(driven.service, turns[-1])
+        evaluate_longest_due(driven.service, turns[-1])
     assert driven.run(much).last_step == SEGMENTS - 1
     assert turns.count(much) == SEGMENTS // SLICE
     for run_id, before in came.items():

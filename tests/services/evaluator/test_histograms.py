@@ -63,7 +63,7 @@ def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(
         put_one(session, session.get_one(Run, run_id), HEADROOM)
     driven.announce(run_id, recording.write(3, 12, 15, nan_from(13)))
     driven.settle(run_id)
-    assert driven.alerts(run_id)["nan_or_inf"][0] == "firing"
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     assert set(driven.segments(run_id).values()) == {"read"}
 
 

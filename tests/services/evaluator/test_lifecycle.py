@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.services.driving import Driven
-from tests.services.recording import Recording
+from tests.services.recording import Recording, nan_from
 from watchstep.store import Store
 from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.evaluator.discover import discover
@@ -55,6 +55,22 @@ def test_the_life_of_a_run() -> None:
     assert state(heard=True, job=gone, gone_for_ns=GRACE) == "completed"
     assert state(heard=True, job=failed, gone_for_ns=GRACE) == "failed"
     assert state(heard=True, job=failed, gone_for_ns=GRACE, stopped=True) == "stopped"
+    obeyed = JobStatus("ended", 86)
+    assert state(heard=True, job=obeyed, gone_for_ns=GRACE) == "stopped"
+    assert state(heard=True, job=obeyed, gone_for_ns=GRACE, ends=("failed",)) == "failed"
+
+
+def test_the_exit_code_of_a_job_says_more_than_an_end_in_good_order() -> None:
+    ended = {"heard": True, "ends": ("completed", "completed")}
+    assert state(**ended, job=JobStatus("ended", 0)) == "completed"
+    assert state(**ended, job=JobStatus("ended")) == "completed"
+    assert state(**ended, job=JobStatus("ended", 1)) == "failed"
+    assert state(**ended, job=JobStatus("ended", 7), stopped=True) == "stopped"
+    assert state(**ended, job=JobStatus("ended", 86)) == "completed"  # asked to stop, and trained to its end
+    assert state(heard=True, ends=("completed", "stopped"), job=JobStatus("ended", 1)) == "stopped"
+    # The process that wrote the last end is waited for, as long as a job's last words are.
+    assert state(**ended, job=JobStatus("running"), silent_ns=GRACE - 1) == "running"
+    assert state(**ended, job=JobStatus("running"), silent_ns=GRACE) == "completed"
 
 
 def test_events_tell_start_and_end(driven: Driven, folder_store: Store) -> None:
@@ -77,3 +93,47 @@ def test_events_tell_start_and_end(driven: Driven, folder_store: Store) -> None:
     driven.settle(run_id)
     assert advance_run(driven.service, run_id) == "running"
     assert driven.event_types(run_id) == ["run.ended", "run.started"]
+
+
+def test_a_run_starts_before_the_alerts_of_its_first_evaluation(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    recording.write_all([3, 7], nan_from(5))
+    discover(driven.service, run_id)
+    driven.settle(run_id)  # nobody has looked at the run's life yet
+    assert driven.event_types(run_id)[:2] == ["run.started", "alert.firing"]
+    started = driven.events(run_id)[0]["data"]
+    assert (started["attempt"], started["before"], started["last_step"]) == ("a1", "created", 7)
+    assert driven.run(run_id).state == "running"
+    assert advance_run(driven.service, run_id) == "running"
+    assert driven.event_types(run_id).count("run.started") == 1
+
+
+def test_so_does_another_attempt_of_a_run_that_is_over(driven: Driven, folder_store: Store) -> None:
+    first = Recording(folder_store).begin()
+    run_id = driven.register()
+    first.write_all([7])
+    first.end("failed", 7)
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert advance_run(driven.service, run_id) == "failed"
+    again = Recording(folder_store, attempt="a2").begin()
+    again.write_all([3, 7], nan_from(5))
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert driven.event_types(run_id)[:3] == ["run.ended", "run.started", "alert.firing"]
+
+
+def test_rows_that_come_after_the_end_start_no_run(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    recording.write_all([3])
+    recording.written["w0"].append(recording.key(1, 4, 7))
+    recording.end("completed", 7)
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert advance_run(driven.service, run_id) == "completed"
+    recording.write(1, 4, 7, nan_from(5))
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert driven.event_types(run_id)[:2] == ["run.ended", "alert.firing"]

@@ -131,7 +131,7 @@ def test_a_message_about_one_run_has_the_bad_step_of_another_judged(
     driven.announce(good_id, good.write(0, 0, 7, healthy))
     done = [evaluate_longest_due(driven.service, good_id) for _ in range(2)]
     assert [(run_id, one.outcome) for run_id, one in done] == [(bad_id, "committed"), (good_id, "committed")]
-    assert driven.alerts(bad_id)["nan_or_inf"][:2] == ("firing", 5)
+    assert driven.alerts(bad_id)["non_finite_values"][:2] == ("firing", 5)
     # Where nothing is due, it is the run of the message that is looked at.
     assert evaluate_longest_due(driven.service, good_id)[0] == good_id
 

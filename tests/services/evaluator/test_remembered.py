@@ -18,7 +18,7 @@ from watchstep_services.evaluator.claim import claim
 from watchstep_services.evaluator.remembered import RememberedCache
 from watchstep_services.rule_configs import put_one, remove
 
-NAN = RuleConfig(rule="nan_or_inf", name="mine", **{"for": {"steps": 6}})
+NAN = RuleConfig(rule="non_finite_values", name="mine", **{"for": {"steps": 6}})
 
 
 class Queries:
@@ -131,7 +131,7 @@ def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven, 
 def test_a_rule_config_that_changes_judges_from_the_next_rows_on(
     how: str, driven: Driven, folder_store: Store
 ) -> None:
-    mine = NAN.model_copy(update={"hold": RuleConfig(rule="nan_or_inf").hold})
+    mine = NAN.model_copy(update={"hold": RuleConfig(rule="non_finite_values").hold})
     recording, run_id = Recording(folder_store).begin(), driven.register(rules=[NAN])
     for seq in range(3):
         step(driven, run_id, recording, seq)
@@ -150,7 +150,11 @@ def test_a_rule_config_that_changes_judges_from_the_next_rows_on(
     step(driven, run_id, recording, 3, nan_from(14))
     driven.settle(run_id)
     fired = {name for name, alert in driven.alerts(run_id).items() if alert[0] == "firing"}
-    expected = {"put": {"nan_or_inf", "new"}, "removed": {"nan_or_inf"}, "registered": {"nan_or_inf", "mine"}}
+    expected = {
+        "put": {"non_finite_values", "new"},
+        "removed": {"non_finite_values"},
+        "registered": {"non_finite_values", "mine"},
+    }
     assert fired == expected[how]
 
 

@@ -17,7 +17,9 @@ from watchstep_services.database.models import RuleConfigRow
 from watchstep_services.evaluator import rule_health
 from watchstep_services.evaluator.lifecycle import advance_run
 
-MINE = RuleConfig.model_validate({"rule": "nan_or_inf", "name": "mine", "tensors": {"include": "nothing"}})
+MINE = RuleConfig.model_validate(
+    {"rule": "non_finite_values", "name": "mine", "tensors": {"include": "nothing"}}
+)
 
 
 def told(driven: Driven, run_id: int) -> list[tuple[str, str]]:
@@ -30,7 +32,7 @@ def told(driven: Driven, run_id: int) -> list[tuple[str, str]]:
 
 
 def test_an_error_is_told_once_and_that_it_is_over(sqlite: Database, folder_store: Store) -> None:
-    mine = RuleConfig(rule="nan_or_inf", name="mine")
+    mine = RuleConfig(rule="non_finite_values", name="mine")
     driven = Driven(make_service(sqlite, folder_store, [mine]))
     recording = Recording(folder_store).begin()
     run_id = driven.register()

@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
 from tests.sdk.blocks import Row, block_of
 from tests.services.driving import Driven
 from tests.services.recording import LOSS, Recording
@@ -8,6 +14,9 @@ from watchstep.documents import EndDocument
 from watchstep.layout import SegmentKey, WriterId, end_document
 from watchstep.store import Store
 from watchstep_rules.config import RuleConfig
+from watchstep_services.evaluator import seals
+from watchstep_services.evaluator.attempts import MOST_RANKS
+from watchstep_services.evaluator.collect import spans_of_ranks
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.seals import (
     AttemptProgress,
@@ -108,6 +117,61 @@ def test_ranks_of_one_writer_are_each_as_far_as_their_own_rows(driven: Driven, f
     driven.announce(run_id, of_a_node(recording, 2, (0, 10, 12), (1, 4, 8)))
     driven.settle(run_id)
     assert driven.seals(run_id) == [(3, "passed"), (8, "passed")]
+
+
+class Counted(np.ndarray[Any, np.dtype[Any]]):
+    """An array that counts the operations over all of it."""
+
+    operations = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: Any, *inputs: Any, **options: Any) -> Any:
+        Counted.operations += 1
+        plain = [given.view(np.ndarray) if isinstance(given, Counted) else given for given in inputs]
+        return getattr(ufunc, method)(*plain, **options)
+
+
+def test_a_segment_of_very_many_ranks_is_grouped_once() -> None:
+    ranks = 300
+    block = block_of(
+        [Row(step, LOSS, [1.0], worker=rank) for rank in range(ranks) for step in (rank, rank + 2)]
+    )
+    shuffled = block.take(np.random.default_rng(0).permutation(len(block)))
+    counted = dataclasses.replace(
+        shuffled, worker=shuffled.worker.view(Counted), step=shuffled.step.view(Counted)
+    )
+    Counted.operations = 0
+    assert spans_of_ranks(counted) == [[rank, rank, rank + 2, 2] for rank in range(ranks)]
+    assert Counted.operations < 20
+    assert spans_of_ranks(block.take(np.zeros(0, np.int64))) == []
+
+
+def test_what_was_heard_of_very_many_ranks_is_taken_in_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[AttemptProgress] = []
+
+    def replaced(before: AttemptProgress, **changes: Any) -> AttemptProgress:
+        copies.append(before)
+        return dataclasses.replace(before, **changes)
+
+    monkeypatch.setattr(seals, "replace", replaced)
+    heard = [(f"node/w0/{rank % 300}", WriterProgress(rank, 50 + rank, (rank % 300,))) for rank in range(600)]
+    after = progress(300).heard(heard)
+    assert len(copies) == 1
+    assert after.first_heard_ns == 50
+    assert after.writers == {
+        f"node/w0/{rank}": WriterProgress(rank + 300, rank + 350, (rank,)) for rank in range(300)
+    }
+
+
+def test_a_segment_of_a_rank_that_is_not_followed_counts_as_damaged(
+    driven: Driven, folder_store: Store
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register(rules=SEALED)
+    driven.announce(run_id, of_a_node(recording, 0, (0, 0, 7), (MOST_RANKS, 0, 3)))
+    driven.announce(run_id, of_a_node(recording, 1, (0, 8, 9), (MOST_RANKS - 1, 8, 9)))
+    driven.settle(run_id)
+    assert set(driven.segments(run_id).values()) == {"corrupt", "read"}
+    assert f"holds rank {MOST_RANKS}" in driven.run(run_id).health["last_corrupt"]
 
 
 def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven, folder_store: Store) -> None:

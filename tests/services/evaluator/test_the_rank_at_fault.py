@@ -87,7 +87,7 @@ def test_the_rank_at_fault_is_named(
     store = Store.open(tmp_path / "runs", create=True)
     place = tmp_path / "runs" / "test" / "r"
     shutil.copytree(recorded, place, ignore=shutil.ignore_patterns(layout.SEGMENTS.strip("/"), "end"))
-    driven = Driven(make_service(sqlite, store, [RuleConfig(rule="nan_or_inf", severity="critical")]))
+    driven = Driven(make_service(sqlite, store, [RuleConfig(rule="non_finite_values", severity="critical")]))
     run_id = register(driven.service, "test", "r", (), "recorder")
     writers = segments_of(recorded)
     assert len(writers) == 2
@@ -105,7 +105,7 @@ def test_the_rank_at_fault_is_named(
     late = not together and first == 0
     assert kinds == ["alert.firing", "alert.revised"] if late else kinds == ["alert.firing"]
     last = [event["data"] for event in driven.events(run_id) if "rule_config" in event["data"]][-1]
-    phase, step, finding = driven.alerts(run_id)["nan_or_inf"]
+    phase, step, finding = driven.alerts(run_id)["non_finite_values"]
     assert (phase, step, finding) == ("firing", BAD, last["finding"])
     assert (last["finding"]["step"], last["finding"]["worker"]) == (BAD, 1)
     assert last["finding"]["role"] == "output"

@@ -10,6 +10,7 @@ from watchstep_services.retention.policy import Kept, Policy, next_step
 spans = st.none() | st.integers(0, 1000)
 policies = st.builds(Policy, st.none() | st.integers(1, 1000), spans, spans, spans)
 _MARKS = {
+    "summarize": "summarized_ns",
     "compact": "compacted_ns",
     "delete_originals": "originals_gone_ns",
     "delete_tensors": "tensors_gone_ns",
@@ -47,7 +48,7 @@ def test_each_step_is_done_once_in_order_of_time(policy: Policy, ended: int) -> 
 @given(policies, st.integers(0, 1000), st.booleans())
 def test_a_run_that_is_held_loses_nothing(policy: Policy, ended: int, deleting: bool) -> None:
     names = {name for name, _ in lived(policy, Kept(ended, held=True, deleting=deleting))}
-    assert names <= {"compact", "delete_originals"}
+    assert names <= {"summarize", "compact", "delete_originals"}
 
 
 @given(policies, st.integers(0, 1000))

@@ -29,6 +29,7 @@ from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.journal import unwritten, write_journal
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.registration import discover_runs
+from watchstep_services.retention import upkeep as upkeeping
 from watchstep_services.retention.deletion import delete_rows
 from watchstep_services.retention.groups import IDLE_NS, purge_groups
 from watchstep_services.retention.upkeep import upkeep
@@ -50,7 +51,7 @@ def ended(driven: Driven, store: Store, run: str = "run-1") -> tuple[int, Record
     recording.store.put("tensors/a1/0/00000015-train.safetensors", b"full tensors")
     recording.end("completed", 19)
     discover(driven.service, run_id)
-    work.evaluate_run(driven.service, run_id)
+    work.evaluate_longest_due(driven.service, run_id)
     driven.settle(run_id)
     for action in driven.actions(run_id):
         driven.finish(action.id)
@@ -76,7 +77,7 @@ def test_a_run_is_compacted_and_reads_the_same(driven: Driven, folder_store: Sto
     run_id, recording = ended(driven, folder_store)
     policy(driven, compact_after_s=0, originals_s=0)
     before = open_run(recording.store.location).tensor("loss").statistics()
-    assert upkeep(driven.with_settings(compact_after_seconds=0.0).service) == 0
+    assert upkeep(driven.with_settings(compact_after_seconds=0.0).service) == 1
     with driven.service.database.write() as session:
         session.get_one(RetentionPolicy, PROJECT).compact_after_s = None
         session.get_one(Upkeep, run_id).next_ns = 0
@@ -93,14 +94,14 @@ def test_a_run_is_compacted_and_reads_the_same(driven: Driven, folder_store: Sto
 def test_by_default_nothing_is_deleted(driven: Driven, folder_store: Store) -> None:
     _, recording = ended(driven, folder_store)
     before = {entry.key for entry in recording.store.entries()}
-    assert upkeep(driven.with_settings(compact_after_seconds=1e-9).service) == 1
+    assert upkeep(driven.with_settings(compact_after_seconds=1e-9).service) == 2
     assert {entry.key for entry in recording.store.entries()} >= before
 
 
 def test_full_tensors_go_and_the_rest_stays(driven: Driven, folder_store: Store) -> None:
     run_id, recording = ended(driven, folder_store)
     policy(driven, keep_tensors_s=0)
-    assert upkeep(driven.service) == 1
+    assert upkeep(driven.service) == 2
     assert not list(recording.store.entries("tensors/"))
     assert list(recording.store.entries("stats/"))
     assert kept(driven, run_id).tensors_gone_ns is not None
@@ -136,7 +137,7 @@ def test_what_a_held_run_has_stays(driven: Driven, folder_store: Store) -> None:
                 held_why="paper", tries=0, problem="",
             )
         )  # fmt: skip
-    assert upkeep(driven.service) == 0
+    assert upkeep(driven.service) == 1
     assert list(recording.store.entries("tensors/"))
     with driven.service.database.write() as session:
         row = session.get_one(Upkeep, run_id)
@@ -179,7 +180,7 @@ def test_a_deletion_that_the_store_refused_is_ended_later(
 def test_an_attempt_that_comes_after_the_end_has_all_done_anew(driven: Driven, folder_store: Store) -> None:
     soon = driven.with_settings(compact_after_seconds=1e-9, originals_seconds=1e6)
     run_id, _ = ended(driven, folder_store)
-    assert upkeep(soon.service) == 1
+    assert upkeep(soon.service) == 2
     with driven.service.database.write() as session:
         run = session.get_one(Run, run_id)
         run.state, run.ended_ns = "running", None
@@ -188,7 +189,7 @@ def test_an_attempt_that_comes_after_the_end_has_all_done_anew(driven: Driven, f
     with driven.service.database.write() as session:
         run = session.get_one(Run, run_id)
         run.state, run.ended_ns = "completed", 12345
-    assert upkeep(soon.service) == 1
+    assert upkeep(soon.service) == 2
 
 
 def test_a_compaction_waits_for_what_is_not_judged(driven: Driven, folder_store: Store) -> None:
@@ -204,6 +205,38 @@ def numbers(driven: Driven, table: type[Tick | Seal], run_id: int) -> list[int]:
         return list(
             session.execute(select(table.tick).filter_by(run_id=run_id).order_by(table.tick)).scalars()
         )
+
+
+class KilledError(BaseException):
+    """The process is gone."""
+
+
+def test_upkeep_that_ends_its_process_is_put_off(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, _ = ended(driven, folder_store)
+    policy(driven, compact_after_s=0, originals_s=0)
+    soon = driven.with_settings(compact_after_seconds=1e-9)
+
+    def killed(*_args: object, **_options: object) -> None:
+        raise KilledError
+
+    with driven.service.database.write() as session:
+        session.get_one(RetentionPolicy, PROJECT).compact_after_s = None
+    with monkeypatch.context() as patch:
+        patch.setattr(upkeeping, "compact", killed)
+        with pytest.raises(KilledError):
+            upkeep(soon.service)
+    with driven.service.database.write() as session:
+        session.get_one(Upkeep, run_id).lease_until_ns = 1  # its lease is over
+    assert upkeep(soon.service) == 0
+    left = kept(driven, run_id)
+    assert left.tries == 1
+    assert "killed or crashed" in left.problem
+    with driven.service.database.write() as session:
+        session.get_one(Upkeep, run_id).next_ns = 0
+    assert upkeep(soon.service) == 2
+    assert kept(driven, run_id).problem == ""
 
 
 def test_ticks_and_seals_go_when_the_journal_has_them(

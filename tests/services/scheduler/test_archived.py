@@ -45,7 +45,7 @@ def test_the_recorder_takes_the_refusal_for_a_fault_and_training_goes_on(
                 hook.step()
         faults = hook.health["faults"]
         assert list(faults) == ["service"]
-        assert "refused (409 project 'p': archived)" in faults["service"]
+        assert "project 'p': archived" in faults["service"]
         assert sum("watchstep: service:" in line for line in caplog.messages) == 1
     assert open_run(tmp_path / "store" / "p" / "r").steps() == [0, 1]
     assert json.loads((tmp_path / "store" / "p" / "r" / "run.json").read_bytes())["run"] == "r"

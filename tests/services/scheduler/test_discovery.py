@@ -11,18 +11,20 @@ import pytest
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store import Store
+from watchstep_services import registration
+from watchstep_services.registration import discover_runs
 from watchstep_services.scheduler.sweep import sweep
 
 BAD: list[dict[str, Any]] = [
-    {"rule": "nan_or_inf", "tensors": {"include": "a{99999999999}"}},
-    {"rule": "nan_or_inf", "tensors": {"include": "(" * 5000 + ")" * 5000}},
-    {"rule": "nan_or_inf", "name": "a\0b"},
-    {"rule": "nan_or_inf", "labels": {"team": "a\0b"}},
-    {"rule": "nan_or_inf", "message": "a\0b"},
-    {"rule": "nan_or_inf\0"},
-    {"rule": "nan_or_inf", "tensors": {"collection": "a\0b"}},
-    {"rule": "nan_or_inf", "for": {"steps": 10**20}},
-    {"rule": "nan_or_inf", "params": {"max_elements": 10**20}},
+    {"rule": "non_finite_values", "tensors": {"include": "a{99999999999}"}},
+    {"rule": "non_finite_values", "tensors": {"include": "(" * 5000 + ")" * 5000}},
+    {"rule": "non_finite_values", "name": "a\0b"},
+    {"rule": "non_finite_values", "labels": {"team": "a\0b"}},
+    {"rule": "non_finite_values", "message": "a\0b"},
+    {"rule": "non_finite_values\0"},
+    {"rule": "non_finite_values", "tensors": {"collection": "a\0b"}},
+    {"rule": "non_finite_values", "for": {"steps": 10**20}},
+    {"rule": "non_finite_values", "params": {"max_elements": 10**20}},
     {"rule": "sql", "params": {"query": "select tensor, '\0' from statistics"}},
     {"rule": "sql", "params": {"query": "select tensor, '\ud800' from statistics"}},
 ]
@@ -39,7 +41,7 @@ def test_a_run_with_rules_that_cannot_be_used_keeps_no_other_from_its_turn(
     runs = {driven.run(number).run: driven.run(number) for number in (1, 2)}
     assert sorted(runs) == ["bad", "good"]
     assert "rules" in runs["bad"].health["run_document"]
-    assert driven.alerts(runs["good"].id)["nan_or_inf"][:2] == ("firing", 5)
+    assert driven.alerts(runs["good"].id)["non_finite_values"][:2] == ("firing", 5)
 
 
 def test_a_run_that_cannot_be_read_keeps_no_other_from_its_turn(
@@ -58,3 +60,13 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_its_turn(
     Recording(folder_store, run="closed").begin()
     sweep(driven.service)
     assert driven.run(2).run == "closed"
+
+
+def test_a_listing_takes_in_new_runs_for_a_limited_time(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        Recording(folder_store, run=f"run-{number}").begin()
+    monkeypatch.setattr(registration, "SLICE_SECONDS", 0.0)
+    found = [discover_runs(driven.service) for _ in range(4)]
+    assert [len(runs) for runs in found] == [1, 1, 1, 0]

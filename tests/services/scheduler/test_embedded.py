@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import select
 
 from tests.services.jobs import STUBBORN, launch
-from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
+from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
 from watchstep.control import ControlDocument
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, MissingStoreError
 from watchstep.store import Store
 from watchstep_services.database.models import Event
 from watchstep_services.estimator.local import Local
@@ -67,7 +67,7 @@ def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: S
         f"/v1/projects/{PROJECT}/runs",
         {"run": "run-1", "attempt": "a1", "job": bound},
     )
-    key = recording.write(0, 0, 7, nan_from(5))
+    key = recording.write(0, 0, 7, damage_from(5))
     announcement = {"attempt": "a1", "node": "node", "writer": "w0", "seq": 0, "first": 0, "last": 7}
     call(embedded, "POST", f"{RUN}/announcements", announcement)
     assert embedded.wait_until(lambda: happened(embedded, "run.ended"), WAIT)
@@ -77,6 +77,7 @@ def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: S
     events = call(embedded, "GET", f"{RUN}/events")["events"]
     # That it runs is for a sweep to see, which judging does not wait for.
     events = [event for event in events if event["type"] != "watchstep.run.started"]
+    events = [event for event in events if not event["data"].get("inhibited_by")]
     assert [event["type"].removeprefix("watchstep.") for event in events] == [
         "alert.firing",
         "stop.requested",
@@ -117,7 +118,7 @@ def test_what_was_not_done_is_done_after_a_restart(settings: Settings, folder_st
     recording.write(0, 0, 3)
     with EmbeddedService(settings) as first:
         assert first.wait_until(lambda: happened(first, "run.started"), WAIT)
-    recording.write(1, 4, 7, nan_from(6))
+    recording.write(1, 4, 7, damage_from(6))
     recording.end("failed", 7)
     with EmbeddedService(settings) as second:
         assert second.wait_until(lambda: happened(second, "run.ended"), WAIT)
@@ -194,3 +195,65 @@ def test_an_overdue_action_is_not_asked_for_without_a_pause(due_ns: int | None, 
 
 def test_no_pause_is_longer_than_a_sweep(settings: Settings) -> None:
     assert pause_before(-1, settings.sweep_seconds) == settings.sweep_seconds
+
+
+def test_a_store_that_its_home_remembers_is_not_made_anew(settings: Settings, tmp_path: Path) -> None:
+    store, elsewhere = Path(settings.store), tmp_path / "elsewhere"
+    with EmbeddedService(settings):
+        store.rename(elsewhere)
+    for mount_point in (False, True):
+        if mount_point:
+            store.mkdir()
+        with (
+            pytest.raises(
+                MissingStoreError, match=r"mend: bring the folder back; .* remove .*store-identity"
+            ),
+            EmbeddedService(settings),
+        ):
+            pass
+    store.rmdir()
+    elsewhere.rename(store)
+    with EmbeddedService(settings) as service:
+        assert call(service, "GET", "/v1/projects")
+
+
+def test_rules_of_a_file_take_the_place_of_the_default_ones_for_runs_that_go_on(
+    settings: Settings, folder_store: Store, tmp_path: Path
+) -> None:
+    """Their default rule could still stop the job."""
+    recording = Recording(folder_store).begin(on_stop="raise")
+    recording.write(0, 0, 7)
+
+    def judging(service: EmbeddedService) -> dict[str, bool]:
+        rules = call(service, "GET", RUN)["rules"]
+        return {rule["name"]: rule["granted_stop"] for rule in rules if rule["origin"] == "owner"}
+
+    with EmbeddedService(settings) as service:
+        assert service.wait_until(lambda: happened(service, "run.started"), WAIT)
+        assert judging(service)["nan_or_inf"]
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: [{rule: non_finite_values, name: mine}, {rule: dead_relu}]")
+    with EmbeddedService(settings.model_copy(update={"rules_file": rules})) as service:
+        assert judging(service) == {"mine": False, "dead_relu": False}
+        recording.write(1, 8, 15, damage_from(9))
+        assert service.wait_until(lambda: happened(service, "alert.firing"), WAIT)
+        assert not happened(service, "stop.requested")
+        assert call(service, "GET", f"{RUN}/control")["stop"] is None
+    with EmbeddedService(settings) as service:
+        assert judging(service)["nan_or_inf"]
+        assert "mine" not in judging(service)
+
+
+def test_what_holds_tokens_is_the_owners_alone(settings: Settings) -> None:
+    """Also in a folder that exists already, and of a database that another version made."""
+    home = settings.home_folder
+    home.mkdir(mode=0o755)
+    names = ("watchstep.sqlite", "watchstep.sqlite-wal", "service.lock", "store-identity")
+    for name in names:
+        (home / name).touch(mode=0o644)
+    with EmbeddedService(settings):
+        files = [path for path in home.iterdir() if path.is_file()]
+        assert {path.name for path in files} >= {*names, "watchstep.sqlite-shm", "service.json"}
+        assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {
+            path.name: "0o600" for path in files
+        }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from sqlalchemy import update
 
-from tests.services.driving import Driven
+from tests.services.dispatcher.grouping.clock import Clock, open_with
+from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.store import Store
 from watchstep_services import metrics
 from watchstep_services.api.announcements import pause_seconds
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Run
-from watchstep_services.database.records import put_segment
+from watchstep_services.database.records import hint, put_segment
 from watchstep_services.evaluator import discover as discovering
+from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.scheduler.looks import AT_ONCE, do_looks, look, take
 from watchstep_services.scheduler.sweep import find_due, note_asked, sweep
 from watchstep_services.service import Service
@@ -62,6 +66,48 @@ def test_a_look_that_somebody_wants_meanwhile_is_not_put_off(driven: Driven) -> 
     set_run(driven, run_id, look_ns=0)
     look(driven.service, one)
     assert driven.run(run_id).look_ns == 0
+
+
+def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> None:
+    """A segment is written, announced with a message to the workers, and judged."""
+    key = recording.write(seq, 4 * seq, 4 * seq + 3)
+    with driven.service.database.write() as session:
+        put_segment(session, run_id, key, read_clock(session))
+        hint(session, run_id, asked=True)
+    driven.settle(run_id)
+
+
+def test_what_a_listing_finds_waits_for_no_earlier_message(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    announced(driven, run_id, recording, 0)
+    assert find_due(driven.service).runs == ()
+    recording.write(1, 4, 7)
+    discovering.discover(driven.service, run_id)
+    assert find_due(driven.service).runs == (run_id,)
+
+
+def test_a_run_that_ends_is_not_left_due_after_the_clock_was_set_back(
+    tmp_path: Path, sqlite_tables: Path, folder_store: Store
+) -> None:
+    clock = Clock()
+    database = open_with(clock, sqlite_tables, tmp_path / "clock.sqlite")
+    driven = Driven(make_service(database, folder_store))
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    announced(driven, run_id, recording, 0)
+    clock.move(-3600)
+    recording.end("completed", 3)
+    discovering.discover(driven.service, run_id)
+    set_run(
+        driven, run_id, asked_ns=clock.now_ns + 3600 * NANOSECONDS
+    )  # a message from before, which was lost
+    assert advance_run(driven.service, run_id) == "completed"
+    assert find_due(driven.service).runs == (run_id,)
+    driven.settle(run_id)
+    assert driven.run(run_id).due_ns is None
+    assert find_due(driven.service).runs == ()
+    database.close()
 
 
 def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_store: Store) -> None:

@@ -28,7 +28,7 @@ from watchstep_services.evaluator.discover import discover
 from watchstep_services.registration import register
 from watchstep_services.scheduler.fair_threads import FairThreads
 from watchstep_services.scheduler.queue import WorkQueue
-from watchstep_services.scheduler.work import evaluate_run
+from watchstep_services.scheduler.work import evaluate_longest_due
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_an_evaluation_asks_once_whom_its_actions_tell(sqlite: Database, folder_
     queue, asked = WorkQueue(1), list[str]()
     with receiving() as first, receiving() as second:
         tells = tuple(WebhookAction(url=receiver.url) for receiver in (first, second))
-        rules = (RuleConfig(rule="nan_or_inf", actions=(StopAction(), *tells)),)
+        rules = (RuleConfig(rule="non_finite_values", actions=(StopAction(), *tells)),)
         made = make_service(sqlite, folder_store, rules, allowed_addresses="loopback", silent_seconds=1e-9)
         driven = Driven(replace(made, notifier=queue))
         queue.start(driven.service)
@@ -106,7 +106,7 @@ def test_an_evaluation_asks_once_whom_its_actions_tell(sqlite: Database, folder_
 
         event.listen(sqlite.engine, "before_cursor_execute", note)
         try:
-            evaluate_run(driven.service, run_id)
+            evaluate_longest_due(driven.service, run_id)
             assert queue.wait_until(lambda: bool(first.events and second.events), 60)
         finally:
             event.remove(sqlite.engine, "before_cursor_execute", note)

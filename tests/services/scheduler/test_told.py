@@ -55,7 +55,12 @@ def test_mail_and_webhook_tell_that_it_fires_and_that_it_is_over(
     # The tree tells the webhook; the rule itself names whom else to tell.
     rules = {
         "rules": [
-            {"rule": "nan_or_inf", "name": "no-nans", "dry_run": False, "actions": [{"notify": "mail"}]}
+            {
+                "rule": "non_finite_values",
+                "name": "no-nans",
+                "dry_run": False,
+                "actions": [{"notify": "mail"}],
+            }
         ]
     }
     (tmp_path / "receivers.yaml").write_text(yaml.safe_dump(receivers), encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.errors import NotFoundError, StoreError, WatchstepError
+from watchstep.errors import FormatError, NotFoundError, StoreError, WatchstepError
 from watchstep.store import Store
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
@@ -43,6 +43,8 @@ def told(what: object) -> object:
         return "missing"
     except StoreError:
         return "refused"
+    except FormatError:
+        return "over the limit"
 
 
 @given(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from watchstep import segment
 from watchstep.block import Block
-from watchstep.capture.claims import claim_node
+from watchstep.capture.claims import claim_node, restore_documents
 from watchstep.capture.means import Means
 from watchstep.capture.node import messages
 from watchstep.capture.node.connection import Connection, Inbox
@@ -114,6 +114,7 @@ class Leader:
             store = access.open()
             if self._leading is None:
                 self._begin(store, settle)
+                self._means.control.verify(store)
             if self._flight is not None:
                 self._make(store)
             self._more = flush
@@ -159,6 +160,7 @@ class Leader:
         if inherits and handing.writer is not None:
             writer, seq = handing.writer, handing.seq
         else:
+            self._means.access.warn_of_reuse(store)
             drawn, seq = claim_node(store, target.run, target.attempt, target.identity), 0
             if drawn is None:
                 raise ApartError(f"store {target.store_url} lets an object be created twice")
@@ -286,6 +288,8 @@ class Leader:
         flight = self._flight
         assert flight is not None
         key, data = flight.notice.key, self._data
+        target = self._means.access.target
+        restore_documents(store, target.run, target.attempt, key.writer.attempt, self._means.health)
         blocks = flight.notice.blocks if store.create(key.path, data) else self._found(store, flight)
         self._means.access.advanced()
         with self._lock:

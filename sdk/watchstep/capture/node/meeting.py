@@ -1,9 +1,11 @@
-"""Where the ranks of a node meet: a folder of the user's own in the temporary one, with a lock and a socket in it.
+"""Where the ranks of a node meet: a folder in the user's private one, with a lock and a socket in it.
 
 ::
 
-    <temporary>/watchstep-<user id>/<hash>/lock      held by the leader; holds the term
-                                           socket    where it listens
+    <private folder>/<hash>/lock      held by the leader; holds the term
+                            socket    where it listens
+
+All files are opened relative to checked directories (`watchstep.private_folder`), also the socket: by way of /proc/self/fd.
 """
 
 from __future__ import annotations
@@ -14,16 +16,14 @@ import hashlib
 import os
 import secrets
 import socket
-import stat
 import struct
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+
+from watchstep.private_folder import PrivateFolder
 
 _LOCK = "lock"
 _SOCKET = "socket"
-_LONGEST_ADDRESS = 100  # bytes; the system takes 107
 _TERM_BYTES = 8
 _PEER = struct.Struct("3i")  # process, user, group
 
@@ -37,45 +37,42 @@ class Meeting:
         Args:
             words: what the ranks have in common that meet: the store, project, run, attempt, node.
         """
-        name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
-        self.folder = Path(tempfile.gettempdir()) / f"watchstep-{os.getuid()}" / name
+        self._name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+        self.refused = ""
+        """Why places that come first were not used, the last time; empty where the first was."""
 
     def lead(self) -> Leadership | None:
         """Become the leader; None where another is.
 
         Raises:
-            OSError: the folder cannot be made, or is not this user's alone.
+            OSError: no folder can be made that is this user's alone.
         """
-        for folder in (self.folder.parent, self.folder):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            held = folder.lstat()
-            if not stat.S_ISDIR(held.st_mode) or held.st_uid != os.getuid() or held.st_mode & 0o077:
-                raise PermissionError(f"{folder} is not this user's alone")
-        path = self.folder / _LOCK
+        folder = self._open()
+        taken = False
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = folder.open_file(_LOCK)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken = os.fstat(lock).st_ino == folder.inode(_LOCK)
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            finally:
+                if not taken:
+                    os.close(lock)
         except FileNotFoundError:
-            return None  # the last leader is just removing the folder
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(lock).st_ino == path.stat().st_ino:
-                return Leadership(self.folder, lock)
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except OSError:
-            os.close(lock)
-            raise
-        os.close(lock)
-        return None
+            pass  # the last leader is just removing the folder
+        finally:
+            if not taken:
+                folder.close()
+        return Leadership(folder, self._name, lock) if taken else None
 
     def connect(self) -> socket.socket | None:
         """A line to the leader; None where nobody listens."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _address(self.folder) as address:
+            with contextlib.closing(self._open()) as folder:
                 line.settimeout(1.0)
-                line.connect(address)
+                line.connect(_address(folder))
             if _is_mine(line):
                 return line
         except OSError:
@@ -83,12 +80,18 @@ class Meeting:
         line.close()
         return None
 
+    def _open(self) -> PrivateFolder:
+        with contextlib.closing(PrivateFolder.open()) as private:
+            self.refused = private.refused
+            return private.child(self._name)
+
 
 class Leadership:
     """The lock is held, and a socket listened on, until `leave`."""
 
-    def __init__(self, folder: Path, lock: int) -> None:
+    def __init__(self, folder: PrivateFolder, name: str, lock: int) -> None:
         self._folder = folder
+        self._name = name
         self._lock = lock
         self._listener: socket.socket | None = None
         self.last_term = os.pread(lock, 64, 0).decode("ascii", "replace")
@@ -114,9 +117,8 @@ class Leadership:
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            (self._folder / _SOCKET).unlink(missing_ok=True)  # of a leader that was killed
-            with _address(self._folder) as address:
-                listener.bind(address)
+            self._folder.remove_file(_SOCKET)  # of a leader that was killed
+            listener.bind(_address(self._folder))
             listener.listen(256)
         except OSError:
             listener.close()
@@ -130,10 +132,11 @@ class Leadership:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # the thread that accepts closes it
         with contextlib.suppress(OSError):
-            (self._folder / _SOCKET).unlink(missing_ok=True)
+            self._folder.remove_file(_SOCKET)
             if alone:
-                (self._folder / _LOCK).unlink(missing_ok=True)
-                self._folder.rmdir()
+                self._folder.remove_file(_LOCK)
+                os.rmdir(f"../{self._name}", dir_fd=self._folder.descriptor)
+        self._folder.close()
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -142,6 +145,7 @@ class Leadership:
         """This is a forked child: what it holds open is its parent's."""
         if self._listener is not None:
             self._listener.close()
+        self._folder.close()
         if self._lock >= 0:
             os.close(self._lock)
 
@@ -165,18 +169,9 @@ def _is_mine(line: socket.socket) -> bool:
         held = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     except OSError:
         return False
-    return int(_PEER.unpack(held)[1]) == os.getuid()
+    return int(_PEER.unpack(held)[1]) == os.geteuid()
 
 
-@contextlib.contextmanager
-def _address(folder: Path) -> Iterator[str]:
-    """The socket's address; where it is too long, a short one that leads to it."""
-    address = str(folder / _SOCKET)
-    if len(os.fsencode(address)) <= _LONGEST_ADDRESS:
-        yield address
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{handle}/{_SOCKET}"
-    finally:
-        os.close(handle)
+def _address(folder: PrivateFolder) -> str:
+    """The socket's address: short however long the folder's path is, and in the very folder that was checked."""
+    return f"/proc/self/fd/{folder.descriptor}/{_SOCKET}"

@@ -146,6 +146,7 @@ class Member:
         try:
             leadership = self._meeting.lead()
             if leadership is not None:
+                self._report_place()
                 self._role = Leader(leadership, self._means, self._handing, self._inbox, self._lock)
                 self._role.listen()
                 return
@@ -153,8 +154,13 @@ class Member:
         except OSError as error:
             raise ApartError(f"no meeting place: {error}") from error
         if line is not None:
+            self._report_place()
             window = self._bounds.backlog_bytes // _WINDOWS
             self._role = Follower(Connection(line, self._inbox), self._means, self._handing, window)
+
+    def _report_place(self) -> None:
+        if self._meeting.refused:
+            self._means.health.fault("private folder", PermissionError(self._meeting.refused))
 
     def turn(self, *, flush: bool = True) -> None:
         """Do what the role asks for, and leave it where it does not work out.

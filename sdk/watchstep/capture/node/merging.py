@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from watchstep import segment
 from watchstep.block import Block, concatenate
+from watchstep.bounded_json import parse_json
 from watchstep.capture.node.notice import Blocks, Doubt
 from watchstep.capture.outgoing import Outgoing
 from watchstep.errors import FormatError, NotFoundError
@@ -14,6 +15,8 @@ from watchstep.store import Store
 
 BLOCKS = b"watchstep.blocks"
 """Key of the list of blocks in the metadata of a segment that several ranks may be in."""
+
+_MAX_MEMORY = 64 * 1024 * 1024  # of that list
 
 
 def merge(items: Mapping[str, Sequence[Outgoing]], decoded: Mapping[tuple[str, int], Block]) -> bytes:
@@ -50,7 +53,7 @@ def blocks_of(data: bytes, name: str) -> Blocks:
         FormatError: it is no segment.
     """
     with segment.whole(name):
-        held = json.loads(segment.metadata_of(data, name).get(BLOCKS, b"{}"))
+        held = parse_json(segment.metadata_of(data, name).get(BLOCKS, b"{}"), _MAX_MEMORY)
         return {str(token): tuple(map(int, numbers)) for token, numbers in held.items()}
 
 

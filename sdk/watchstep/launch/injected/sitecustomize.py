@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
     """Finds ``torch`` as usual, and attaches when it has been imported."""
@@ -28,28 +26,52 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     ) -> "importlib.machinery.ModuleSpec | None":
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
+        if self in sys.meta_path:  # another thread may import it at the same time
+            sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def load_and_attach(module: "ModuleType") -> None:
-            load(module)
-            try:
-                from watchstep.pytorch.attach import wait_for_first_step
-
-                wait_for_first_step()
-            except Exception as error:  # noqa: BLE001 - never into the program
-                sys.stderr.write(f"watchstep: not attached: {error!r}\n")
-
-        spec.loader.exec_module = load_and_attach  # type: ignore[method-assign]
+        try:
+            _attach_after(spec)
+        except Exception as error:  # noqa: BLE001 - never into the program
+            _report(error)
         return spec
 
 
+def _attach_after(spec: "importlib.machinery.ModuleSpec | None") -> None:
+    """Have a module's loader attach once it has loaded the module."""
+    if spec is None or spec.loader is None:
+        return
+    load = spec.loader.exec_module
+
+    def load_and_attach(module: "ModuleType") -> None:
+        load(module)
+        try:
+            from watchstep.pytorch.attach import wait_for_first_step
+
+            wait_for_first_step()
+        except Exception as error:  # noqa: BLE001 - never into the program
+            _report(error)
+
+    spec.loader.exec_module = load_and_attach  # type: ignore[method-assign]
+
+
+def _report(error: Exception) -> None:
+    try:  # noqa: SIM105 - importing contextlib would cost every process of the job
+        sys.stderr.write(f"watchstep: not attached: {error!r}\n")
+    except Exception:  # noqa: BLE001, S110 - the program has no such stream, and nobody reads it
+        pass
+
+
+def _absolute(path: str) -> str:
+    try:
+        return os.path.abspath(path or os.curdir)
+    except OSError:  # the current directory was removed
+        return path
+
+
 def _run_hidden() -> None:
-    """Run the next ``sitecustomize`` on the path, as Python would have done."""
-    others = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
+    """Run the next ``sitecustomize`` on the path, as Python would have done; its exceptions go where Python's go."""
+    here = _absolute(os.path.dirname(__file__))
+    others = [entry for entry in sys.path if _absolute(entry) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

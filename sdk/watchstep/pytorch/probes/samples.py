@@ -22,6 +22,11 @@ def elements_of_each(tensors: int) -> int:
     return max(LEAST, min(MOST, ALTOGETHER // max(1, tensors)))
 
 
+def wide_float(device: torch.device) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 @torch.no_grad()
 def views(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
     """Evenly spaced elements of each tensor, as views of it where its elements lie densely.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,35 +94,14 @@ class TensorEntry(BaseModel):
     shape: list[int]
     dtype: str
     collections: list[str]
+    derived: bool = Field(
+        description="Not logged by the program: a loss as backward() was given it, divided where the program divides it."
+    )
 
 
 def numbers(values: NDArray[Any]) -> Numbers:
     """Finite numbers as they are, others as null: JSON has none of them."""
     return [value if math.isfinite(value) else None for value in values.tolist()]
-
-
-def sql_answer(table: pa.Table, *, more: bool) -> SqlOutput:
-    """A table as JSON can hold it."""
-    columns = [ColumnOutput(name=entry.name, type=str(entry.type)) for entry in table.schema]
-    held = [[_plain(value) for value in column.to_pylist()] for column in table.columns]
-    rows = [list(row) for row in zip(*held, strict=True)]
-    return SqlOutput(columns=columns, rows=rows, more=more)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else _plain(float(value))
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return str(value)
 
 
 def arrow(table: pa.Table) -> Response:

@@ -1,85 +1,54 @@
-"""One SELECT over a run's statistics: guarded as SQL rules are, in a database that reaches nothing else."""
+"""One SELECT over a run's statistics: guarded as SQL rules are, and run in a child process that reaches nothing else.
+
+The child asks for rows as the query needs them. They are read of the run as it was when the query began, so that others ask
+the run meanwhile.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
-from watchstep.errors import ConfigError, WatchstepError
-from watchstep.reading.budget import OverBudgetError, ReadBudget
+from watchstep.reading.budget import ReadBudget
+from watchstep.reading.part import PartLostError
 from watchstep.reading.run import Run
-from watchstep.reading.sql import register_run
-from watchstep_rules.sql_guard import first_line, guarded, locked_database
-from watchstep_rules.sql_query import interrupted_after
+from watchstep.reading.sql import scan_for
+from watchstep_rules.sandbox.process import StartError
+from watchstep_rules.sql_process import Answer, Question, Source, select
+from watchstep_services.api.problems import RefusedError
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-_BATCH = 2048
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a query gave.
-
-    Attributes:
-        table: its rows, at most as many as were asked for.
-        more: there were more.
-    """
-
-    table: pa.Table
-    more: bool
+_MOST_TRIES = 3
+"""A compaction that replaces what is read begins the query anew; one that is at it all the time ends it."""
 
 
-def run_sql(run: Run, text: str, rows: int, budget: ReadBudget, memory_mb: int) -> Found:
+def run_sql(
+    asked: Callable[[], AbstractContextManager[Run]], question: Question, budget: ReadBudget
+) -> Answer:
     """Run a query.
 
     Args:
-        run: opened with the budget.
-        text: one SELECT; see `watchstep_rules.sql_guard`.
-        rows: most rows of the answer.
-        budget: of seconds.
-        memory_mb: what DuckDB may take.
+        asked: gives the run, refreshed, while no other question is asked of it.
+        question: the query.
+        budget: of seconds, and of what the run's objects take.
 
     Raises:
-        ConfigError: the query may not be run, or has an error.
-        OverBudgetError: it takes too long, or too much memory.
+        ConfigError: the query may not be run, has an error, or gives what cannot be written.
+        OverBudgetError: it takes too long, or too much memory, or its answer is too large.
+        RefusedError: 503; no process is free, or can be started. 429; another question takes the run's time.
+        StoreError: the store cannot be read.
     """
-    try:
-        held = guarded(text)
-        import duckdb
-    except ImportError:
-        raise ConfigError(
-            "SQL: duckdb is not installed", "install the service with 'watchstep[sql]'"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"SQL: {error}", "see docs/sql-rules.md for what a query may say") from None
-    statement = f"SELECT * FROM (\n{held.text}\n) LIMIT {rows + 1}"  # noqa: S608 - guarded
-    return run.index.consistently(lambda: _once(duckdb, run, statement, rows, (budget, memory_mb)))
-
-
-def _once(duckdb: Any, run: Run, statement: str, rows: int, limits: tuple[ReadBudget, int]) -> Found:
-    budget, memory_mb = limits
-    connection = locked_database(duckdb, memory_mb)
-    lost: list[WatchstepError] = []
-    try:
-        register_run(connection, run.index, lost)
-        with interrupted_after(connection, budget.left_seconds):
-            table = connection.sql(statement).to_arrow_table(_BATCH)
-    except duckdb.InterruptException:
-        budget.check()
-        raise OverBudgetError("SQL: the query took too long", "let it read fewer tensors or steps") from None
-    except duckdb.OutOfMemoryException:
-        raise OverBudgetError(
-            f"SQL: the query needs more than {memory_mb} MiB",
-            "let it read fewer tensors or steps, or aggregate",
-        ) from None
-    except duckdb.Error as error:
-        if lost:  # DuckDB passes on only the text of what a scan raised
-            raise lost[0] from None
-        raise ConfigError(
-            f"SQL: {first_line(error)}", "correct the query; the tables are statistics, tensors and losses"
-        ) from None
-    finally:
-        connection.close()
-    return Found(table.slice(0, rows), table.num_rows > rows)
+    lost: PartLostError | None = None
+    for _ in range(_MOST_TRIES):
+        with asked() as run:
+            if lost is not None:
+                run.index.follow(lost)
+            index = run.index.snapshot(budget)
+        try:
+            return select(question, Source(index.tensors(), index.probes(), partial(scan_for, index)))
+        except PartLostError as error:
+            lost = error
+        except StartError as error:
+            raise RefusedError(503, error.what, error.mend, {"retry-after": "1"}) from error
+    assert lost is not None
+    raise lost

@@ -28,12 +28,14 @@ class Followed:
 
     Attributes:
         project: whose events.
+        token: id of the client's token.
         wanted: which of them.
         after: the place that the client has reached; None for now.
         allowed: whether it still may; asked at every heartbeat.
     """
 
     project: str
+    token: str
     wanted: Wanted
     after: int | None
     allowed: Callable[[], Awaitable[bool]]
@@ -71,7 +73,7 @@ class EventStream(Response):
             for work in works:
                 work.cancel()
             results = await asyncio.gather(*works, return_exceptions=True)
-            self._streams.exit(self._followed.project)
+            self._streams.exit(self._followed.project, self._followed.token)
         if isinstance(results[0], TimeoutError):
             _log.info(
                 "event stream of project %s: the client is too slow, and dropped", self._followed.project

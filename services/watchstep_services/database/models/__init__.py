@@ -4,7 +4,8 @@ from watchstep_services.database.models.access import Token
 from watchstep_services.database.models.alert_life import AlertGroup, GroupMember, Muted, Silence, Standing
 from watchstep_services.database.models.api_requests import ApiRequest, ProjectRule
 from watchstep_services.database.models.backtests import Backtest, BacktestResult
-from watchstep_services.database.models.base import NAME_LENGTH, Base
+from watchstep_services.database.models.base import NAME_LENGTH, Base, ClockMark
+from watchstep_services.database.models.baselines import PinnedBaseline, RunSummaryRow
 from watchstep_services.database.models.journal import Seal, Segment, Tick
 from watchstep_services.database.models.outbox import Action, ActionTry, Event
 from watchstep_services.database.models.projects import (
@@ -34,6 +35,7 @@ __all__ = [
     "Backtest",
     "BacktestResult",
     "Base",
+    "ClockMark",
     "Event",
     "FindingRow",
     "GroupMember",
@@ -41,6 +43,7 @@ __all__ = [
     "JobHolder",
     "Memory",
     "Muted",
+    "PinnedBaseline",
     "Project",
     "ProjectBackend",
     "ProjectRule",
@@ -51,6 +54,7 @@ __all__ = [
     "RoutingTree",
     "RuleConfigRow",
     "Run",
+    "RunSummaryRow",
     "Seal",
     "Segment",
     "Silence",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, String, Text
+from sqlalchemy import ForeignKey, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from watchstep_services.database.models.base import NAME_LENGTH, Base
+from watchstep_services.database.sealed_addresses import AddressJson, SealedText
 
 
 class ApiRequest(Base):
@@ -21,7 +22,7 @@ class ApiRequest(Base):
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     request: Mapped[str] = mapped_column(String(64))
     status: Mapped[int | None] = mapped_column(default=None)
-    body: Mapped[str] = mapped_column(Text, default="")
+    body: Mapped[str] = mapped_column(SealedText, default="")
     claimed_ns: Mapped[int]
     expires_ns: Mapped[int] = mapped_column(index=True)
 
@@ -34,5 +35,5 @@ class ProjectRule(Base):
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"), primary_key=True)
     name: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
     rule: Mapped[str] = mapped_column(String(NAME_LENGTH))
-    data: Mapped[dict[str, Any]]
+    data: Mapped[dict[str, Any]] = mapped_column(AddressJson)
     changed_ns: Mapped[int]

@@ -8,6 +8,7 @@ from sqlalchemy import JSON, ForeignKey, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from watchstep_services.database.models.base import Base, RowId
+from watchstep_services.database.sealed_addresses import AddressJson
 
 
 class Backtest(Base):
@@ -21,7 +22,7 @@ class Backtest(Base):
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
     runs: Mapped[list[str]] = mapped_column(JSON)
-    rules: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    rules: Mapped[list[dict[str, Any]]] = mapped_column(AddressJson)
     sweeps: Mapped[list[str]] = mapped_column(JSON)
     state: Mapped[str] = mapped_column(String(16), default="waiting", index=True)
     next: Mapped[int] = mapped_column(default=0)
@@ -33,7 +34,7 @@ class Backtest(Base):
 
 
 class BacktestResult(Base):
-    """What a backtest found of one run."""
+    """What a backtest found of one run; of a webhook's address the host alone."""
 
     __tablename__ = "backtest_results"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sqlalchemy import JSON, BigInteger, Integer, String
-from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 NAME_LENGTH = 128
 RowId = BigInteger().with_variant(Integer, "sqlite")
@@ -20,3 +20,17 @@ class Base(DeclarativeBase):
         int: BigInteger,
         str: String,
     }
+
+
+class ClockMark(Base):
+    """One row: how far the database's clock was seen to come, and its last step back (`database.clock_steps`).
+
+    ``before_ns``: where the clock stood before that step, 0 once nothing is left to be moved; ``stepped_ns``: where it came to.
+    """
+
+    __tablename__ = "clock_marks"
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    seen_ns: Mapped[int]
+    before_ns: Mapped[int] = mapped_column(default=0)
+    stepped_ns: Mapped[int] = mapped_column(default=0)

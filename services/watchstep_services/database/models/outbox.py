@@ -8,6 +8,7 @@ from sqlalchemy import ForeignKey, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from watchstep_services.database.models.base import Base, RowId
+from watchstep_services.database.sealed_addresses import AddressJson
 
 
 class Event(Base):
@@ -35,7 +36,7 @@ class Action(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), index=True)
     event_id: Mapped[str] = mapped_column(String(36))
     kind: Mapped[str] = mapped_column(String(16))
-    payload: Mapped[dict[str, Any]]
+    payload: Mapped[dict[str, Any]] = mapped_column(AddressJson)
     stage: Mapped[int] = mapped_column(default=0)
     stage_since_ns: Mapped[int] = mapped_column(default=0)
     state: Mapped[str] = mapped_column(String(16), default="pending")

@@ -45,7 +45,11 @@ class ProjectStore(Base):
 
 
 class Project(Base):
-    """A project. One that is archived takes no new runs, and can still be read."""
+    """A project. One that is archived takes no new runs, and can still be read.
+
+    ``deferred_until_ns``: until then its runs are evaluated as if they had become due later, by as much as is left: its SQL and
+    Python rules took much time (`evaluator.rule_time`).
+    """
 
     __tablename__ = "projects"
 
@@ -54,6 +58,7 @@ class Project(Base):
     description: Mapped[str] = mapped_column(Text, default="", server_default="")
     created_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     archived_ns: Mapped[int | None] = mapped_column(default=None)
+    deferred_until_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     placed: Mapped[ProjectStore] = relationship(lazy="joined")
 
     @property

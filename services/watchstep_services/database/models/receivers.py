@@ -11,6 +11,7 @@ from sqlalchemy import ForeignKeyConstraint, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from watchstep_services.database.models.base import NAME_LENGTH, Base
+from watchstep_services.database.sealed_addresses import AddressJson
 
 
 class ReceiverRow(Base):
@@ -21,7 +22,7 @@ class ReceiverRow(Base):
     project: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     kind: Mapped[str] = mapped_column(String(32))
-    config: Mapped[dict[str, Any]]
+    config: Mapped[dict[str, Any]] = mapped_column(AddressJson)
     written_ns: Mapped[int]
     written_by: Mapped[str] = mapped_column(String(256))
 

@@ -36,6 +36,7 @@ class Upkeep(Base):
     next_ns: Mapped[int] = mapped_column(default=0, index=True)
     lease_until_ns: Mapped[int] = mapped_column(default=0)
     claims: Mapped[int] = mapped_column(default=0)
+    summarized_ns: Mapped[int | None] = mapped_column(default=None)
     compacted_ns: Mapped[int | None] = mapped_column(default=None)
     originals_gone_ns: Mapped[int | None] = mapped_column(default=None)
     tensors_gone_ns: Mapped[int | None] = mapped_column(default=None)

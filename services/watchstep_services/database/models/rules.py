@@ -9,6 +9,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from watchstep_services.database.models.alert_life import FINGERPRINT_LENGTH
 from watchstep_services.database.models.base import NAME_LENGTH, Base, RowId
+from watchstep_services.database.sealed_addresses import AddressJson
 
 
 class RuleConfigRow(Base):
@@ -22,7 +23,7 @@ class RuleConfigRow(Base):
     origin: Mapped[str] = mapped_column(String(16))
     name: Mapped[str] = mapped_column(String(NAME_LENGTH))
     rule: Mapped[str] = mapped_column(String(NAME_LENGTH))
-    data: Mapped[dict[str, Any]]
+    data: Mapped[dict[str, Any]] = mapped_column(AddressJson)
     granted_stop: Mapped[bool] = mapped_column(Boolean)
 
 

@@ -16,7 +16,9 @@ class Run(Base):
     ``holder``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
     hints at it; an announcement puts that off by ``quiet_ns``, 0 before the first look. ``urgent_ns``: when a recorder that was believed
     last said that something sudden had happened. ``registered_by``: the id of the operator's or admin's token that made it known;
-    empty where nobody's did.
+    empty where nobody's did. ``unfinished_claims``: claims in a row that were neither committed nor released: their process
+    ended; ``reading``: the epoch of the last of them and the segment that it was reading, noted once there were some
+    (`evaluator.unfinished_reads`).
     """
 
     __tablename__ = "runs"
@@ -47,6 +49,8 @@ class Run(Base):
     holder: Mapped[str] = mapped_column(String(255), default="", server_default="")
     urgent_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     registered_by: Mapped[str] = mapped_column(String(16), default="", server_default="")
+    unfinished_claims: Mapped[int] = mapped_column(default=0, server_default="0")
+    reading: Mapped[str] = mapped_column(Text, default="", server_default="")
 
 
 class Attempt(Base):

@@ -147,12 +147,12 @@ def seal_place(project: str, name: str, field: str) -> str:
 def reach_of(settings: Settings) -> Reach:
     """Where the service may be sent to.
 
-    A service without a broker that listens on its own machine alone is its user's own: this machine's addresses are allowed.
+    A service without a broker and a public URL that listens on its own machine alone is its user's own: loopback is allowed.
 
     Raises:
         ConfigError: the setting cannot be read.
     """
-    own = not settings.broker_url and settings.host in _LOOPBACK_HOSTS
+    own = not settings.broker_url and not settings.public_url and settings.host in _LOOPBACK_HOSTS
     return _reach(f"{settings.allowed_addresses},loopback" if own else settings.allowed_addresses)
 
 

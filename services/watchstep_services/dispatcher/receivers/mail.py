@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import html
+import re
 import smtplib
 import socket
 from datetime import datetime, timezone
@@ -34,6 +35,8 @@ MailAddress = Annotated[
         max_length=254,
     ),
 ]
+
+_ENHANCED_CODE = re.compile(r"[245]\.[0-9]{1,3}\.[0-9]{1,3}(?![0-9.])")
 
 
 class EmailReceiver(Receiver):
@@ -193,6 +196,7 @@ def _answered(receiver: EmailReceiver, code: int, words: bytes | str) -> Tried:
 
 
 def _said(code: int, words: bytes | str) -> str:
+    """The codes of an answer (RFC 5321, RFC 3463), and none of its words: any port may be named, and what answers is not shown."""
     text = words.decode("utf-8", errors="replace") if isinstance(words, bytes) else words
-    shown = "".join(letter if letter.isprintable() else " " for letter in text)
-    return f"answered {code} ({' '.join(shown.split())[:200]})"
+    enhanced = _ENHANCED_CODE.match(text)
+    return f"answered {code} {enhanced[0]}" if enhanced else f"answered {code}"

@@ -1,4 +1,4 @@
-"""One POST to an address that a user wrote: checked, bounded in time and size, no redirects, and what came of it."""
+"""One POST to an address that a user wrote: checked, bounded in time, no redirects, and what came of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from watchstep_services.dispatcher.receivers.cutoff import Cutoff
 from watchstep_services.dispatcher.receivers.outside import Outside
 from watchstep_services.dispatcher.receivers.reach import Address
 
-MOST_READ = 64 * 1024
-"""Bytes of an answer; the rest is left."""
-
 LONGEST_PAUSE = 3600.0
 """Seconds that a receiver may put off the next try by ``Retry-After``."""
 
 USER_AGENT = "watchstep"
 _TRY_AGAIN = frozenset({408, 425, 429})
-_EXCERPT = 200
 _NANOSECONDS = 1_000_000_000
 
 
@@ -37,26 +33,21 @@ class Answer:
 
     Attributes:
         status: of HTTP.
-        excerpt: the beginning of the body, printable.
         retry_after: as it was sent; empty where it was not.
     """
 
     status: int
-    excerpt: str
     retry_after: str
 
 
-def try_post(
-    outside: Outside, address: Address, headers: Mapping[str, str], body: bytes, *, excerpt: bool = True
-) -> Tried:
-    """Send one request, and say what came of it.
+def try_post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> Tried:
+    """Send one request, and say what came of it: by the status alone, for whoever names an address may not read what lies there.
 
     Args:
         outside: the way out.
         address: of the receiver.
         headers: beside ``Host``, ``User-Agent`` and the length.
         body: of the request.
-        excerpt: whether people are shown what the server says when it refuses.
 
     Raises:
         AddressRefusedError: the address is not allowed.
@@ -69,8 +60,6 @@ def try_post(
     said = f"{address.host}: answered {answer.status}"
     if 200 <= answer.status < 300:
         return Tried("done", said)
-    if excerpt and answer.excerpt:
-        said = f"{said} ({answer.excerpt})"
     if answer.status >= 500 or answer.status in _TRY_AGAIN:
         return Tried("error", said, after_ns=_after(answer.retry_after, outside.now_ns))
     if 300 <= answer.status < 400:
@@ -105,19 +94,15 @@ def post(outside: Outside, address: Address, headers: Mapping[str, str], body: b
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
             if cutoff.passed or isinstance(error, httpcore.TimeoutException):
                 raise PostError(f"no answer within {seconds:g} s") from error
+            if isinstance(error, httpcore.ProtocolError):  # its message repeats what was received
+                raise PostError("its answer is not HTTP") from error
             raise PostError(f"{type(error).__name__}: {error}") from error
 
 
 def _read(said: httpcore.Response) -> Answer:
-    held = bytearray()
-    for part in said.iter_stream():
-        held += part
-        if len(held) >= MOST_READ:
-            break
-    text = bytes(held[: 4 * _EXCERPT]).decode("utf-8", errors="replace")
-    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    """Status and headers; the body is left unread."""
     after = next((value for name, value in said.headers if name.lower() == b"retry-after"), b"")
-    return Answer(said.status, " ".join(shown.split())[:_EXCERPT], after.decode("latin-1").strip())
+    return Answer(said.status, after.decode("latin-1").strip())
 
 
 def _after(written: str, now_ns: int) -> int:

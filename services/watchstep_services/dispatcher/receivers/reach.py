@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"(?:0[xX][0-9a-fA-F]*|[0-9]+)")
 _VISIBLE = re.compile(r"[\x21-\x7e]+")
 _LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 
-_CREDENTIALS = frozenset(
+CREDENTIAL_ADDRESSES = frozenset(
     ipaddress.ip_address(text)
     for text in (
         "169.254.169.254",  # AWS, Google Cloud, Azure, OpenStack
@@ -203,9 +203,9 @@ class Reach:
 
     def allows(self, host: str, address: IPAddress) -> bool:
         """Whether an address that a host has may be connected to."""
-        real = _real(address)
+        real = embedded_ipv4(address)
         named_alone = any(network.num_addresses == 1 and real in network for network in self.networks)
-        if real in _CREDENTIALS or address in _CREDENTIALS:
+        if real in CREDENTIAL_ADDRESSES or address in CREDENTIAL_ADDRESSES:
             return named_alone
         if host in self.hosts or any(real in network or address in network for network in self.networks):
             return True
@@ -265,7 +265,7 @@ def parse_allowed(text: str) -> tuple[tuple[Network, ...], frozenset[str]]:
     return tuple(networks), frozenset(hosts)
 
 
-def _real(address: IPAddress) -> IPAddress:
+def embedded_ipv4(address: IPAddress) -> IPAddress:
     """The IPv4 address that an IPv6 one leads to, where it does."""
     if isinstance(address, ipaddress.IPv4Address):
         return address

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from contextlib import suppress
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 
 from watchstep.errors import ConfigError
+from watchstep_services.database.engine import Database, open_database
+from watchstep_services.database.limits import Limits
+from watchstep_services.database.sealed_addresses import use_seal
+from watchstep_services.redaction import keep_secret
 from watchstep_services.settings import Settings
 
+KEY_FILE = "secret.key"
 KEY_SETTING = "WATCHSTEP_SECRET_KEY"
 _MAKE = "make one with 'watchstep receivers new-key'"
 
@@ -19,12 +27,17 @@ def new_key() -> str:
 
 
 class Seal:
-    """Seals and opens. Of several keys the first seals and each opens, so that a key can be replaced."""
+    """Seals and opens. Of several keys the first seals and each opens, so that a key can be replaced.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: the keys.
+        more: a key beside those of the settings; empty for none.
+    """
+
+    def __init__(self, settings: Settings, more: str = "") -> None:
         written = settings.secret_key.get_secret_value() if settings.secret_key is not None else ""
         self._fernet: MultiFernet | None = None
-        keys = [key.strip() for key in written.split(",") if key.strip()]
+        keys = [key.strip() for key in (*written.split(","), more) if key.strip()]
         if keys:
             try:
                 self._fernet = MultiFernet([Fernet(key) for key in keys])
@@ -66,3 +79,60 @@ class Seal:
                 f"{_MAKE} and set it, or have who runs the service put the secret into its environment",
             )
         return self._fernet
+
+    @property
+    def has_key(self) -> bool:
+        """Whether it can seal."""
+        return self._fernet is not None
+
+
+def open_sealed_database(settings: Settings) -> Database:
+    """The service's database, which seals the addresses of webhooks.
+
+    They are sealed with `WATCHSTEP_SECRET_KEY` or, where that is not set and the database is SQLite in the home, with a key that
+    is made in the home: ``secret.key``, mode 0600.
+
+    Raises:
+        ConfigError: the database cannot be opened, or a key cannot be used.
+    """
+    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    try:
+        seal = Seal(settings, "" if settings.database_url.get_secret_value() else _key_of_home(settings))
+    except ConfigError:
+        database.close()
+        raise
+    if seal.has_key:
+        use_seal(database.engine.dialect, seal)
+    return database
+
+
+def _key_of_home(settings: Settings) -> str:
+    place = settings.home_folder / KEY_FILE
+    try:
+        if not place.parent.is_dir():
+            return ""  # there is no service yet, and nothing to seal
+        if not place.exists():
+            # Whole or not at all, and never in place of one that another process has made just now.
+            partial = place.with_name(f".{KEY_FILE}.{os.getpid()}")
+            partial.unlink(missing_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(new_key() + "\n")
+                home = place.parent.stat()
+                if (
+                    home.st_uid != os.geteuid()
+                ):  # a command that root gives must not take the key from the service
+                    os.fchown(file.fileno(), home.st_uid, home.st_gid)
+            with suppress(FileExistsError):
+                os.link(partial, place)
+            partial.unlink()
+        if stat.S_IMODE(place.stat().st_mode) != 0o600:
+            place.chmod(0o600)
+        key = place.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"key {place}: cannot be used ({error})",
+            f"give this user the file back from a copy, or set {KEY_SETTING}",
+        ) from error
+    keep_secret(key)
+    return key

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.terminal_theme import TerminalTheme
+
+from watchstep_services.estimator.view.terminal import TerminalConsole
 
 _TEXT_WIDTH = 100
 _HTML_WIDTH = 1000  # the browser folds what does not fit
@@ -38,8 +40,8 @@ def notebook_data(drawn: RenderableType) -> dict[str, str]:
     }
 
 
-def _printed(drawn: RenderableType, width: int) -> Console:
-    console = Console(
+def _printed(drawn: RenderableType, width: int) -> TerminalConsole:
+    console = TerminalConsole(
         file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False, force_terminal=True,
         color_system="truecolor", no_color=False,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from watchstep.client import Event
+from watchstep.terminal_text import printable
 
 
 def line_of(event: Event) -> str:
@@ -54,8 +55,3 @@ def time_of(event: Event) -> str:
     except ValueError:
         return event.time
     return at.astimezone().strftime("%H:%M:%S")
-
-
-def printable(line: str) -> str:
-    """Names come from training programs: nothing in them may move a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line)

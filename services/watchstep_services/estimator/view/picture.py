@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from watchstep.terminal_text import printable
 from watchstep_services.estimator.view.bars import Bars
-from watchstep_services.estimator.view.lines import printable, time_of, words_of
+from watchstep_services.estimator.view.lines import time_of, words_of
 from watchstep_services.estimator.view.sight import Loss, Sight
 
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "red", "stopping": "yellow", "lost": "red"}  # fmt: skip

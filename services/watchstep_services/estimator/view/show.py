@@ -109,10 +109,11 @@ class Showing:
 
     def _in_terminal(self, drawn: RenderableType) -> None:
         if self._live is None:
-            from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(stderr=True, highlight=False), auto_refresh=False)
+            from watchstep_services.estimator.view.terminal import TerminalConsole
+
+            self._live = Live(console=TerminalConsole(stderr=True), auto_refresh=False)
             self._live.start()
         self._live.update(drawn, refresh=True)
 

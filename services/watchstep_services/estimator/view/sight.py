@@ -162,8 +162,15 @@ def _amiss(health: Mapping[str, Any]) -> list[str]:
         if isinstance(counts, Mapping):
             dropped += _number(counts.get("dropped_rows"))
             faults += _number(counts.get("faults"))
-    missing = _number(health.get("missing_segments"))
-    words = ((dropped, "rows dropped"), (faults, "faults of recorders"), (missing, "segments missing"))
+    failed = health.get("failed_attempts")
+    words = (
+        (dropped, "rows dropped"),
+        (faults, "faults of recorders"),
+        (_number(health.get("missing_segments")), "segments missing"),
+        (_number(health.get("corrupt_segments")), "segments damaged"),
+        (_number(health.get("lost_context")), "segments of context lost"),
+        (len(failed) if isinstance(failed, Mapping) else 0, "attempts not evaluated"),
+    )
     return [f"{number:,} {what}" for number, what in words if number]
 
 

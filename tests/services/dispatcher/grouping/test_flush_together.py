@@ -44,7 +44,7 @@ def told(driven: Driven, run_id: int) -> list[tuple[int, str]]:
 def test_workers_that_flush_together_tell_everything_once(driven: Driven, folder_store: Store) -> None:
     driven = told_at_once(driven)
     recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[RuleConfig(rule="nan_or_inf", name="mine")])
+    run_id = driven.register(rules=[RuleConfig(rule="non_finite_values", name="mine")])
     written = threading.Event()
 
     def record() -> None:
@@ -87,7 +87,7 @@ def test_workers_that_flush_together_tell_everything_once(driven: Driven, folder
 def test_one_of_many_workers_tells_what_is_due(driven: Driven, folder_store: Store) -> None:
     driven = told_at_once(driven)
     recording = Recording(folder_store).begin()
-    run_id = driven.register(rules=[RuleConfig(rule="nan_or_inf", name="mine")])
+    run_id = driven.register(rules=[RuleConfig(rule="non_finite_values", name="mine")])
     driven.announce(run_id, recording.write(0, 0, 0, nan_from(0)))
     driven.settle(run_id)
     (group_id,) = due_groups(driven.service)

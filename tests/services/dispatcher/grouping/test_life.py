@@ -84,7 +84,7 @@ def config(name: str, keep: int) -> RuleConfig:
     return RuleConfig.model_validate(
         {
             # What is to be kept quiet must wait for seals, as this rule does.
-            "rule": "all_zero" if name == TARGET else "nan_or_inf",
+            "rule": "all_zero" if name == TARGET else "non_finite_values",
             "name": name,
             "tensors": {"include": SERIES[name]},
             "for": {"steps": HOLD[name]},

@@ -38,7 +38,7 @@ def told_by(driven: Driven, url: str, **route: Any) -> Driven:
 
 
 def rule(**changes: Any) -> RuleConfig:
-    return RuleConfig.model_validate({"rule": "nan_or_inf", "name": "mine", **changes})
+    return RuleConfig.model_validate({"rule": "non_finite_values", "name": "mine", **changes})
 
 
 def muted(driven: Driven) -> set[tuple[str, str, str]]:
@@ -111,7 +111,7 @@ def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
         driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
         driven.settle(run_id)
         flush_due(driven.service)
-    first, again = [event["data"] for event in driven.events(run_id)]
+    _started, first, again = [event["data"] for event in driven.events(run_id)]
     assert again["continues"] == "a1"
     assert first["fingerprint"] == again["fingerprint"]
     assert first["episode"] == again["episode"] == 1
@@ -121,7 +121,7 @@ def test_an_attempt_goes_on_with_the_alert_and_one_without_it_ends_it(
     recording = Recording(folder_store, attempt="a3").begin()
     driven.announce(run_id, recording.write(0, 0, 4))
     driven.settle(run_id)
-    assert driven.event_types(run_id) == ["alert.firing"] * 2
+    assert driven.event_types(run_id) == ["run.started", *["alert.firing"] * 2]
     driven.announce(run_id, recording.write(1, 5, 9))
     driven.settle(run_id)
     end = driven.events(run_id)[-1]
@@ -200,7 +200,7 @@ def test_what_is_over_before_anybody_could_look_is_told(driven_sqlite: Driven, f
     one_bad_step = recording.write(0, 0, 7, lambda step, _: float("nan") if step == 5 else 1.0)
     driven.announce(run_id, one_bad_step)
     driven.settle(run_id)
-    assert driven.event_types(run_id) == ["alert.firing", "alert.resolved"]
+    assert driven.event_types(run_id) == ["run.started", "alert.firing", "alert.resolved"]
     flush_due(driven.service)
     flush_due(driven.service)
     first, last = notifications(driven, run_id)

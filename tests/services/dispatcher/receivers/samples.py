@@ -14,7 +14,7 @@ from watchstep_services.dispatcher.receivers.notification import (
 
 NOW = 1_800_000_000_000_000_000
 _OWN = {
-    "project": "vision", "run": "run-1", "name": "no-nans", "rule": "nan_or_inf", "severity": "critical",
+    "project": "vision", "run": "run-1", "name": "no-nans", "rule": "non_finite_values", "severity": "critical",
 }  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def sample(
     """A notification of a few alerts."""
     one = NotifiedAlert(
         name="no-nans",
-        rule="nan_or_inf",
+        rule="non_finite_values",
         severity="critical",
         phase=status,
         attempt="a1",

@@ -48,14 +48,11 @@ def test_a_message_in_the_receivers_own_words(server: HttpServer) -> None:
     assert text == "nan in gradients of conv1 &lt;5&gt;\n\nnan in gradients of conv1 &lt;6&gt;"
 
 
-def test_slack_says_why_it_refuses_and_the_address_is_not_shown(server: HttpServer) -> None:
+def test_neither_what_slack_answers_nor_its_address_is_shown(server: HttpServer) -> None:
     server.answers = [status(403, b"invalid_token"), status(429, retry_after="7")]
     tried = send(SLACK, outside(url=server.url))
-    assert (tried.result, "invalid_token" in tried.detail, "secret-path" in tried.detail) == (
-        "failed",
-        True,
-        False,
-    )
+    assert (tried.result, "answered 403" in tried.detail) == ("failed", True)
+    assert not any(text in tried.detail for text in ("invalid_token", "secret-path"))
     assert send(SLACK, outside(url=server.url)).after_ns == NOW + 7_000_000_000
     with pytest.raises(ConfigError) as raised:
         send(SLACK, outside(url="ftp://secret-place/"))
@@ -70,7 +67,7 @@ def test_alerts_of_an_alertmanager(server: HttpServer) -> None:
     assert server.headers[0]["authorization"] == "Basic eDp5"
     first, second = json.loads(server.bodies[0])
     assert first["labels"] == {
-        "alertname": "no-nans", "rule": "nan_or_inf", "severity": "critical", "project": "vision", "run": "run-1",
+        "alertname": "no-nans", "rule": "non_finite_values", "severity": "critical", "project": "vision", "run": "run-1",
         "name": "no-nans", "team": "vision", "attempt": "a1",
     }  # fmt: skip
     assert first["labels"] == second["labels"]

@@ -23,5 +23,5 @@ def test_something_else_is_a_fault_that_names_its_place() -> None:
 
 
 def test_a_rule_configs_labels_do_not_replace_an_alerts_own() -> None:
-    own = {"project": "p", "run": "r", "name": "n", "rule": "nan_or_inf", "severity": "critical"}
+    own = {"project": "p", "run": "r", "name": "n", "rule": "non_finite_values", "severity": "critical"}
     assert alert_labels(own, {"severity": "info", "team": "vision"}) == {**own, "team": "vision"}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -22,6 +23,12 @@ from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.dispatcher.receivers.outside import Outside
 from watchstep_services.dispatcher.receivers.posting import LONGEST_PAUSE, try_post
 from watchstep_services.dispatcher.receivers.reach import AddressRefusedError, Reach, parse_address
+
+
+def banner(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"SSH-2.0-internal-secret\r\n")
+    handler.close_connection = True
+
 
 SECOND = 1_000_000_000
 
@@ -55,12 +62,17 @@ def test_a_receiver_says_when_it_wants_the_next_try(server: HttpServer) -> None:
         )
 
 
-def test_what_a_server_says_is_shown_short_and_printable(server: HttpServer) -> None:
-    server.answers = [status(400, b"invalid\x1b[31m_payload " + b"x" * 10_000)]
-    detail = posted(server.url).detail
-    assert "(invalid [31m_payload xxx" in detail
-    assert len(detail) < 400
-    assert detail.isprintable()
+@pytest.mark.parametrize("code", [200, 302, 400, 500])
+def test_nothing_of_an_answers_body_is_shown(server: HttpServer, code: int) -> None:
+    server.answers = [status(code, b"internal-secret", x_secret="internal-secret")]
+    assert "internal-secret" not in posted(server.url).detail
+
+
+def test_what_is_no_http_is_not_shown(server: HttpServer) -> None:
+    """An SSH or database server shows its version in the first line."""
+    server.answers = [banner]
+    tried = posted(server.url)
+    assert tried == Tried("error", "127.0.0.1: its answer is not HTTP")
 
 
 def test_redirects_are_not_followed(server: HttpServer) -> None:

@@ -79,7 +79,8 @@ def test_an_entry_that_allows_nothing_is_told(text: str) -> None:
 def test_this_machine_is_allowed_to_its_owner_alone() -> None:
     here = ipaddress.ip_address("127.0.0.1")
     assert reach_of(load_settings()).allows("localhost", here)
-    for settings in ({"host": "0.0.0.0"}, {"broker_url": "redis://redis"}):
+    elsewhere = {"public_url": "https://watch.example.com"}
+    for settings in ({"host": "0.0.0.0"}, {"broker_url": "redis://redis"}, elsewhere):
         assert not reach_of(load_settings(**settings)).allows("localhost", here)
         allowed = load_settings(**settings, allowed_addresses="loopback")
         assert reach_of(allowed).allows("localhost", here)

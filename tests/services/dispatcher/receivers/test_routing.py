@@ -22,7 +22,7 @@ TREE = {
             "group_wait": 0,
             "routes": [{"receiver": "vision", "matchers": ["team=vision"], "repeat_interval": "1h30m"}],
         },
-        {"matchers": ['rule!="nan_or_inf"'], "receiver": "rest", "send_resolved": False},
+        {"matchers": ['rule!="non_finite_values"'], "receiver": "rest", "send_resolved": False},
     ],
 }
 
@@ -38,9 +38,9 @@ def reached(tree: dict[str, Any], *notify: str, **labels: str) -> list[str]:
         ({"severity": "critical", "team": "text"}, ["audit", "oncall"]),
         ({"severity": "critical"}, ["audit", "oncall"]),
         ({"severity": "warning", "rule": "overfit"}, ["audit", "rest"]),
-        ({"severity": "warning", "rule": "nan_or_inf"}, ["audit"]),
-        ({"severity": "info", "rule": "nan_or_inf"}, ["all"]),
-        ({"severity": "criticals", "rule": "nan_or_inf"}, ["all"]),
+        ({"severity": "warning", "rule": "non_finite_values"}, ["audit"]),
+        ({"severity": "info", "rule": "non_finite_values"}, ["all"]),
+        ({"severity": "criticals", "rule": "non_finite_values"}, ["all"]),
     ],
 )
 def test_the_first_that_matches_takes_it(labels: dict[str, str], names: list[str]) -> None:

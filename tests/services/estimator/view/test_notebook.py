@@ -43,7 +43,7 @@ def show():
     (picture,) = outputs  # the second took the place of the first, and nothing is on standard error
     assert picture.data["text/plain"].startswith("vision/run-1  running for ")
     assert " job local:7 ended\n" in picture.data["text/plain"]
-    assert "\n  \N{BLACK CIRCLE} nan_or_inf  firing\n" in picture.data["text/plain"]
+    assert "\n  \N{BLACK CIRCLE} non_finite_values  firing\n" in picture.data["text/plain"]
     assert picture.data["text/html"].startswith("<pre style='font-family")
     (lines,) = notebook.run("import os\nos.environ['CI'] = 'true'\nshow()")[:1]
     assert (lines.output_type, lines.name) == ("stream", "stderr")
@@ -65,4 +65,4 @@ print(next(client.tensors("run-1", "losses"))["name"])
 print(watchstep.open_run("{tmp_path}/store/{PROJECT}/run-1").tensor("loss").steps()[-1])
 """)
     assert stream(notebook.nb.cells[-1].outputs, "stderr") == ""
-    assert told.split() == ["watchstep.alert.firing", "loss", "19"]
+    assert told.split() == ["watchstep.run.started", "loss", "19"]

@@ -23,11 +23,11 @@ with watchstep.Hook() as hook:
         time.sleep(pause)
 """
 BEGIN = """
-from watchstep_rules import nan_or_inf
+from watchstep_rules import non_finite_values
 from watchstep_services.estimator import Estimator, Local
 
 def launch(run, *words):
-    estimator = Estimator("quick.py", backend=Local(), store="store", rules=[nan_or_inf().stop()], arguments=words)
+    estimator = Estimator("quick.py", backend=Local(), store="store", rules=[non_finite_values().stop()], arguments=words)
     return estimator.fit(run=run, wait=False)
 """
 
@@ -70,7 +70,7 @@ def test_a_cell_is_changed_in_place_until_its_rule_has_stopped_the_job(notebook:
     head, *_ = lines = text.splitlines()
     assert head.startswith("default/night  stopped after ")
     assert head.endswith(" ended with exit code 86")
-    fired = "nan_or_inf (warning) firing at step 60: 1 NaN among 1 elements of loss, 0 tolerated"
+    fired = "non_finite_values (warning) firing at step 60: 1 NaN among 1 elements of loss, 0 tolerated"
     assert any(line.endswith(fired) for line in lines)
     assert "\N{MULTIPLICATION SIGN}" in text
     html = output.data["text/html"]
@@ -117,6 +117,6 @@ def test_a_line_for_each_event_where_nobody_watches(notebook: Notebook) -> None:
     lines = stream(outputs, "stderr").splitlines()
     assert [" ".join(line.split()[1:4]) for line in lines[:2]] == [
         "default/quiet: started, attempt",
-        "default/quiet: nan_or_inf (warning)",
+        "default/quiet: non_finite_values (warning)",
     ]
     assert len(lines) < 10

@@ -76,7 +76,9 @@ def test_a_line_for_each_event_and_each_once(
         showing.turn(last=True)
     lines = [line.partition(" ")[2] for line in (seen + capsys.readouterr().err).splitlines()]
     assert lines == [f"vision/run-1: {words_of(event)}" for event in client.events("run-1")]
-    assert any(line.startswith("vision/run-1: nan_or_inf (critical) firing at step 15: ") for line in lines)
+    assert any(
+        line.startswith("vision/run-1: non_finite_values (critical) firing at step 15: ") for line in lines
+    )
     assert seen
 
 
@@ -88,7 +90,7 @@ def test_what_is_seen_of_a_run(ended: tuple[Driven, Recording, Client]) -> None:
     sight = watcher.sight
     assert (sight.name, sight.state, sight.step) == ("vision/run-1", "running", 19)
     assert [(loss.name, loss.points[0], loss.points[-1]) for loss in sight.losses] == [("loss", 1.0, None)]
-    assert sight.rules == {"nan_or_inf": "firing", "exploding_gradient": "inactive"}
+    assert sight.rules == {"non_finite_values": "firing", "exploding_gradient": "inactive"}
     assert sight.steps_per_second is None
     now[0] += 10
     with driven.service.database.write() as session:
@@ -138,6 +140,6 @@ def test_the_command_shows_it_to_its_end(
     words = ["watch", "vision/run-1", "--service", client._transport.address.url, "--lines"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert (done.exit_code, done.stdout) == (0, "")
-    assert "vision/run-1: nan_or_inf (critical) firing at step 15" in done.stderr
+    assert "vision/run-1: non_finite_values (critical) firing at step 15" in done.stderr
     with pytest.raises(ServiceError, match="no service runs"):
         CliRunner().invoke(app, ["watch", "x", "--store", str(tmp_path)], catch_exceptions=False)

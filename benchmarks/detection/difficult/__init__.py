@@ -1,0 +1,31 @@
+"""Healthy programs that are difficult to judge: ``PROGRAMS``."""
+
+from benchmarks.detection.difficult import (
+    designs,
+    frameworks,
+    games,
+    generative,
+    low_signal,
+    odd_numbers,
+    pairs,
+    schedules,
+    structured,
+    tuned_further,
+    updates,
+)
+from benchmarks.detection.witnessed import DIFFICULT as PROGRAMS
+
+__all__ = [
+    "PROGRAMS",
+    "designs",
+    "frameworks",
+    "games",
+    "generative",
+    "low_signal",
+    "odd_numbers",
+    "pairs",
+    "schedules",
+    "structured",
+    "tuned_further",
+    "updates",
+]

@@ -1,0 +1,201 @@
+"""Baselines: the range that each statistic took in earlier sound runs of the same program.
+
+A finished run is reduced to a `RunSummary`. At least `MIN_RUNS` summaries make a `Baseline`, which `unlike_earlier_runs` compares
+a later run with::
+
+    finished run ──summarize_run──▶ RunSummary ─┐
+    finished run ──summarize_run──▶ RunSummary ─┼─merge_summaries──▶ Baseline ──pinned to an attempt──▶ parameters of the rule
+    finished run ──summarize_run──▶ RunSummary ─┘
+
+Training is divided into phases whose length doubles: phase ``p`` holds the steps ``2**p - 1`` to ``2**(p + 1) - 2``. Statistics
+change quickly at first and slowly later, so that a range per phase follows the usual drift of a training.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from watchstep.statistics import Floats
+from watchstep.tensors import ACTIVATIONS, BIASES, GRADIENTS, LOSSES, METRICS, UPDATES, WEIGHTS, TensorInfo
+
+MIN_RUNS = 3
+"""Fewest runs of a baseline. The range of two runs says little about a third one."""
+
+MAX_RUNS = 10
+"""Most runs of a baseline; the newest are taken, so that a baseline follows slow changes of a program."""
+
+MAX_TENSORS = 500
+MAX_PHASES = 40
+
+_MARGIN_OCTAVES = 1.0
+"""A value within a factor of two of what was seen is never a deviation."""
+
+_LINEAR_MARGIN = 0.5
+
+Statistic = Literal["mean", "rms"]
+Span = Annotated[tuple[float, float], Field(description="The lowest and the highest value.")]
+
+BASELINE_COLLECTIONS: tuple[tuple[str, Statistic], ...] = (
+    (LOSSES, "mean"),
+    (METRICS, "mean"),
+    (GRADIENTS, "rms"),
+    (ACTIVATIONS, "rms"),
+    (WEIGHTS, "rms"),
+    (BIASES, "rms"),
+    (UPDATES, "rms"),
+)
+"""Collections with a baseline, and the statistic of each, those that are judged first where there are too many tensors."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TensorSummary(_Model):
+    """A tensor of one run.
+
+    Attributes:
+        shape: of the tensor.
+        statistic: which statistic the spans are of.
+        phases: the 5 % and the 95 % quantile of each phase; None where nothing was recorded.
+    """
+
+    shape: tuple[int, ...]
+    statistic: Statistic
+    phases: tuple[Span | None, ...] = Field(max_length=MAX_PHASES)
+
+
+class RunSummary(_Model):
+    """A run, by its tensors."""
+
+    tensors: dict[str, TensorSummary] = Field({}, max_length=MAX_TENSORS)
+
+
+class TensorBaseline(_Model):
+    """The range of a tensor's statistic.
+
+    Attributes:
+        shape: of the tensor; another shape is another model, which the range says nothing about.
+        statistic: which statistic the range is of.
+        phases: the lowest and the highest value of each phase that is no deviation; None where fewer than `MIN_RUNS` runs
+            recorded the tensor.
+    """
+
+    shape: tuple[int, ...]
+    statistic: Statistic
+    phases: tuple[Span | None, ...] = Field(max_length=MAX_PHASES)
+
+
+class Baseline(_Model):
+    """The ranges of all tensors.
+
+    Attributes:
+        runs: names of the runs that it was made of.
+        tensors: by name.
+    """
+
+    runs: tuple[str, ...] = Field((), max_length=MAX_RUNS)
+    tensors: dict[str, TensorBaseline] = Field({}, max_length=MAX_TENSORS)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies the content."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+def phase_of(steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The phase of each step, int64 of shape (n,); steps are not negative."""
+    # frexp is exact, where log2 rounds near powers of two.
+    exponents: NDArray[np.int64] = np.frexp((steps + 1).astype(np.float64))[1].astype(np.int64) - 1
+    return np.minimum(exponents, MAX_PHASES - 1)
+
+
+def statistic_of(info: TensorInfo) -> Statistic | None:
+    """The statistic of a tensor that baselines hold; None where they hold none."""
+    return next((statistic for name, statistic in BASELINE_COLLECTIONS if name in info.collections), None)
+
+
+def merge_summaries(summaries: Mapping[str, RunSummary]) -> Baseline | None:
+    """The ranges that sound runs have in common, widened by a margin; None for fewer than `MIN_RUNS` runs.
+
+    Of positive statistics the margin is a factor: two, or the factor between the lowest and the highest value where that is more.
+    Of others it is half of the largest magnitude, or the distance between the lowest and the highest value where that is more.
+    Both are our choice: a new run is the fourth of a family of which three were seen, and the largest of four differs from the
+    largest of three by less than their range.
+
+    Args:
+        summaries: by the run's name, newest first; `MAX_RUNS` of them count.
+    """
+    newest = dict(list(summaries.items())[:MAX_RUNS])
+    if len(newest) < MIN_RUNS:
+        return None
+    names = dict.fromkeys(name for summary in newest.values() for name in summary.tensors)
+    tensors = {}
+    for name in list(names)[:MAX_TENSORS]:
+        # The newest run decides the shape: the program may have changed.
+        own = [summary.tensors[name] for summary in newest.values() if name in summary.tensors]
+        own = [
+            tensor for tensor in own if (tensor.shape, tensor.statistic) == (own[0].shape, own[0].statistic)
+        ]
+        longest = max(len(tensor.phases) for tensor in own)
+        phases = tuple(_range_of(own, phase) for phase in range(longest))
+        if any(span is not None for span in phases):
+            tensors[name] = TensorBaseline(shape=own[0].shape, statistic=own[0].statistic, phases=phases)
+    return Baseline(runs=tuple(newest), tensors=tensors)
+
+
+def _range_of(tensors: Sequence[TensorSummary], phase: int) -> Span | None:
+    spans = [tensor.phases[phase] for tensor in tensors if phase < len(tensor.phases)]
+    spans = [span for span in spans if span is not None]
+    if len(spans) < MIN_RUNS:
+        return None
+    low, high = min(span[0] for span in spans if span), max(span[1] for span in spans if span)
+    if low > 0:
+        octaves = math.log2(high) - math.log2(low)
+        factor = 2.0 ** max(_MARGIN_OCTAVES, octaves)
+        return _finite(low / factor), _finite(high * factor)
+    margin = max(high - low, _LINEAR_MARGIN * max(abs(low), abs(high)))
+    return _finite(low - margin), _finite(high + margin)
+
+
+def _finite(value: float) -> float:
+    return float(np.clip(value, -np.finfo(np.float64).max, np.finfo(np.float64).max))
+
+
+@dataclass(frozen=True)
+class CatalogueRanges:
+    """The ranges of the tensors of a catalogue.
+
+    Attributes:
+        spans: float64 of shape (tensors, phases + 1, 2): the lowest and the highest value that is no deviation. NaN where the
+            baseline has none, as in the last phase, which stands for all steps beyond the baseline.
+        of_mean: whether the range is of the mean and not of the rms, bool of shape (tensors,).
+    """
+
+    spans: Floats
+    of_mean: NDArray[np.bool_]
+
+
+def ranges_of(baseline: Baseline, catalogue: Sequence[TensorInfo]) -> CatalogueRanges:
+    """The ranges of each tensor of a catalogue whose shape is that of the baseline."""
+    phases = max((len(tensor.phases) for tensor in baseline.tensors.values()), default=0)
+    spans = np.full((len(catalogue), phases + 1, 2), np.nan)
+    of_mean = np.zeros(len(catalogue), np.bool_)
+    for place, info in enumerate(catalogue):
+        tensor = baseline.tensors.get(info.name)
+        if tensor is None or tensor.shape != info.shape or tensor.statistic != statistic_of(info):
+            continue
+        of_mean[place] = tensor.statistic == "mean"
+        for phase, span in enumerate(tensor.phases):
+            if span is not None:
+                spans[place, phase] = span
+    return CatalogueRanges(spans, of_mean)

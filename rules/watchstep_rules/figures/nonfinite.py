@@ -1,0 +1,37 @@
+"""How many elements of a tensor are NaN or infinite, in words and numbers, and what usually makes a batch so."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep import tensors
+from watchstep.block import Block
+from watchstep.tensors import TensorInfo
+
+BAD_BATCH = "The data hold NaN or infinity, or a value far beyond all others."
+LOOK_AT_INPUT = "Look at model:input at this step: where it holds NaN or infinity, check batches with torch.isfinite before they are fed."
+GAPS = "The batch of this step was bad, as measured: values are missing in the data, or what prepares them is at fault."
+CHECK_BATCHES = (
+    "Find the examples by torch.isfinite, before batches are fed; leave them out, or fill their gaps."
+)
+
+
+def nonfinite(block: Block) -> NDArray[np.int64]:
+    """How many elements of each row are NaN or infinite, int64 of shape (n,)."""
+    held = block.statistics
+    counts: NDArray[np.int64] = held.nan + held.pos_inf + held.neg_inf
+    return counts
+
+
+def counts_of(block: Block, row: int) -> str:
+    """The same of one row in words, by kind."""
+    held = block.statistics
+    kinds = [(held.nan[row], "NaN"), (held.pos_inf[row], "+inf"), (held.neg_inf[row], "-inf")]
+    seen = ", ".join(f"{int(number)} {kind}" for number, kind in kinds if number)
+    return f"{seen} among {int(held.count[row])} elements of {block.info(row).name}"
+
+
+def is_given(info: TensorInfo) -> bool:
+    """Whether a tensor is what a model was called with."""
+    return tensors.INPUTS in info.collections

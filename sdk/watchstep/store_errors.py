@@ -1,0 +1,176 @@
+"""What a store's refusal means: obstore's exceptions as Watchstep's errors.
+
+obstore raises types of its own for some refusals and a `GenericError` for the others. What a folder refuses is asked of the
+file system again. What a cloud answers (its HTTP status and error code) obstore gives only in its message: `CloudAnswer` reads it there,
+and tests hold that against a server. Keys and URLs cannot be taken for it: they are percent-encoded where they stand in a message.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from watchstep.errors import MissingStoreError, NotFoundError, StoreError
+
+Verb = Literal["read", "write", "list", "delete"]
+
+_REQUEST = re.compile(r"Error performing [A-Z]+ (?P<url>[a-z]+://\S+) in \S+")
+_STATUS = re.compile(r" - Server returned non-2xx status code: (?P<status>[0-9]{3})\b")
+_CODE = re.compile(r"<Code>(?P<code>[A-Za-z]+)</Code>")
+_MISSING_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
+_DENIED = frozenset({401, 403})
+_METADATA_SERVICE = "169.254.169.254"
+"""Where AWS clients look for credentials last; only asked where nothing else names any."""
+
+_MOST_REASON = 300
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """What was asked of a store.
+
+    Attributes:
+        verb: what was to be done.
+        key: to which object or prefix.
+        url: of the store.
+        location: of the object, as people name it.
+        path: of the object in a local folder; None in a cloud.
+    """
+
+    verb: Verb
+    key: str
+    url: str
+    location: str
+    path: str | None
+
+
+@dataclass(frozen=True)
+class CloudAnswer:
+    """How a cloud refused.
+
+    Attributes:
+        host: that was asked; empty where none was.
+        status: of HTTP; 0 where none came.
+        code: the service's own, e.g. ``NoSuchBucket``; empty where it gave none.
+    """
+
+    host: str = ""
+    status: int = 0
+    code: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> CloudAnswer:
+        """Read it from obstore's message."""
+        text = str(error)
+        request = _REQUEST.search(text)
+        status = _STATUS.search(text, request.end()) if request else None
+        host = (urlsplit(request["url"]).hostname or "") if request else ""
+        if status is None:
+            return cls(host)
+        code = _CODE.search(text, status.end())
+        return cls(host, int(status["status"]), code["code"] if code else "")
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether a cloud refused for want of rights or credentials."""
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    kinds = (PermissionDeniedError, UnauthenticatedError, PermissionError)
+    return isinstance(error, kinds) or CloudAnswer.of(error).status in _DENIED
+
+
+def translate(error: Exception, call: FailedCall) -> StoreError:
+    """The error that a caller of a store gets.
+
+    Args:
+        error: what obstore raised.
+        call: what was asked.
+    """
+    return _of_cloud(error, call) if call.path is None else _of_folder(error, call, call.path)
+
+
+def not_found(call: FailedCall) -> NotFoundError:
+    """The error for an object that is not there."""
+    return NotFoundError(f"object {call.location}: not found", "check the run's URL and the name")
+
+
+def _of_cloud(error: Exception, call: FailedCall) -> StoreError:
+    answer = CloudAnswer.of(error)
+    if answer.code in _MISSING_BUCKET:
+        return MissingStoreError(f"store {call.url}: no such bucket", "create the bucket, or correct the URL")
+    if isinstance(error, FileNotFoundError) and call.verb in {"read", "delete"}:
+        return not_found(call)
+    if answer.host == _METADATA_SERVICE:
+        return StoreError(
+            f"store {call.url}: no credentials found, cannot {call.verb} {call.key!r}",
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role",
+        )
+    if is_denied(error):
+        return _denied(call)
+    return _other(error, call)
+
+
+def _of_folder(error: Exception, call: FailedCall, path: str) -> StoreError:
+    from obstore.exceptions import InvalidPathError
+
+    if isinstance(error, FileNotFoundError) and call.verb in {"read", "delete"}:
+        return not_found(call)
+    reason = 0 if isinstance(error, InvalidPathError) else refusal_of_folder(path, call.verb)
+    if reason == errno.ENOTDIR:
+        if call.verb != "write":
+            return not_found(call)
+        return StoreError(
+            f"store {call.url}: cannot write {call.key!r} (a part of it is an object already)",
+            "choose another name, or remove that file",
+        )
+    if reason in {errno.EACCES, errno.EPERM} or isinstance(error, PermissionError):
+        return _denied(call)
+    return _other(error, call)
+
+
+def refusal_of_folder(path: str, verb: Verb) -> int:
+    """Why the file system refuses something at a path, as its number (`errno`); 0 where it does not say."""
+    try:
+        if verb == "read":
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        elif verb == "list":
+            os.scandir(path).close()
+        else:
+            folder = os.path.dirname(path)  # noqa: PTH120 - as obstore names it
+            while not _is_there(folder):
+                folder = os.path.dirname(folder)  # noqa: PTH120
+            if not stat.S_ISDIR(os.stat(folder).st_mode):  # noqa: PTH116
+                return errno.ENOTDIR
+            if not os.access(folder, os.W_OK | os.X_OK):
+                return errno.EACCES
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def _is_there(path: str) -> bool:
+    try:
+        os.stat(path)  # noqa: PTH116 - as obstore names it
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _denied(call: FailedCall) -> StoreError:
+    return StoreError(
+        f"store {call.url}: access denied, cannot {call.verb} {call.key!r}",
+        "check the credentials and their permissions (for a folder: its owner and mode)",
+    )
+
+
+def _other(error: Exception, call: FailedCall) -> StoreError:
+    line = str(error).strip().split("\n", 1)[0]
+    reason = line[:_MOST_REASON] or type(error).__name__
+    return StoreError(
+        f"store {call.url}: cannot {call.verb} {call.key!r} ({reason})", "check the URL and that it answers"
+    )

@@ -1,0 +1,80 @@
+"""Projects whose evaluations take much time: their runs are evaluated after those of others.
+
+A worker cannot be interrupted in an evaluation. A project with many runs of slow rules would keep all workers busy, each for
+`Settings.rule_seconds`, one run after the other; so would one with many announcements of segments that do not exist. So the time that
+evaluations take, beyond what is usual, defers the project's runs:
+a run that is deferred by a minute is evaluated as if it had become due a minute later. Where no other project has
+work, nothing changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import BigInteger, bindparam, case, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from watchstep_rules.sandbox.rule_time import limited_rule_time
+from watchstep_services.database.clock import now_ns
+from watchstep_services.database.engine import Database
+from watchstep_services.database.models import Project
+from watchstep_services.settings import NANOSECONDS, nanoseconds
+
+FREE_SECONDS = 1.0
+"""Of one evaluation: what rules that are written with care take, also over hundreds of steps."""
+
+_OTHER_FREE_SECONDS = 2.0
+_OTHER_SHARE = 0.5
+"""Of reading and of built-in rules: both take longer where the store is slow, or a run has much to catch up with."""
+
+_DEFERRED_BY = 20
+"""Seconds for each second of rules: with two workers, a project's slow rules get about a tenth of their time while others wait."""
+
+_now = time.monotonic
+_log = logging.getLogger(__name__)
+
+LONGEST_NS = 600 * NANOSECONDS
+"""Longer than a run of which something sudden was said comes before others (`claim.AHEAD_NS`)."""
+
+
+@contextmanager
+def charged(database: Database, project: str, rule_seconds: float) -> Iterator[None]:
+    """In the ``with`` block an evaluation is prepared, and its project is charged with the time that it took.
+
+    Args:
+        database: the database.
+        project: of the run.
+        rule_seconds: how long its SQL and Python rules may take together.
+    """
+    began = _now()
+    with limited_rule_time(rule_seconds) as rule_time:
+        try:
+            yield
+        finally:
+            other = _now() - began - rule_time.spent
+            seconds = rule_time.spent + _OTHER_SHARE * max(0.0, other - _OTHER_FREE_SECONDS)
+            try:
+                charge(database, project, seconds)
+            except SQLAlchemyError as error:
+                _log.warning("project %s: %.1f s of evaluation are not charged: %s", project, seconds, error)
+
+
+def charge(database: Database, project: str, seconds: float) -> None:
+    """Defer a project by the time that its rules took in one evaluation; nothing up to `FREE_SECONDS`."""
+    if seconds <= FREE_SECONDS:
+        return
+    with database.bare() as connection:
+        connection.execute(_CHARGE, {"of": project, "by_ns": nanoseconds(seconds * _DEFERRED_BY)})
+
+
+_START = case((Project.deferred_until_ns > now_ns(), Project.deferred_until_ns), else_=now_ns())
+_END = _START + bindparam("by_ns", type_=BigInteger())
+_CHARGE = (
+    update(Project)
+    .where(Project.name == bindparam("of"))
+    .values(deferred_until_ns=case((now_ns() + LONGEST_NS < _END, now_ns() + LONGEST_NS), else_=_END))
+    .execution_options(synchronize_session=False)
+)

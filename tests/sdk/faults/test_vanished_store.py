@@ -1,0 +1,226 @@
+"""A local store that disappears while a program records: an outage, and never a new store in its place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.sdk.faults.accounts import STEPS, accounted, rows_of, spilled, train
+from tests.sdk.faults.test_sync import run_sync
+from tests.sdk.training import EVERY_STEP
+from watchstep import Bounds, Hook, open_run
+from watchstep.capture.sync import spill_folders, sync
+from watchstep.errors import ConfigError, MissingStoreError
+from watchstep.store import Store
+from watchstep.store_identity import MARKER, STORE_ID, StoreIdentity
+
+CONFIG = replace(
+    EVERY_STEP, bounds=Bounds(flush_seconds=0.01, backlog_bytes=1, backlog_seconds=0.0, close_seconds=5.0)
+)
+
+
+class Disk:
+    """A folder with a store in it that can be taken away and brought back."""
+
+    def __init__(self, folder: Path, *, leaves_mount_point: bool) -> None:
+        self.store, self.elsewhere = folder / "disk" / "runs", folder / "elsewhere"
+        self.leaves_mount_point = leaves_mount_point
+
+    def take(self) -> None:
+        self.store.rename(self.elsewhere)
+        if self.leaves_mount_point:
+            self.store.mkdir()
+
+    def bring_back(self) -> None:
+        if self.leaves_mount_point:
+            self.store.rmdir()  # fails if anything was written there
+        assert not self.store.exists()
+        self.elsewhere.rename(self.store)
+
+
+@pytest.fixture(params=[False, True], ids=["moved", "unmounted"])
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Disk:
+    return Disk(tmp_path, leaves_mount_point=request.param)
+
+
+def wait_for_spill(hook: Hook, root: Path) -> None:
+    while not spilled(root):
+        hook._ending.wake()
+
+
+def take_once_recorded(hook: Hook, disk: Disk) -> None:
+    while not (disk.store / "default" / "r" / "attempts").exists():
+        hook._ending.wake()
+    disk.take()
+
+
+def record_until_it_vanishes(disk: Disk) -> Hook:
+    """Record a whole training, from its sixth step on without the store."""
+    bounds = Bounds(flush_seconds=0.01, close_seconds=0.3)
+    hook = Hook(disk.store, run="r", config=replace(CONFIG, bounds=bounds))
+    train(hook, each=lambda step: take_once_recorded(hook, disk) if step == 5 else None)
+    hook.close()
+    return hook
+
+
+def steps_of(store: Path) -> list[int]:
+    return open_run(store / "default" / "r").steps("train")
+
+
+def rows(store: Path) -> int:
+    return len(open_run(store / "default" / "r").rows())
+
+
+def test_what_is_recorded_meanwhile_waits_on_disk_and_is_uploaded_when_the_store_is_back(
+    disk: Disk, spill_root: Path, tmp_path: Path
+) -> None:
+    hook = Hook(disk.store, run="r", config=CONFIG)
+
+    def each(step: int) -> None:
+        if step == 5:
+            take_once_recorded(hook, disk)
+        if step == 10:
+            wait_for_spill(hook, spill_root)
+            assert "store" in hook.health["faults"]
+            assert str(disk.store) in hook.health["faults"]["store"]
+        if step == 15:
+            disk.bring_back()
+
+    train(hook, each=each)
+    hook.close()
+    assert hook.health["counts"].get("dropped_rows", 0) == 0
+    assert rows(disk.store) == rows_of(tmp_path / "whole")
+    assert steps_of(disk.store) == list(range(STEPS))
+    assert spill_folders(spill_root) == []
+    assert open_run(disk.store / "default" / "r").state() == "completed"
+
+
+def test_a_store_that_comes_back_after_the_program_gets_the_rest_by_sync(
+    disk: Disk, spill_root: Path, tmp_path: Path
+) -> None:
+    hook = record_until_it_vanishes(disk)
+    assert accounted(hook.health) == rows_of(tmp_path / "whole")
+    (folder,) = spill_folders(spill_root)
+    done = run_sync()
+    assert done.returncode == 1
+    assert f"left in {folder}: store {disk.store}: " in done.stdout
+    disk.bring_back()
+    done = run_sync()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps_of(disk.store) == list(range(STEPS))
+    assert rows(disk.store) == rows_of(tmp_path / "whole")
+
+
+def test_sync_leaves_what_belongs_to_another_store(tmp_path: Path, spill_root: Path) -> None:
+    disk = Disk(tmp_path, leaves_mount_point=False)
+    record_until_it_vanishes(disk)
+    with Hook(disk.store, run="other") as other:  # another program makes a new store in its place
+        other.log(loss=1.0)
+    (folder,) = spill_folders(spill_root)
+    assert "another store lies there" in sync(folder).why
+    assert not (disk.store / "default" / "r").exists()
+    shutil.rmtree(disk.store)
+    disk.bring_back()
+    assert sync(folder).why == ""
+    assert steps_of(disk.store) == list(range(STEPS))
+
+
+def test_a_store_that_is_emptied_while_a_program_records_is_told_and_what_follows_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "runs"
+    hook = Hook(store, run="r", config=replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.01)))
+
+    def empty(step: int) -> None:
+        if step == 5:
+            while not list(store.rglob("*.parquet")):
+                hook._ending.wake()
+            (store / "default").rename(tmp_path / "removed")  # as rm -rf runs/* does: the marker stays
+
+    train(hook, each=empty)
+    hook.close()
+    run = open_run(store / "default" / "r")
+    assert (run.state(), len(run.attempts)) == ("completed", 1)
+    assert set(range(8, STEPS)) <= set(run.steps("train"))
+    assert 0 not in run.steps("train")
+    assert "its document was removed while it is recorded" in hook.health["faults"]["emptied run"]
+    assert sum("was removed" in message for message in caplog.messages) == 1
+
+
+def test_a_marker_is_put_once_and_shown_in_no_listing(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        with Hook(tmp_path / "runs", run=run) as hook:
+            hook.log(loss=1.0)
+    marker = tmp_path / "runs" / MARKER
+    assert len(marker.read_text().strip()) == 32
+    assert sorted(entry.name for entry in (tmp_path / "runs").iterdir()) == [MARKER, "default"]
+
+
+def test_a_marker_that_is_a_named_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MARKER)
+    with pytest.raises(MissingStoreError, match="is not a regular file"):
+        Store.open(tmp_path, create=True, identity=StoreIdentity())
+
+
+LAUNCHED = """
+import sys, watchstep
+from pathlib import Path
+store, elsewhere, leaves_mount_point = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
+store.rename(elsewhere)
+if leaves_mount_point:
+    store.mkdir()
+bounds = watchstep.Bounds(close_seconds=0.3, flush_seconds=0.01)
+with watchstep.Hook(store, config=watchstep.CaptureConfig(bounds=bounds, system=None)) as hook:
+    for step in range(20):
+        hook.log(loss=float(step))
+        hook.step()
+"""
+
+
+def launch(disk: Disk, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program whose store is taken away between its launch and its first write."""
+    program = folder / "program.py"
+    program.write_text(LAUNCHED)
+    start: list[str | Path] = [
+        Path(sys.executable).with_name("watchstep"),
+        "run",
+        "--store",
+        disk.store,
+        "--run",
+        "r",
+        "--",
+    ]
+    given: list[str | Path] = [disk.store, disk.elsewhere, str(disk.leaves_mount_point)]
+    return subprocess.run(
+        [*start, sys.executable, program, *given], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_a_store_that_vanishes_between_the_launch_and_the_first_write_is_not_made_anew(
+    disk: Disk, tmp_path: Path, spill_root: Path
+) -> None:
+    disk.store.parent.mkdir()
+    done = launch(disk, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not everything reached the store" in done.stderr
+    (folder,) = spill_folders(spill_root)
+    assert sync(folder).why != ""
+    disk.bring_back()
+    assert sync(folder).why == ""
+    assert steps_of(disk.store) == list(range(STEPS))
+
+
+def test_the_identity_of_a_launch_is_for_the_store_of_the_launch_alone() -> None:
+    made = "0123456789abcdef" * 2
+    passed = {STORE_ID: f"{made} file:///disk/my runs"}
+    assert StoreIdentity.of_launch("file:///disk/my runs", passed).id == made
+    assert StoreIdentity.of_launch("file:///disk/other", passed).id == ""
+    assert StoreIdentity.of_launch("file:///disk/my runs", {}).id == ""
+    with pytest.raises(ConfigError, match="WATCHSTEP_STORE_ID='mine': not an id and a URL"):
+        StoreIdentity.of_launch("file:///disk/my runs", {STORE_ID: "mine"})

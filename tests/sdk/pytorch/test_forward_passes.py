@@ -1,0 +1,178 @@
+"""Which forward passes count as training: not those without gradients, of other threads, or of a backward pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
+from watchstep import Hook
+
+BATCH = 32 * 16  # elements of the first layer's output in one pass
+X = torch.ones(4, 8)
+
+
+def counts(hook: Hook, name: str = "0:output", mode: str = "train") -> list[int]:
+    table = recorded(hook).tensor(name).statistics()
+    return [
+        row["count"]
+        for row in table.to_pylist()
+        if row["mode"] == mode  # of each step, in their order
+    ]
+
+
+@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
+def test_a_pass_without_gradients_is_no_training_pass(
+    tmp_path: Path, disabled: Callable[[], AbstractContextManager[None]]
+) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+
+    def measure(_step: int, _loss: Tensor) -> None:
+        with disabled():
+            training.model(X)
+            training.model[0](X)  # type: ignore[index]
+
+    training.run(3, measure)
+    assert counts(hook) == [BATCH] * 3
+
+
+def test_a_pass_without_gradients_between_forward_and_backward(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(model, optimizer)
+    average = {name: 0.5 * tensor.detach() for name, tensor in model.named_parameters()}
+    for x, y in batches(3):
+        loss = nn.functional.cross_entropy(model(x), y)
+        with torch.no_grad():
+            torch.func.functional_call(model, average, (x,))
+        loss.backward()
+        optimizer.step()
+    assert counts(hook) == [BATCH] * 3
+
+
+def test_such_a_pass_is_recorded_in_the_mode_that_the_program_names(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+
+    def measure(_step: int, _loss: Tensor) -> None:
+        hook.mode = "eval"
+        with torch.no_grad():
+            training.model(X)
+        hook.mode = "train"
+
+    training.run(2, measure)
+    table = recorded(hook).tensor("0:output").statistics().to_pylist()
+    assert [(row["mode"], row["count"]) for row in table if row["mode"] == "eval"] == [("eval", 4 * 16)] * 2
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_another_thread_that_serves_the_model_is_not_recorded(tmp_path: Path, gradients: bool) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+
+    def serve() -> None:
+        with torch.set_grad_enabled(gradients):
+            training.model(X)
+
+    def each(_step: int, _loss: Tensor) -> None:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
+
+    losses = training.run(4, each)
+    run = recorded(hook)
+    assert run.steps() == [0, 1, 2, 3]
+    assert run.tensor("loss").statistics()["mean"].to_pylist() == losses
+    assert run.tensor("0:output").statistics()["count"].to_pylist() == [BATCH] * 4
+
+
+def test_a_training_that_moves_to_another_thread_is_recorded_there(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+    for _ in range(2):
+        thread = threading.Thread(target=training.run, args=(3,))
+        thread.start()
+        thread.join()
+    assert counts(hook) == [BATCH] * 6
+
+
+class Frozen(nn.Module):
+    """Its first layer is used without gradients, as a frozen backbone is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.backbone(x)
+        scores: Tensor = self.head(features)
+        return scores
+
+
+def test_frozen_parts_of_a_training_pass_are_recorded(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training(Frozen())
+    hook.watch(training.model, training.optimizer)
+    training.run(3)
+    assert counts(hook, "backbone:output") == [BATCH] * 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_passes_count_once(tmp_path: Path, whole: bool, reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.inner(x) if whole else checkpoint(self.inner, x, use_reentrant=reentrant)
+            return scores
+
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(model, optimizer)
+    for _ in range(2):
+        x = torch.ones(4, 8, requires_grad=True)
+        scores = checkpoint(model, x, use_reentrant=reentrant) if whole else model(x)
+        scores.sum().backward()
+        optimizer.step()
+    assert counts(hook, "inner.0:output") == [4 * 16] * 2
+
+
+def test_after_a_pass_that_raises_others_are_told_apart_as_before(tmp_path: Path) -> None:
+    hook, training = Hook(tmp_path, config=EVERY_STEP), Training()
+    hook.watch(training.model, training.optimizer)
+
+    def fail(_step: int, _loss: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="shapes"):
+            training.model(torch.ones(4, 9))
+        with torch.no_grad():
+            training.model[0](X)  # type: ignore[index]
+
+    training.run(2, fail)
+    assert counts(hook) == [BATCH] * 2
+
+
+def test_outputs_of_parts_are_not_remembered_beyond_their_step(tmp_path: Path) -> None:
+    hook, model = Hook(tmp_path), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook.watch(model, optimizer)
+    for x, _ in batches(300):
+        for layer in model:
+            x = layer(x)  # noqa: PLW2901 - the parts are called, and never the model
+        x.sum().backward()
+        optimizer.step()
+    assert len(hook._watches[0]._activations.live.alive()) <= 2 * len(model)
+    assert len(hook._watches[0]._activations.live._held) <= 2 * len(model)
+    hook.close()

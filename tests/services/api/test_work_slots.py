@@ -1,0 +1,202 @@
+"""Requests that wait for a process, a receiver or a store: how many may, and that the others are answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from anyio import to_thread
+
+from tests.services.api.conftest import Api
+from tests.services.dispatcher.receivers.http_server import http_server, stall
+from watchstep_rules import sql_rule
+from watchstep_rules.sandbox.pool import POOL, BusyError
+from watchstep_rules.sandbox.process import StartError
+from watchstep_rules.sql_process import SqlProgram, checked
+from watchstep_services.tokens import Role
+
+RUNS = "/v1/projects/vision/runs"
+RULE = {"rule": "sql", "name": "mine", "params": {"query": "SELECT tensor FROM statistics WHERE l2 > 7"}}
+
+
+@contextmanager
+def blocked_check(monkeypatch: pytest.MonkeyPatch, api: Api) -> Iterator[None]:
+    """A registration whose rule is being checked for as long as the block takes."""
+    entered, released = threading.Event(), threading.Event()
+
+    def blocking(query: str) -> Any:
+        entered.set()
+        assert released.wait(60)
+        return checked(query)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(sql_rule, "checked", blocking)
+        first = threads.submit(
+            api.call, "POST", RUNS, {"run": "first", "rules": [RULE]}, role="recorder", project="vision"
+        )
+        try:
+            assert entered.wait(60)
+            yield
+        finally:
+            released.set()
+        assert first.result(60).status_code == 200
+
+
+def test_a_project_whose_rules_are_being_checked_keeps_no_other_request_from_an_answer(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (
+        ("POST", RUNS, {"run": "second", "rules": [RULE]}),
+        ("PUT", "/v1/projects/vision/rules/mine", RULE),
+        ("PUT", f"{RUNS}/plain/rules/mine", RULE),
+        ("POST", "/v1/projects/vision/backtests", {"runs": ["plain"], "rules": [RULE]}),
+        ("POST", "/v1/projects/vision/stop-grants", {"rule": "mine", "config": RULE, "reason": "mine"}),
+    )
+    api.driven.register()
+    with blocked_check(monkeypatch, api):
+        for method, path, body in asked:
+            refused = api.call(method, path, body)
+            assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1"), (
+                path,
+                refused.text,
+            )
+            assert "too many checks of rules of project vision" in refused.text
+        assert api.call("POST", RUNS, {"run": "plain", "rules": [{"rule": "overfit"}]}).status_code == 200
+        assert api.call("GET", RUNS).status_code == 200
+        assert api.client.get("/healthz").status_code == 200
+    assert api.call("POST", RUNS, {"run": "second", "rules": [RULE]}).status_code == 200
+
+
+def test_a_recorders_rules_are_counted_before_one_is_checked(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(sql_rule, "checked", asked.append)
+    for number, says in ((4, "4 SQL rules"), (101, "101 rules")):
+        rules = [{**RULE, "name": f"r{place}"} for place in range(number)]
+        refused = api.call("POST", RUNS, {"run": "run-1", "rules": rules}, role="recorder")
+        assert (refused.status_code, says in refused.text) == (422, True)
+    assert asked == []
+
+
+def test_a_rule_that_cannot_be_checked_now_is_refused_and_not_kept(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep_rules.sandbox.pool._WAIT_SECONDS", dict.fromkeys(POOL.processes, 0.0))
+    body = {
+        "run": "run-1",
+        "rules": [{**RULE, "params": {"query": "SELECT tensor FROM statistics WHERE l2 > 8"}}],
+    }
+    with ExitStack() as working:
+        for _ in range(POOL.processes["checks"]):
+            working.enter_context(POOL.child(SqlProgram.for_query(0), "checks", object()))
+        refused = api.call("POST", RUNS, body)
+        assert (refused.status_code, refused.headers.get("retry-after")) == (503, "1")
+        assert api.call("GET", f"{RUNS}/run-1").status_code == 404
+    assert api.call("POST", RUNS, body).status_code == 200
+
+
+def test_a_rule_whose_name_is_no_text_is_the_callers_error(api: Api) -> None:
+    roles: tuple[Role, ...] = ("operator", "recorder")
+    for role in roles:
+        refused = api.call("POST", RUNS, {"run": "run-1", "rules": [{"rule": []}, {"rule": {}}]}, role=role)
+        assert refused.status_code == 422
+
+
+def test_a_query_is_checked_once_for_a_request(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def wrong(query: str) -> Any:
+        asked.append(query)
+        if len(asked) == 1:
+            raise StartError(query, "start no process")
+        raise ValueError("it has an error")
+
+    monkeypatch.setattr(sql_rule, "checked", wrong)
+    body = {"run": "run-1", "rules": [RULE]}
+    assert (api.call("POST", RUNS, body).status_code, len(asked)) == (200, 1)
+    assert (api.call("POST", RUNS, body).status_code, len(asked)) == (422, 2)
+
+
+def test_reading_a_rule_config_checks_no_query(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert api.call("PUT", "/v1/projects/vision/rules/mine", RULE).status_code == 200
+
+    def refused(query: str) -> Any:
+        raise BusyError(query, "a read asked for it")
+
+    monkeypatch.setattr(sql_rule, "checked", refused)
+    assert api.call("POST", RUNS, {"run": "run-1"}).status_code == 200
+    shown = api.call("GET", f"{RUNS}/run-1")
+    assert shown.status_code == 200
+    assert "mine" in {rule["name"] for rule in shown.json()["rules"]}
+    assert api.call("GET", f"{RUNS}/run-1/rules").status_code == 200
+    assert api.call("GET", f"{RUNS}/run-1/rules/mine").status_code == 200
+
+
+def test_health_and_readiness_are_answered_while_all_threads_of_requests_are_taken(api: Api) -> None:
+    async def ask() -> list[int]:
+        threads = to_thread.current_default_thread_limiter()
+        for _ in range(int(threads.total_tokens)):
+            threads.acquire_on_behalf_of_nowait(object())
+        transport = httpx.ASGITransport(api.client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service.test") as client:
+            return [(await client.get(path)).status_code for path in ("/healthz", "/readyz")]
+
+    async def ask_in_time() -> list[int]:
+        return await asyncio.wait_for(ask(), 60)
+
+    assert asyncio.run(ask_in_time()) == [200, 200]
+
+
+def test_tests_of_a_receiver_that_does_not_answer_take_few_threads(api: Api) -> None:
+    at = "/v1/projects/vision/receivers/slow"
+    taken = threading.Semaphore(0)
+    with http_server() as server, ThreadPoolExecutor(2) as threads:
+        stalled = stall(server)
+
+        def arrived(handler: Any) -> None:
+            taken.release()
+            stalled(handler)
+
+        server.answers = [arrived, arrived]
+        put = api.call("PUT", at, {"name": "slow", "kind": "webhook", "url": server.url})
+        assert put.status_code == 200, put.text
+        waiting = [threads.submit(api.call, "POST", f"{at}/test", {}) for _ in range(2)]
+        for _ in waiting:
+            assert taken.acquire(timeout=60)
+        refused = api.call("POST", f"{at}/test", {})
+        assert (refused.status_code, refused.headers.get("retry-after")) == (429, "1")
+        assert api.call("GET", at).status_code == 200
+        assert api.client.get("/healthz").status_code == 200
+        server.released.set()
+        assert [answer.result(60).status_code for answer in waiting] == [200, 200]
+        assert api.call("POST", f"{at}/test", {}).json()["result"] == "done"
+
+
+def test_checks_of_a_store_take_few_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    api.driven.register()
+    entered, released = threading.Semaphore(0), threading.Event()
+
+    def blocking(*_arguments: Any) -> list[Any]:
+        entered.release()
+        assert released.wait(60)
+        return []
+
+    monkeypatch.setattr("watchstep_services.api.projects.check_store", blocking)
+    at = "/v1/projects/vision/check"
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(api.call, "POST", at) for _ in range(2)]
+        try:
+            for _ in waiting:
+                assert entered.acquire(timeout=60)
+            assert api.call("POST", at).status_code == 429
+            assert api.client.get("/healthz").status_code == 200
+        finally:
+            released.set()
+        assert [answer.result(60).status_code for answer in waiting] == [200, 200]
