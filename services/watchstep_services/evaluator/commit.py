@@ -104,11 +104,11 @@ def _commit_in_steps(service: Service, held: Claim, outcome: Outcome) -> Committ
         if moved is None:
             session.rollback()
             return None
-        hints, now, health, state = moved
+        hints, now, health, (state, started) = moved
         _segments(session, held, outcome, now, health)
         _attempt(session, held, outcome)
         _journal(session, held, outcome)
-        if state != "running":
+        if state != "running" or started != outcome.collected.attempt:
             start_run(service, session, held.run_id, now)  # before what the rules say: events keep this order
         place = Place.of(service.base_url, held, outcome.collected.attempt, now)
         sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
@@ -149,14 +149,14 @@ _MOVE = (
         # Whoever lets a run go that has more to read, or was hinted at meanwhile, sends the next message.
         asked_ns=case((or_(_HINTED, bindparam("more", type_=Boolean())), now_ns()), else_=_RUN.asked_ns),
     )
-    .returning(_RUN.hints, now_ns(), _RUN.health, _RUN.state)
+    .returning(_RUN.hints, now_ns(), _RUN.health, _RUN.state, _RUN.state_attempt)
 )
 
 
 def _move(
     session: Session, held: Claim, outcome: Outcome, holder: str
-) -> tuple[int, int, dict[str, Any], str] | None:
-    """Take the cursor further; the hints that have come, the time, and the run's health and state."""
+) -> tuple[int, int, dict[str, Any], tuple[str, str]] | None:
+    """Take the cursor further; the hints that have come, the time, the run's health, its state and the attempt that started last."""
     last = max([-1, *(entry.key.last for entry, _ in outcome.collected.blocks)])
     values = {
         "of_run": held.run_id,
@@ -173,7 +173,11 @@ def _move(
         "unfinished": unfinished_after(held, more=outcome.collected.more),
     }
     moved = session.connection().execute(_MOVE, values).one_or_none()
-    return None if moved is None else (int(moved[0]), int(moved[1]), dict(moved[2]), str(moved[3]))
+    return (
+        None
+        if moved is None
+        else (int(moved[0]), int(moved[1]), dict(moved[2]), (str(moved[3]), str(moved[4])))
+    )
 
 
 _READ = (

@@ -24,7 +24,7 @@ from watchstep_services.events import make_event
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import nanoseconds
-from watchstep_services.tenancy.jobs import Bound, bound_job
+from watchstep_services.tenancy.jobs import Bound, bound_job, launch_of
 
 RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
 ENDED = ("completed", "failed", "stopped")
@@ -124,6 +124,7 @@ def advance_run(service: Service, run_id: int) -> RunState:
                     0  # its last segments may not have been announced: list it at once
                 )
             gone_for = now - (job.gone_ns or now)
+        _end_replaced(service, session, run, now)
         state = _state_of(service, session, run, status, gone_for, now)
         _change(service, run, state, now, session)
         reach("lifecycle.writing", run_id)
@@ -144,30 +145,60 @@ def start_run(service: Service, session: Session, run_id: int, now: int) -> None
         now: the database's time, in nanoseconds.
     """
     run = session.get_one(Run, run_id)
+    _end_replaced(service, session, run, now)
     found = bound_job(session, run_id, run.attempt)
-    status, gone_for = None, 0
+    status, gone_for = _status_of(found), 0
     if found is not None:
-        status = JobStatus(cast("JobState", found.row.state), found.row.exit_code)
         gone_for = now - (found.row.gone_ns or now)
     state = _state_of(service, session, run, status, gone_for, now)
     if state == "running":
         _change(service, run, state, now, session)
 
 
+def _end_replaced(service: Service, session: Session, run: Run, now: int) -> None:
+    """Publish the end of the attempt that ran, where an attempt of another launch has replaced it before its end was published.
+
+    A restart inside one launch (``a1`` and ``a1-r1``) is no end of the launch, and nothing is published.
+    """
+    replaced = run.state_attempt
+    if run.state != "running" or not replaced or launch_of(replaced) == launch_of(run.attempt):
+        return
+    facts = _facts_of(session, (run, replaced), _status_of(bound_job(session, run.id, replaced)), 0, now)
+    gone = facts.job is not None and facts.job.is_over
+    if not (gone or facts.stopped or len(facts.ends) >= facts.world_size):
+        return
+    data = {"attempt": replaced, "state": _ending(facts), "before": run.state, "last_step": run.last_step}
+    named = (run.project, run.run)
+    add_event(session, run.id, make_event("watchstep.run.ended", service.base_url, named, now, data), now)
+    run.state, run.ended_ns = "created", None
+
+
+def _status_of(bound: Bound | None) -> JobStatus | None:
+    """How an attempt's job was when it was last looked at; None without one."""
+    return None if bound is None else JobStatus(cast("JobState", bound.row.state), bound.row.exit_code)
+
+
 def _state_of(
     service: Service, session: Session, run: Run, status: JobStatus | None, gone_for: int, now: int
 ) -> RunState:
     """Where a run stands by what the database says, and a job's status."""
-    attempt = session.execute(
-        select(Attempt).filter_by(run_id=run.id, attempt=run.attempt)
-    ).scalar_one_or_none()
+    facts = _facts_of(session, (run, run.attempt), status, gone_for, now)
+    settings = service.settings
+    grace = nanoseconds(min(settings.grace_seconds, _LAST_WORDS_SECONDS))
+    return next_state(facts, grace, nanoseconds(settings.silent_seconds))
+
+
+def _facts_of(
+    session: Session, of: tuple[Run, str], status: JobStatus | None, gone_for: int, now: int
+) -> Facts:
+    """What the database says of an attempt of a run, with its job's status."""
+    run, name = of
+    attempt = session.execute(select(Attempt).filter_by(run_id=run.id, attempt=name)).scalar_one_or_none()
     unread = session.execute(
         select(func.count()).select_from(Segment).filter_by(run_id=run.id, state="announced")
     ).scalar_one()
-    stop = session.execute(
-        select(Action).where(Action.key == stop_key(run.id, run.attempt))
-    ).scalar_one_or_none()
-    facts = Facts(
+    stop = session.execute(select(Action).where(Action.key == stop_key(run.id, name))).scalar_one_or_none()
+    return Facts(
         heard=attempt is not None and attempt.largest >= 0,
         world_size=max(1, attempt.world_size if attempt else 1),
         ends=tuple(str(end["state"]) for end in attempt.ends.values()) if attempt else (),
@@ -178,9 +209,6 @@ def _state_of(
         stopped=stop is not None and stop.state == "done" and _ended_job(stop, status),
         silent_ns=now - run.heard_ns,
     )
-    settings = service.settings
-    grace = nanoseconds(min(settings.grace_seconds, _LAST_WORDS_SECONDS))
-    return next_state(facts, grace, nanoseconds(settings.silent_seconds))
 
 
 def _ended_job(stop: Action, status: JobStatus | None) -> bool:
@@ -214,6 +242,7 @@ def _change(service: Service, run: Run, state: RunState, now: int, session: Sess
     data = {"attempt": run.attempt, "state": state, "before": before, "last_step": run.last_step}
     named = (run.project, run.run)
     if state == "running":
+        run.state_attempt = run.attempt
         add_event(
             session, run.id, make_event("watchstep.run.started", service.base_url, named, now, data), now
         )

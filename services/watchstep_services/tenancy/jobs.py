@@ -41,12 +41,18 @@ class Bound:
         return JobHandle(self.row.backend, self.row.job_id, self.row.identity)
 
 
+def launch_of(attempt: str) -> str:
+    """The first attempt of the launch that an attempt belongs to: ``a1`` of ``a1`` and of ``a1-r2``."""
+    restart = _RESTART.fullmatch(attempt)
+    return attempt if restart is None else restart["first"]
+
+
 def bound_job(session: Session, run_id: int, attempt: str) -> Bound | None:
-    """The job that is bound to an attempt, or to the one that it is a restart of: ``a1`` and ``a1-r2`` are one launch's."""
-    found = _bound(session, run_id, attempt)
-    if found is None and (restart := _RESTART.fullmatch(attempt)) is not None:
-        return _bound(session, run_id, restart["first"])
-    return found
+    """The job that is bound to an attempt, or to the first attempt of its launch."""
+    bound = _bound(session, run_id, attempt)
+    if bound is None and (first := launch_of(attempt)) != attempt:
+        return _bound(session, run_id, first)
+    return bound
 
 
 def _bound(session: Session, run_id: int, attempt: str) -> Bound | None:

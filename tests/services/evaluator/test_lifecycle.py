@@ -124,6 +124,43 @@ def test_so_does_another_attempt_of_a_run_that_is_over(driven: Driven, folder_st
     assert driven.event_types(run_id)[:3] == ["run.ended", "run.started", "alert.firing"]
 
 
+def test_an_attempt_that_is_replaced_before_anybody_saw_its_end_has_ended_first(
+    driven: Driven, folder_store: Store
+) -> None:
+    first = Recording(folder_store).begin()
+    run_id = driven.register()
+    first.write_all([7])
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    first.end("stopped", 7)
+    again = Recording(folder_store, attempt="a2").begin()
+    again.write_all([3, 7], nan_from(5))
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert advance_run(driven.service, run_id) == "running"
+    types = ["run.started", "run.ended", "run.started", "alert.firing"]
+    assert driven.event_types(run_id)[:4] == types
+    ended = driven.events(run_id)[1]["data"]
+    assert (ended["attempt"], ended["state"]) == ("a1", "stopped")
+    assert driven.events(run_id)[2]["data"]["attempt"] == "a2"
+    assert driven.run(run_id).state == "running"
+
+
+def test_a_restart_inside_a_launch_is_no_end_of_the_launch(driven: Driven, folder_store: Store) -> None:
+    first = Recording(folder_store).begin()
+    run_id = driven.register()
+    first.write_all([7])
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    first.end("failed", 7)
+    again = Recording(folder_store, attempt="a1-r1").begin()
+    again.write_all([3, 7])
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert advance_run(driven.service, run_id) == "running"
+    assert driven.event_types(run_id) == ["run.started"]
+
+
 def test_rows_that_come_after_the_end_start_no_run(driven: Driven, folder_store: Store) -> None:
     recording = Recording(folder_store).begin()
     run_id = driven.register()

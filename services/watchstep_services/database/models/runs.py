@@ -18,7 +18,8 @@ class Run(Base):
     last said that something sudden had happened. ``registered_by``: the id of the operator's or admin's token that made it known;
     empty where nobody's did. ``unfinished_claims``: claims in a row that were neither committed nor released: their process
     ended; ``reading``: the epoch of the last of them and the segment that it was reading, noted once there were some
-    (`evaluator.unfinished_reads`).
+    (`evaluator.unfinished_reads`). ``state_attempt``: the attempt whose start was published last; an attempt that replaces it
+    while the run is running ends it first.
     """
 
     __tablename__ = "runs"
@@ -29,6 +30,7 @@ class Run(Base):
     run: Mapped[str] = mapped_column(String(NAME_LENGTH))
     state: Mapped[str] = mapped_column(String(16), default="created", index=True)
     attempt: Mapped[str] = mapped_column(String(NAME_LENGTH), default="")
+    state_attempt: Mapped[str] = mapped_column(String(NAME_LENGTH), default="", server_default="")
     epoch: Mapped[int] = mapped_column(default=0)
     lease_until_ns: Mapped[int] = mapped_column(default=0)
     cursor: Mapped[str] = mapped_column(Text, default="{}")
