@@ -33,6 +33,12 @@ SLICE_SECONDS = 5.0
 _MOST_ERRORS = 3
 """Writers of an attempt of which the store fails to give a segment, before it is asked for no more of them."""
 
+_MOST_ABSENT = 32
+"""Look-ups of absent segments in one evaluation: so many of writers that were read before, and so many of others."""
+
+_ABSENT_SECONDS = 1.0
+"""How long these may take, for each of the two."""
+
 
 @dataclass
 class Collected:
@@ -65,12 +71,46 @@ class Collected:
     failed: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class AbsentLookups:
+    """Look-ups of one evaluation that found no segment. Anybody who may announce can cause them, in any number.
+
+    A writer of which a segment was read has at most one next segment, and is looked up beyond the limit of the others: made-up
+    writers delay no real one of which the service knows.
+    """
+
+    _seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    _count: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+
+    @property
+    def seconds(self) -> float:
+        """How long they took."""
+        return sum(self._seconds.values())
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit is reached, so that segments may have been left out."""
+        return any(self.full(of_known_writer=known) for known in (False, True))
+
+    def full(self, *, of_known_writer: bool) -> bool:
+        """Whether no more segments of such writers are looked up in this evaluation."""
+        return (
+            self._count[of_known_writer] >= _MOST_ABSENT or self._seconds[of_known_writer] >= _ABSENT_SECONDS
+        )
+
+    def add(self, seconds: float, *, of_known_writer: bool) -> None:
+        """Count one."""
+        self._count[of_known_writer] += 1
+        self._seconds[of_known_writer] += seconds
+
+
 @dataclass(frozen=True)
 class RunSource:
-    """The store seen from the run, and what is asked before a segment of it is read."""
+    """The store seen from the run, what is asked before a segment of it is read, and how many were not there."""
 
     store: Store
     guard: ReadingGuard
+    absent: AbsentLookups = field(default_factory=AbsentLookups)
 
 
 def collect(service: Service, held: Claim, source: RunSource) -> Collected:
@@ -87,7 +127,9 @@ def collect(service: Service, held: Claim, source: RunSource) -> Collected:
     if absent:
         found.waiting += tuple(absent)
         if _may_list(service, held, found.waiting):
-            found.more |= discover(service, held.run_id, held, [entry.key for entry, _ in found.blocks])
+            read = [entry.key for entry, _ in found.blocks]
+            # What was left out is looked up next, without those that the listing shows to be absent.
+            found.more |= discover(service, held.run_id, held, read, forget_at_once=source.absent.limited)
     return found
 
 
@@ -104,15 +146,19 @@ def _first_there(
         StoreError: nothing at all could be read.
     """
     began = time.monotonic()
-    names = dict.fromkeys(entry.key.writer.attempt for entry in plan.readable)
     chosen: Collected | None = None
     absent: list[Gap] = []
     errors: dict[str, StoreError] = {}
-    ordered = sorted(names, key=lambda name: (name in inbox.failing, name not in inbox.attempts))
+    entries: dict[str, list[Entry]] = {}
+    for entry in plan.readable:
+        entries.setdefault(entry.key.writer.attempt, []).append(entry)
+    ordered = sorted(entries, key=lambda name: (name in inbox.failing, name not in inbox.attempts))
     for place, attempt in enumerate(ordered, 1):
+        if chosen is not None and attempt not in inbox.attempts and source.absent.full(of_known_writer=False):
+            absent.append(_left_out(entries[attempt][0]))
+            continue
         found = _begun(attempt, held, plan, inbox)
-        mine = [entry for entry in plan.readable if entry.key.writer.attempt == attempt]
-        gaps, error = _read_all(service, held, source, mine, found)
+        gaps, error = _read_all(service, held, source, entries[attempt], found)
         absent += gaps
         if error is not None:
             errors[attempt] = error
@@ -120,7 +166,7 @@ def _first_there(
         if there or chosen is None:
             chosen = found
         if there or time.monotonic() - began >= SLICE_SECONDS:
-            chosen.more |= place < len(names)
+            chosen.more |= place < len(ordered)
             break
     assert chosen is not None
     if errors and not (chosen.blocks or chosen.corrupt):
@@ -184,8 +230,9 @@ def _read_all(
     """Read in order.
 
     Returns:
-        The gaps that segments leave which were announced and are not there, and the first error of the store. A writer with a
-        segment that cannot be read is left, and the others are read; after some such errors it is the store that fails.
+        The gaps that segments leave which were announced and are not there, or were not looked up, and the first error of the
+        store. A writer with a segment that cannot be read is left, and the others are read; after some such errors it is the
+        store that fails.
     """
     size, renewed = 0, time.monotonic()
     began = renewed
@@ -208,6 +255,10 @@ def _read_all(
         renewed = _renewed(service, held, renewed)
         if writer in errors or (writer in absent and entry.key.seq >= found.cursor.get(writer, 0)):
             continue
+        if source.absent.full(of_known_writer=writer in found.cursor):
+            absent[writer] = _left_out(entry)
+            continue
+        asked = time.monotonic()
         try:
             source.guard.check(entry.key)
             data = fetch(source.store, entry.key)
@@ -216,7 +267,8 @@ def _read_all(
             size += max(0, memory.of(block) - len(data))
             found.blocks.append((entry, block))
         except NotFoundError:
-            absent[writer] = Gap(writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
+            source.absent.add(time.monotonic() - asked, of_known_writer=writer in found.cursor)
+            absent[writer] = _left_out(entry)
             continue
         except StoreError as error:
             errors[writer] = error
@@ -230,6 +282,10 @@ def _read_all(
             found.corrupt.append((entry, error.what))
         _advance(found, entry.key)
     return list(absent.values()), next(iter(errors.values()), None)
+
+
+def _left_out(entry: Entry) -> Gap:
+    return Gap(entry.key.writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
 
 
 def _renewed(service: Service, held: Claim, renewed: float) -> float:

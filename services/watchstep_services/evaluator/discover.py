@@ -57,7 +57,12 @@ class _Known:
 
 
 def discover(
-    service: Service, run_id: int, held: Claim | None = None, read: Collection[SegmentKey] = ()
+    service: Service,
+    run_id: int,
+    held: Claim | None = None,
+    read: Collection[SegmentKey] = (),
+    *,
+    forget_at_once: bool = False,
 ) -> bool:
     """List a run and put what was not known into the database.
 
@@ -69,9 +74,11 @@ def discover(
         run_id: of the run.
         held: the claim of the evaluation that looks; None where somebody else does.
         read: segments that this evaluation has read.
+        forget_at_once: younger announcements of segments that do not exist are forgotten, too. A segment that was announced
+            before it was written is found by a later listing.
 
     Returns:
-        Whether there is something new to read.
+        Whether there is something new to read, or, with ``forget_at_once``, some announcements were forgotten.
 
     Raises:
         FencedError: another worker has taken the run.
@@ -85,9 +92,10 @@ def discover(
     found = _list(_Documents(run_store, run_id, service.refused_documents), known)
     reach("discover.listed", run_id)
     found.segments.update(read)
-    fresh = _record(service, (run_id, held), known, found)
+    gap_ns = 0 if forget_at_once else nanoseconds(service.settings.gap_seconds)
+    fresh, forgotten = _record(service, (run_id, held), known, found, gap_ns)
     reach("discover.recorded", run_id)
-    return fresh
+    return fresh or (forget_at_once and forgotten > 0)
 
 
 def _known(service: Service, run_id: int) -> _Known:
@@ -194,9 +202,12 @@ def _key_of_end(attempt: str, end: EndDocument) -> str:
     return layout.end_document(attempt, end.worker)
 
 
-def _record(service: Service, of: tuple[int, Claim | None], known: _Known, found: _Found) -> bool:
+def _record(
+    service: Service, of: tuple[int, Claim | None], known: _Known, found: _Found, gap_ns: int
+) -> tuple[bool, int]:
+    """Returns whether there is something new to read, and how many announcements were forgotten."""
     run_id, held = of
-    gap_ns = nanoseconds(service.settings.gap_seconds)
+    forgotten = 0
     fresh = sorted(found.segments - known.segments)
     something = bool(found.attempts or found.ends)
     # In portions, so that a long backlog does not hold SQLite's one writer.
@@ -223,7 +234,7 @@ def _record(service: Service, of: tuple[int, Claim | None], known: _Known, found
         run = lock_run(session, run_id, held)
         now = read_clock(session)
         if held is not None or run.lease_until_ns <= now:
-            _forget_bogus(session, run, known.at_ns - gap_ns, found, claimed=held is not None)
+            forgotten = _forget_bogus(session, run, known.at_ns - gap_ns, found, claimed=held is not None)
         run.listed_ns = now
         if found.segments - known.segments:
             run.heard_ns = now
@@ -232,7 +243,7 @@ def _record(service: Service, of: tuple[int, Claim | None], known: _Known, found
         if something:
             session.flush()
             hint(session, run_id)
-    return something
+    return something, forgotten
 
 
 def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
@@ -249,16 +260,18 @@ def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
         yield portion
 
 
-def _forget_bogus(session: Session, run: Run, before_ns: int, found: _Found, *, claimed: bool) -> None:
-    """Forget announcements, as old as that, of segments that the listing did not find."""
+def _forget_bogus(session: Session, run: Run, before_ns: int, found: _Found, *, claimed: bool) -> int:
+    """Forget announcements, as old as that, of segments that the listing did not find; returns how many."""
     announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
     bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in found.segments]
     if not bogus:
-        return
-    session.execute(delete(Segment).where(Segment.id.in_(bogus)))
+        return 0
+    for start in range(0, len(bogus), _ROWS_AT_ONCE):
+        session.execute(delete(Segment).where(Segment.id.in_(bogus[start : start + _ROWS_AT_ONCE])))
     if not claimed:
         # An evaluation that was paused past its lease may have read one that came after the listing: it must not commit.
         run.epoch += 1
+    return len(bogus)
 
 
 def listing_due(service: Service, place: StorePlace, quiet_since_ns: int, now_ns: int) -> bool:

@@ -28,7 +28,14 @@ from watchstep_services.evaluator.claim import (
     release,
     release_after_failure,
 )
-from watchstep_services.evaluator.collect import Collected, RunSource, collect, run_store_of, spans_of_ranks
+from watchstep_services.evaluator.collect import (
+    AbsentLookups,
+    Collected,
+    RunSource,
+    collect,
+    run_store_of,
+    spans_of_ranks,
+)
 from watchstep_services.evaluator.commit import Outcome, commit
 from watchstep_services.evaluator.context import read_context
 from watchstep_services.evaluator.discover import discover
@@ -114,10 +121,11 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
     reach("evaluate.claimed", held)
     collected = None
     try:
-        guard = ReadingGuard(service.database, held)
-        time_limits = charged(service.database, held.project, service.settings.rule_seconds)
+        guard, absent = ReadingGuard(service.database, held), AbsentLookups()
+        rule_seconds = service.settings.rule_seconds
+        time_limits = charged(service.database, held.project, rule_seconds, lambda: absent.seconds)
         with kept(service, held), guard.watching(), on_behalf_of(held.project), time_limits:
-            source = RunSource(run_store_of(service, held), guard)
+            source = RunSource(run_store_of(service, held), guard, absent)
             collected = _collect(service, held, source)
             reach("evaluate.read", held)
             if collected.attempt:

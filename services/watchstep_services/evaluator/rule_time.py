@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sqlalchemy import BigInteger, bindparam, case, update
@@ -41,30 +41,42 @@ LONGEST_NS = 600 * NANOSECONDS
 
 
 @contextmanager
-def charged(database: Database, project: str, rule_seconds: float) -> Iterator[None]:
+def charged(
+    database: Database, project: str, rule_seconds: float, absent_seconds: Callable[[], float] = lambda: 0.0
+) -> Iterator[None]:
     """In the ``with`` block an evaluation is prepared, and its project is charged with the time that it took.
 
     Args:
         database: the database.
         project: of the run.
         rule_seconds: how long its SQL and Python rules may take together.
+        absent_seconds: how long it has looked for segments that were announced and do not exist.
     """
     began = _now()
     with limited_rule_time(rule_seconds) as rule_time:
         try:
             yield
         finally:
-            other = _now() - began - rule_time.spent
+            absent = absent_seconds()
+            other = _now() - began - rule_time.spent - absent
             seconds = rule_time.spent + _OTHER_SHARE * max(0.0, other - _OTHER_FREE_SECONDS)
             try:
-                charge(database, project, seconds)
+                charge(database, project, seconds, absent)
             except SQLAlchemyError as error:
                 _log.warning("project %s: %.1f s of evaluation are not charged: %s", project, seconds, error)
 
 
-def charge(database: Database, project: str, seconds: float) -> None:
-    """Defer a project by the time that its rules took in one evaluation; nothing up to `FREE_SECONDS`."""
-    if seconds <= FREE_SECONDS:
+def charge(database: Database, project: str, seconds: float, absent_seconds: float = 0.0) -> None:
+    """Defer a project by the time that one of its evaluations took.
+
+    Args:
+        database: the database.
+        project: its name.
+        seconds: of rules and reading; up to `FREE_SECONDS` count nothing.
+        absent_seconds: of looking for segments that do not exist, which count in full: many runs may each look for a few.
+    """
+    seconds = absent_seconds + (seconds if seconds > FREE_SECONDS else 0.0)
+    if seconds <= 0:
         return
     with database.bare() as connection:
         connection.execute(_CHARGE, {"of": project, "by_ns": nanoseconds(seconds * _DEFERRED_BY)})
