@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -140,7 +141,11 @@ class Hook:
         self._recorder.launched_unverified = not launch.verified
         known = address is not None or launch.location is not None
         self._service = (
-            ServiceClient(address, self._identity.project, launch.recorder_address) if known else None
+            ServiceClient(
+                address, self._identity.project, functools.partial(launch.recorder_address, self._health)
+            )
+            if known
+            else None
         )
         if made_guard is not None:
             made_guard.attach(self)

@@ -68,6 +68,7 @@ def read_owned_file(
     *,
     folder: int | None = None,
     refused_modes: int = 0,
+    max_bytes: int | None = None,
 ) -> bytes:
     """The content of a regular file of one of some users. The last part of its path must not be a symbolic link.
 
@@ -76,9 +77,10 @@ def read_owned_file(
         owners: the user ids that are trusted.
         folder: the descriptor of the directory that a relative path starts from.
         refused_modes: bits of its mode that let others write, and must not be set.
+        max_bytes: the largest file that is read; None for any size.
 
     Raises:
-        OSError: it cannot be read, is a link or not a regular file, belongs to another user, or has such a mode.
+        OSError: it cannot be read, is a link or not a regular file, belongs to another user, has such a mode, or is larger.
     """
     file = os.open(path, OPENING | os.O_NOFOLLOW, dir_fd=folder)
     try:
@@ -90,6 +92,10 @@ def read_owned_file(
         if facts.st_mode & refused_modes:
             mode = stat.S_IMODE(facts.st_mode)
             raise PermissionError(errno.EPERM, f"others may write to it (mode {mode:04o})", os.fspath(path))
+        if max_bytes is not None and facts.st_size > max_bytes:
+            raise OSError(
+                errno.EFBIG, f"{facts.st_size} bytes, at most {max_bytes} are read", os.fspath(path)
+            )
         return read_range(file, 0, facts.st_size)
     finally:
         os.close(file)

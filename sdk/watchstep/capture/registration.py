@@ -109,12 +109,16 @@ class LaunchState:
                 health.expect(where, _is_outage)
         return state
 
-    def recorder_address(self) -> ServiceAddress | None:
-        """Where a service of this machine answers now, for the recorder; None where none is found, or one was named."""
+    def recorder_address(self, health: Health) -> ServiceAddress | None:
+        """Where a service of this machine answers now, for the recorder; None where none is found, or one was named.
+
+        A note of a service that is damaged, or another user's, is a fault in health.
+        """
         try:
             found = self.location.find() if self.location is not None and not self.location.url else None
-        except ConfigError:
-            return None  # its note is half written, or somebody else's
+        except ConfigError as error:
+            health.fault("service note", error)
+            return None
         return found.recorder if found is not None else None
 
 

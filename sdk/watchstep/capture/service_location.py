@@ -6,19 +6,24 @@ not answer.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from watchstep.bounded_json import parse_json
 from watchstep.errors import ConfigError
+from watchstep.local_objects import read_owned_file
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import checked_scheme
 from watchstep.transport import TOKEN, ServiceAddress
 
 HOME = "WATCHSTEP_HOME"
 SERVICE_NOTE = "service.json"
+_MAX_BYTES = 65536
+_MAX_MEMORY = 4 * 1024 * 1024
+_ROOT = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,82 @@ class FoundService:
 
     operator: ServiceAddress
     recorder: ServiceAddress
+
+
+@dataclass(frozen=True)
+class ServiceNote:
+    """What ``watchstep serve`` leaves in its home for the programs and commands of its user.
+
+    Attributes:
+        url: of the API.
+        operator_token: may do everything.
+        recorder_token: may register and announce runs.
+        store: the store that the service watches, as a URL or a path.
+        process: of the service.
+    """
+
+    url: str
+    operator_token: str
+    recorder_token: str
+    store: str
+    process: ProcessIdentity
+
+    @classmethod
+    def read(cls, home: Path) -> ServiceNote | None:
+        """The note in a home; None where there is none.
+
+        A home may lie in a store that other users write to. Whoever writes the note receives the run's registration and can stop
+        the run, so that only a note of this user or of root is read; a link, a pipe, a device and a large file are not.
+
+        Raises:
+            ConfigError: the note cannot be read, belongs to another user, or has another form.
+        """
+        place = home / SERVICE_NOTE
+        try:
+            return cls._parse(read_owned_file(place, {os.geteuid(), _ROOT}, max_bytes=_MAX_BYTES))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
+            raise _unusable(place, error) from error
+
+    @classmethod
+    def _parse(cls, data: bytes) -> ServiceNote:
+        """Raises ConfigError, ValueError, KeyError, TypeError or RecursionError."""
+        note: Any = parse_json(data, _MAX_MEMORY)
+        url, operator, recorder, store = (
+            _text(note, name) for name in ("url", "operator_token", "recorder_token", "store")
+        )
+        for part in (url, operator, recorder):
+            if not part.isprintable():
+                raise ValueError("the URL or a token has characters that cannot be sent")
+        _ = urlsplit(ServiceAddress.checked(url, "").url).port  # ValueError where it is not a valid one
+        local_folder(store)
+        process = ProcessIdentity(**note["process"])
+        if not (
+            type(process.pid) is type(process.start_ticks) is int
+            and isinstance(process.boot, str)
+            and isinstance(process.host, str)
+        ):
+            raise ValueError("process: not the identity of a process")
+        return cls(url, operator, recorder, store, process)
+
+
+def _text(note: Any, name: str) -> str:
+    value = note[name]
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: not a text")
+    return value
+
+
+def _unusable(place: Path, error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        reason = error.what
+    else:
+        reason = (error.strerror or "") if isinstance(error, OSError) else repr(error)
+    return ConfigError(
+        f"{place}: the note of a service cannot be used ({reason[:200]})",
+        "remove it, or name the service by --service or WATCHSTEP_SERVICE",
+    )
 
 
 @dataclass(frozen=True)
@@ -65,13 +146,23 @@ class ServiceLocation:
         """The service as it is there now; None where none is.
 
         Raises:
-            ConfigError: a note cannot be used.
+            ConfigError: no home has one, and a note cannot be used.
         """
         if self.url:
             named = ServiceAddress.checked(self.url, os.environ.get(TOKEN, ""))
             return FoundService(named, named)
-        found = (service_at(Path(home), self.store_url) for home in self.homes)
-        return next((service for service in found if service is not None), None)
+        refused: ConfigError | None = None
+        for home in self.homes:
+            try:
+                if (service := service_at(Path(home), self.store_url)) is not None:
+                    return service
+            except (
+                ConfigError
+            ) as error:  # whoever may write to the store must not hide the service of the other home
+                refused = refused or error
+        if refused is not None:
+            raise refused
+        return None
 
 
 def find_service(url: str, store_url: str) -> FoundService | None:
@@ -89,21 +180,18 @@ def service_at(home: Path, store_url: str) -> FoundService | None:
     Raises:
         ConfigError: its note cannot be used.
     """
-    note = home / SERVICE_NOTE
+    note = ServiceNote.read(home)
+    if note is None:
+        return None
     try:
-        data = json.loads(note.read_text(encoding="utf-8"))
-        url, store = str(data["url"]), str(data["store"])
-        tokens = str(data["operator_token"]), str(data["recorder_token"])
-        process = ProcessIdentity(**data["process"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{note}: cannot be used ({error!r})", "remove it, or name the service by --service"
-        ) from error
-    if not is_same_store(store, store_url) or not process.is_running():
-        return None
-    return FoundService(ServiceAddress.checked(url, tokens[0]), ServiceAddress.checked(url, tokens[1]))
+        if not is_same_store(note.store, store_url) or not note.process.is_running():
+            return None
+    except ValueError as error:  # a path with a null character
+        raise _unusable(home / SERVICE_NOTE, error) from error
+    return FoundService(
+        ServiceAddress.checked(note.url, note.operator_token),
+        ServiceAddress.checked(note.url, note.recorder_token),
+    )
 
 
 def local_folder(store_url: str) -> Path | None:

@@ -6,11 +6,11 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
+from watchstep.capture.service_location import ServiceNote
 from watchstep.client import Client
 from watchstep.errors import ServiceError
 from watchstep.transport import ServiceAddress, Transport
 from watchstep_services.embedded_settings import settings_for
-from watchstep_services.scheduler.service_file import read_service_file
 
 _SECONDS = 10.0
 
@@ -20,18 +20,19 @@ def service_of(store: str, service: str) -> tuple[str, str]:
 
     Raises:
         ServiceError: none runs there.
+        ConfigError: its note cannot be used.
     """
     token = os.environ.get("WATCHSTEP_TOKEN", "")
     if service:
         return service.rstrip("/"), token
     home = settings_for(store, None).home_folder
-    note = read_service_file(home)
+    note = ServiceNote.read(home)
     if note is None:
         raise ServiceError(
             f"no service runs for {store}",
             "start 'watchstep serve' on it, or give --service and WATCHSTEP_TOKEN",
         )
-    return note["url"], token or note["operator_token"]
+    return note.url, token or note.operator_token
 
 
 def client_of(store: str, service: str, project: str) -> Client:

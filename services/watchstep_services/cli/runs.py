@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from watchstep.client import Client
-from watchstep.errors import NotFoundError, ServiceError
+from watchstep.errors import ConfigError, NotFoundError, ServiceError
 from watchstep.reading.catalogue import RunEntry, find_runs
 from watchstep.reading.compaction import compact
 from watchstep.reading.diff import diff
@@ -68,6 +68,9 @@ def _firing(store: str, projects: set[str]) -> dict[tuple[str, str], str] | None
     try:
         url, token = service_of(store, "")
     except ServiceError:
+        return None
+    except ConfigError as error:
+        echo(f"watchstep: alerts are not shown: {error.what}", err=True)
         return None
     found: dict[tuple[str, str], str] = {}
     try:

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 import uvicorn
 
+from watchstep.capture.service_location import SERVICE_NOTE
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store, checked_scheme
@@ -32,7 +33,6 @@ from watchstep_services.estimator.backends_file import BACKENDS_FILE
 from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.queue import WorkQueue
-from watchstep_services.scheduler.service_file import SERVICE_FILE
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service import Service, owner_receivers, owner_rules
 from watchstep_services.settings import NANOSECONDS, Settings
@@ -220,8 +220,8 @@ class EmbeddedService:
 
     def _publish(self, home: Path) -> None:
         """Tell the CLI on this machine, and nobody else: the file is for its owner only."""
-        place = home / SERVICE_FILE
-        partial = home / f".{SERVICE_FILE}.{os.getpid()}"
+        place = home / SERVICE_NOTE
+        partial = home / f".{SERVICE_NOTE}.{os.getpid()}"
         partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

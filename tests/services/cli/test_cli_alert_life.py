@@ -93,11 +93,12 @@ def test_the_list_of_runs_shows_alerts_of_a_local_store_without_a_token(
 
 def test_the_list_of_runs_without_an_answer_of_the_service(folder: Path) -> None:
     note = folder / ".watchstep" / "service.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"url": "http://127.0.0.1:9"}))
-    listed = watchstep(folder, "runs", "list")
-    assert "alerts are not shown" in listed
-    assert "FIRING" not in listed
-    assert "run-1" in listed
+    for content in (json.dumps(json.loads(note.read_text()) | {"url": "http://127.0.0.1:9"}), "damaged"):
+        note.write_text(content)
+        listed = watchstep(folder, "runs", "list")
+        assert "alerts are not shown" in listed
+        assert "FIRING" not in listed
+        assert "run-1" in listed
 
 
 def test_what_is_asked_of_a_run(folder: Path) -> None:

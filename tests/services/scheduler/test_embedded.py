@@ -13,13 +13,13 @@ from sqlalchemy import select
 
 from tests.services.jobs import STUBBORN, launch
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
+from watchstep.capture.service_location import ServiceNote
 from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError, MissingStoreError
 from watchstep.store import Store
 from watchstep_services.database.models import Event
 from watchstep_services.estimator.local import Local
 from watchstep_services.scheduler.embedded import EmbeddedService, pause_before
-from watchstep_services.scheduler.service_file import read_service_file
 from watchstep_services.settings import Settings, load_settings
 
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
@@ -132,13 +132,13 @@ def test_the_service_file_is_for_its_owner_only(settings: Settings) -> None:
     with EmbeddedService(settings) as service:
         assert stat.S_IMODE(place.stat().st_mode) == 0o600
         assert json.loads(place.read_text())["url"] == service.url
-        told = read_service_file(settings.home)
-        assert told is not None
-        assert told["operator_token"] == service.operator_token
+        note = ServiceNote.read(settings.home_folder)
+        assert note is not None
+        assert note.operator_token == service.operator_token
         with pytest.raises(ConfigError, match="another watchstep service"):
             EmbeddedService(settings).__enter__()
         token, url = service.operator_token, service.url
-    assert read_service_file(settings.home) is None
+    assert ServiceNote.read(settings.home_folder) is None
     with EmbeddedService(settings) as again:
         answer = httpx.get(f"{again.url}/v1/rules", headers={"authorization": f"Bearer {token}"})
         assert answer.status_code == 401
