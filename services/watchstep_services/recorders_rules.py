@@ -43,7 +43,16 @@ def check_counts(data: Sequence[Any]) -> None:
     Raises:
         RuleError: too many rules, or too many SQL rules.
     """
-    _check_counts([entry.get("rule") if isinstance(entry, dict) else None for entry in data])
+    _check_counts(_rules_in(data))
+
+
+def has_queries(data: Sequence[Any]) -> bool:
+    """Whether data of rules has SQL rules, to check which takes a process and seconds."""
+    return any(rule == Sql.name for rule in _rules_in(data))
+
+
+def _rules_in(data: Sequence[Any]) -> list[Any]:
+    return [entry.get("rule") if isinstance(entry, dict) else None for entry in data]
 
 
 def _check_counts(rules: Sequence[Any]) -> None:

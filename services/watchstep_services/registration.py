@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -18,7 +19,7 @@ from watchstep.store import Store
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
-from watchstep_rules.sandbox.pool import BusyError
+from watchstep_rules.sandbox.pool import BusyError, on_behalf_of
 from watchstep_services import metrics, recorders_rules, rule_configs
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import is_of_all
@@ -38,10 +39,20 @@ from watchstep_services.tenancy.stores import own_store
 SLICE_SECONDS = 2.0
 """How long a listing takes in new runs of a project; those left are taken in at the next listings."""
 
+_ALL_SECONDS = 5.0
+"""How long the listings of all projects take in new runs; beyond, each takes in one."""
+
+_MOST_OWN_BYTES = 4 * 1024 * 1024
+_MOST_BYTES = 64 * 1024 * 1024
+"""Of documents that wait for the check of their rules, of one project and of all; each project may have one."""
+
 _NAMES_AT_ONCE = 500
 _TIMES_AS_LONG = 4
 
 _log = logging.getLogger(__name__)
+
+_Intake = int | Future[int | None]
+"""A run's id, or what gives it once the run is taken in."""
 
 
 def register(
@@ -147,7 +158,9 @@ def discover_runs(service: Service) -> list[int]:
 
     A project whose store does not answer is told in the log and counted, is asked less often, and keeps no other from its
     turn for longer than `Settings.store_wait_seconds`, and that once; what is found after that is not among the ids. Nor does
-    the service's own store, where new projects are found.
+    the service's own store, where new projects are found. Runs that ask for SQL rules are taken in by threads, fairly by
+    project: their queries are checked, which takes seconds. All of these are waited for so long, too, where no other of their
+    project waits from before.
 
     Raises:
         SQLAlchemyError: the database did not answer.
@@ -155,19 +168,28 @@ def discover_runs(service: Service) -> list[int]:
     _attempted(service, "", lambda: _discover_projects(service))
     with service.database.read() as session:
         projects = list(session.execute(select(Project).filter_by(archived_ns=None)).scalars())
-    found: list[int] = []
+    found: list[_Intake] = []
+    until = time.monotonic() + _ALL_SECONDS
     for project in projects:
-        look = functools.partial(_discover_in, service, project)
+        look = functools.partial(_discover_in, service, project, until)
         found += service.patience.ask(
             project.place.registration,
             functools.partial(_attempted, service, project.name, look),
             service.settings.store_wait_seconds,
             [],
         )
-    return found
+    wait([one for one in found if isinstance(one, Future)], service.settings.store_wait_seconds)
+    return [run_id for one in found if (run_id := _run_id_of(one)) is not None]
 
 
-def _attempted(service: Service, project: str, look: Callable[[], list[int]]) -> list[int]:
+def _run_id_of(intake: _Intake) -> int | None:
+    """The run's id, once it is taken in."""
+    if not isinstance(intake, Future):
+        return intake
+    return intake.result() if intake.done() and not intake.cancelled() else None
+
+
+def _attempted(service: Service, project: str, look: Callable[[], list[_Intake]]) -> list[_Intake]:
     """What a look found; nothing where it failed, which the log is told once for each time that it begins."""
     began = time.monotonic()
     try:
@@ -202,7 +224,7 @@ def _put_off(service: Service, project: str, seconds: float) -> None:
         )
 
 
-def _discover_projects(service: Service) -> list[int]:
+def _discover_projects(service: Service) -> list[_Intake]:
     root = service.stores.open(service.settings.store)
     # In a bucket, projects are made by registration: listing it every second costs money.
     if not root.is_local or service.settings.new_projects != "on_first_run":
@@ -222,7 +244,8 @@ def _discover_projects(service: Service) -> list[int]:
     return []
 
 
-def _discover_in(service: Service, project: Project) -> list[int]:
+def _discover_in(service: Service, project: Project, until: float) -> list[_Intake]:
+    """Take in a project's new runs, for some time; ``until`` then, by the monotonic clock, only one."""
     store = service.stores.of(project.place)
     interval = service.settings.listing_ns(local=store.is_local)
     with service.database.write() as session:
@@ -239,16 +262,19 @@ def _discover_in(service: Service, project: Project) -> list[int]:
     fresh = [
         name
         for name in _not_known(service, project.name, store.folders(f"{project.name}/"))
-        if _is_name(name)
+        if _is_name(name) and (project.name, name) not in service.in_intake
     ]
-    found: list[int | None] = []
-    began = time.monotonic()
+    is_behind = any(of == project.name for of, _ in list(service.in_intake))
+    found: list[_Intake] = []
+    until = min(until, time.monotonic() + SLICE_SECONDS)
     for name in fresh:
-        found.append(_seen(service, store, project.name, name))
-        # The rules of a document are checked here, up to a second each; other projects and due stops wait for this sweep.
-        if time.monotonic() - began >= SLICE_SECONDS:
+        one = _seen(service, store, project.name, name)
+        if one is not None and not (is_behind and isinstance(one, Future)):
+            found.append(one)
+        # Other projects and due stops wait for this sweep.
+        if time.monotonic() >= until:
             break
-    return [run_id for run_id in found if run_id is not None]
+    return found
 
 
 def _not_known(service: Service, project: str, names: Iterable[str]) -> list[str]:
@@ -262,33 +288,79 @@ def _not_known(service: Service, project: str, names: Iterable[str]) -> list[str
     return [name for name in fresh if (project, name) not in service.known]
 
 
-def _seen(service: Service, store: Store, project: str, run: str) -> int | None:
+def _seen(service: Service, store: Store, project: str, run: str) -> _Intake | None:
+    """A run taken in, or what takes it in; None where there is none, or it cannot be taken in now."""
+    key = layout.run_prefix(project, run) + layout.RUN_DOCUMENT
+    document: RunDocument | Exception
+    size = 0
+    try:
+        content = store.get(key, limit=documents.MAX_BYTES)
+        document, size = documents.decode(RunDocument, content, key), len(content)
+    except NotFoundError:
+        return None  # a folder, not yet a run
+    except StoreError as error:
+        _not_taken_in(service, project, run, error)
+        return None
+    except Exception as error:  # noqa: BLE001 - it may hold anything
+        document = error
+    if isinstance(document, Exception) or not recorders_rules.has_queries(document.rules):
+        return _take_in(service, project, run, document)
+    if not _has_room(service, project):
+        return None
+    service.in_intake[project, run] = size
+    return service.intake.submit(project, functools.partial(_check, service, project, run, document))
+
+
+def _has_room(service: Service, project: str) -> bool:
+    """Whether a document of a project may wait for its check: those that wait stay in memory."""
+    waiting = list(service.in_intake.items())
+    own = sum(size for (of, _), size in waiting if of == project)
+    return own == 0 or (own < _MOST_OWN_BYTES and sum(size for _, size in waiting) < _MOST_BYTES)
+
+
+def _check(service: Service, project: str, run: str, document: RunDocument) -> int | None:
+    """Take a run in, in a thread of the intake."""
+    try:
+        with on_behalf_of(project):
+            return _take_in(service, project, run, document)
+    finally:
+        del service.in_intake[project, run]
+
+
+def _take_in(service: Service, project: str, run: str, document: RunDocument | Exception) -> int | None:
     """A run taken in. What goes wrong with it is told in the log, and keeps no other run from being seen."""
     try:
-        run_id = _take_in(service, store, project, run)
+        run_id = _registered(service, project, run, document)
     except Exception as error:  # noqa: BLE001 - whatever its owner wrote there
-        if (project, run) not in service.untaken:
-            service.untaken.add((project, run))
-            known = error.what if isinstance(error, WatchstepError) else ""
-            _log.warning(
-                "run %s/%s cannot be taken in: %s; it is tried at every listing", project, run, known or error,
-                exc_info=None if known else error,
-            )  # fmt: skip
+        _not_taken_in(service, project, run, error)
         return None
     service.untaken.discard((project, run))
     return run_id
 
 
-def _take_in(service: Service, store: Store, project: str, run: str) -> int | None:
-    key = layout.run_prefix(project, run) + layout.RUN_DOCUMENT
-    try:
-        asked, problem = _asked(store.get(key, limit=documents.MAX_BYTES), key), ""
-    except NotFoundError:
-        return None  # a folder, not yet a run
-    except (StoreError, BusyError):
-        raise  # it says nothing of the document
-    except Exception as error:  # noqa: BLE001 - a recorder's document may hold anything; its fault is the run's health
-        asked, problem = (), error.what if isinstance(error, WatchstepError) else str(error)
+def _not_taken_in(service: Service, project: str, run: str, error: Exception) -> None:
+    if (project, run) in service.untaken:
+        return
+    service.untaken.add((project, run))
+    known = error.what if isinstance(error, WatchstepError) else ""
+    _log.warning(
+        "run %s/%s cannot be taken in: %s; it is tried at every listing", project, run, known or error,
+        exc_info=None if known else error,
+    )  # fmt: skip
+
+
+def _registered(service: Service, project: str, run: str, document: RunDocument | Exception) -> int:
+    asked: tuple[RuleConfig, ...] = ()
+    # A recorder's document may hold anything; its fault is the run's health.
+    fault = document if isinstance(document, Exception) else None
+    if not isinstance(document, Exception):
+        try:
+            asked = _asked(document, layout.run_prefix(project, run) + layout.RUN_DOCUMENT)
+        except BusyError:
+            raise  # it says nothing of the document
+        except Exception as error:  # noqa: BLE001 - as above
+            fault = error
+    problem = "" if fault is None else fault.what if isinstance(fault, WatchstepError) else str(fault)
     try:
         run_id = register(service, project, run, asked, "recorder")
     except Exception as error:
@@ -304,9 +376,8 @@ def _take_in(service: Service, store: Store, project: str, run: str) -> int | No
     return run_id
 
 
-def _asked(content: bytes, key: str) -> tuple[RuleConfig, ...]:
+def _asked(document: RunDocument, key: str) -> tuple[RuleConfig, ...]:
     """The rule configs that a run's document asks for."""
-    document = documents.decode(RunDocument, content, key)
     recorders_rules.check_counts(document.rules)
     with no_programs(NOT_FROM_RECORDERS):
         return rule_file.check({"rules": list(document.rules)}, key)

@@ -28,10 +28,13 @@ from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.evaluator.refused_documents import RefusedDocuments
 from watchstep_services.evaluator.remembered import RememberedCache
+from watchstep_services.fair_threads import FairThreads
 from watchstep_services.settings import Settings
 from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.stores.opening import Stores
 from watchstep_services.stores.patience import Patience
+
+_INTAKE_THREADS = 2
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +90,8 @@ class Service:
         worker: name of the worker that this process belongs to; empty for none.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
         known: (project, run) of runs that listings need not ask the database for.
+        intake: threads that take in runs whose rules take long to check.
+        in_intake: (project, run) of runs that wait for these threads, or are taken in by them, and sizes of their documents.
     """
 
     settings: Settings
@@ -108,6 +113,10 @@ class Service:
     worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)
     known: set[tuple[str, str]] = field(default_factory=set)
+    intake: FairThreads = field(
+        default_factory=lambda: FairThreads(_INTAKE_THREADS, "watchstep-intake", per_project=1)
+    )
+    in_intake: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def backend_of(self, kind: str, settings: Mapping[str, Any]) -> Backend | None:
         """What reaches the jobs of a registered backend; None where this process has nothing for its kind."""

@@ -127,7 +127,8 @@ class Settings(BaseSettings):
     store_wait_seconds: float = Field(
         2.0,
         gt=0,
-        description="How long a sweep or a stop waits for a bucket that does not answer before it goes on without it.",
+        description="How long a sweep or a stop waits for a bucket that does not answer before it goes on without it; and a sweep "
+        "for checks of new runs' SQL rules.",
     )
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(

@@ -154,6 +154,7 @@ class EmbeddedService:
         apply_owner_rules(database, rules)
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._undo.append(self.service.patience.close)
+        self._undo.append(self.service.intake.shutdown)
         self._queue.start(self.service)
         self._undo.append(self._queue.close)
         self._serve(listener)

@@ -12,7 +12,7 @@ from watchstep.errors import WatchstepError
 from watchstep_services.dispatcher.dispatch import posts_of
 from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.evaluator.evaluate import Evaluation
-from watchstep_services.scheduler.fair_threads import FairThreads
+from watchstep_services.fair_threads import FairThreads
 from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_longest_due
 from watchstep_services.service import Service
 
@@ -40,7 +40,8 @@ class WorkQueue:
         self._backtests = ThreadPoolExecutor(1, thread_name_prefix="watchstep-backtest")
         # So has what goes out to receivers, which may take their time: no evaluation and no stop waits for them.
         # More of them, for they only wait; and no project's receivers take them all.
-        self._posts = FairThreads(max(_LEAST_POSTS, 2 * threads), "watchstep-post")
+        posts = max(_LEAST_POSTS, 2 * threads)
+        self._posts = FairThreads(posts, "watchstep-post", per_project=posts // 2, per_subject=posts // 4)
         self._condition = threading.Condition()
         self._busy: set[_Key] = set()
         self._again: set[_Key] = set()
@@ -95,7 +96,7 @@ class WorkQueue:
                 return
             self._busy.add(key)
             if post is not None:
-                self._posts.submit(post, functools.partial(self._do, key))
+                self._posts.submit(post.project, functools.partial(self._do, key), post.receiver)
                 return
             if key[0] == "action":
                 self._actions.submit(self._sort, key)
@@ -117,7 +118,7 @@ class WorkQueue:
             if self._closed:
                 self._busy.discard(key)
             else:
-                self._posts.submit(post, functools.partial(self._do, key))
+                self._posts.submit(post.project, functools.partial(self._do, key), post.receiver)
 
     def _do(self, key: _Key) -> None:
         service = self._service

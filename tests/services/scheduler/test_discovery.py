@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store import Store
+from watchstep_rules import rule_file
+from watchstep_rules.config import RuleConfig
 from watchstep_services import registration
+from watchstep_services.database.models import RuleConfigRow, Run
 from watchstep_services.registration import discover_runs
 from watchstep_services.scheduler.sweep import sweep
+from watchstep_services.service import Service
 
 BAD: list[dict[str, Any]] = [
     {"rule": "non_finite_values", "tensors": {"include": "a{99999999999}"}},
@@ -60,6 +66,47 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_its_turn(
     Recording(folder_store, run="closed").begin()
     sweep(driven.service)
     assert driven.run(2).run == "closed"
+
+
+def test_checks_of_sql_rules_keep_no_other_run_from_its_turn(
+    driven_sqlite: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query: dict[str, object] = {"rule": "sql", "params": {"query": "SELECT tensor FROM statistics"}}
+    for number in range(3):
+        Recording(folder_store, project="a-slow", run=f"run-{number}").begin(rules=[query])
+    Recording(folder_store, project="a-slow", run="without").begin()
+    Recording(folder_store, run="good").begin()
+    release, check = threading.Event(), rule_file.check
+
+    def checking(data: Any, source: str) -> tuple[RuleConfig, ...]:
+        if data["rules"]:
+            release.wait(60)
+        return check(data, source)
+
+    monkeypatch.setattr(rule_file, "check", checking)
+    service = driven_sqlite.with_settings(store_wait_seconds=0.01).service
+    for _ in range(2):
+        sweep(service)
+        assert not release.is_set()
+        assert set(rules_of_runs(service)) == {"vision/good", "a-slow/without"}
+    release.set()
+    service.intake.submit("a-slow", lambda: None).result(60)  # it comes after what waits
+    rules = rules_of_runs(service)
+    assert all("sql" in rules[f"a-slow/run-{number}"] for number in range(3))
+
+
+def rules_of_runs(service: Service) -> dict[str, set[str]]:
+    """Rules of each run."""
+    with service.database.read() as session:
+        rows = session.execute(
+            select(Run.project, Run.run, RuleConfigRow.rule).outerjoin(
+                RuleConfigRow, RuleConfigRow.run_id == Run.id
+            )
+        ).all()
+    found: dict[str, set[str]] = {}
+    for project, run, rule in rows:
+        found.setdefault(f"{project}/{run}", set()).add(rule)
+    return found
 
 
 def test_a_listing_takes_in_new_runs_for_a_limited_time(

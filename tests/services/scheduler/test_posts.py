@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import socket
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,11 +19,9 @@ from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Action
 from watchstep_services.database.records import add_action
 from watchstep_services.dispatcher.dispatch import due_actions
-from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.registration import register
-from watchstep_services.scheduler.fair_threads import FairThreads
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.work import evaluate_longest_due
 
@@ -157,36 +152,3 @@ def test_receivers_that_do_not_answer_delay_no_other_project(
     finally:
         deaf.close()  # refuses what waits
         queue.close()
-
-
-def test_a_project_and_a_receiver_have_so_many_threads_at_the_most() -> None:
-    threads, go, lock = FairThreads(8, "test"), threading.Event(), threading.Lock()
-    running: Counter[Post] = Counter()
-    most: Counter[str] = Counter()
-    order: list[str] = []
-    done = threading.Semaphore(0)
-
-    def work(post: Post) -> None:
-        with lock:
-            running[post] += 1
-            order.append(post.project)
-            most[post.receiver] = max(most[post.receiver], running[post])
-            of = sum(count for one, count in running.items() if one.project == post.project)
-            most[post.project] = max(most[post.project], of)
-        assert go.wait(60)
-        with lock:
-            running[post] -= 1
-        done.release()
-
-    wanted = [Post("a", f"a{number % 3}") for number in range(30)] + [Post("b", "b0") for _ in range(6)]
-    for post in wanted:
-        threads.submit(post, functools.partial(work, post))
-    go.set()
-    for _ in wanted:
-        assert done.acquire(timeout=60)
-    threads.shutdown()
-    assert (most["a"] <= 4, most["b"] <= 4) == (True, True)
-    assert max(most["a0"], most["a1"], most["a2"], most["b0"]) <= 2
-    assert "b" in order[:8], "its turn comes before the others of a project that was first"
-    threads.submit(wanted[0], lambda: order.append("late"))
-    assert order[-1] != "late"
