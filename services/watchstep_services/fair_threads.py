@@ -97,5 +97,7 @@ class FairThreads:
             with self._lock:
                 self._of_project -= Counter([key[0]])  # a difference keeps no zeros
                 self._of_subject -= Counter([key])
+                if key[0] in self._waiting:
+                    self._waiting.move_to_end(key[0])  # it may have come back while it had its turn
                 if not self._closed:
                     self._start()

@@ -21,7 +21,7 @@ def try_webhook(service: Service, due: DueAction) -> Tried:
     """
     event = due.payload["event"]
     body = json.dumps(event).encode()
-    outside = Outside(reach_of(service.settings), service.settings.webhook_seconds, due.now_ns)
+    outside = Outside(reach_of(service.settings, due.project), service.settings.webhook_seconds, due.now_ns)
     try:
         address = parse_address(str(due.payload["url"]))
         headers = webhook_headers(str(event["id"]), due.now_ns, body, [])

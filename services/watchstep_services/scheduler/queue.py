@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from watchstep.errors import WatchstepError
+from watchstep_services.database.models import Backtest
 from watchstep_services.dispatcher.dispatch import posts_of
 from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.evaluator.evaluate import Evaluation
@@ -36,8 +39,8 @@ class WorkQueue:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-work")
         # A stop never waits for evaluations, which may take seconds where rules are slow.
         self._actions = ThreadPoolExecutor(_ACTION_THREADS, thread_name_prefix="watchstep-action")
-        # Backtests have a thread of their own: a run that goes on never waits for one that is over.
-        self._backtests = ThreadPoolExecutor(1, thread_name_prefix="watchstep-backtest")
+        # Backtests have a thread of their own: a run that goes on never waits for one that is over. Projects take turns.
+        self._backtests = FairThreads(1, "watchstep-backtest", per_project=1)
         # So has what goes out to receivers, which may take their time: no evaluation and no stop waits for them.
         # More of them, for they only wait; and no project's receivers take them all.
         posts = max(_LEAST_POSTS, 2 * threads)
@@ -45,6 +48,7 @@ class WorkQueue:
         self._condition = threading.Condition()
         self._busy: set[_Key] = set()
         self._again: set[_Key] = set()
+        self._projects: dict[int, str] = {}
         self._closed = False
         self._service: Service | None = None
         self.wake = threading.Event()
@@ -76,7 +80,7 @@ class WorkQueue:
         with self._condition:
             self._closed = True
             self._again.clear()
-        self._backtests.shutdown(wait=True, cancel_futures=True)
+        self._backtests.shutdown()
         self._posts.shutdown()
         self._actions.shutdown(wait=True, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -88,6 +92,7 @@ class WorkQueue:
             self._condition.notify_all()
 
     def _put(self, key: _Key, post: Post | None = None) -> None:
+        project = self._project_of(key[1]) if key[0] == "backtest" else ""
         with self._condition:
             if self._closed:
                 return
@@ -100,9 +105,25 @@ class WorkQueue:
                 return
             if key[0] == "action":
                 self._actions.submit(self._sort, key)
-                return
-            pool = self._backtests if key[0] == "backtest" else self._pool
-            pool.submit(self._do, key)
+            elif key[0] == "backtest":
+                self._backtests.submit(project, functools.partial(self._do, key))
+            else:
+                self._pool.submit(self._do, key)
+
+    def _project_of(self, backtest: int) -> str:
+        """Whose a backtest is; empty where that cannot be read now, which only changes whose turn it takes."""
+        if backtest not in self._projects:
+            assert self._service is not None
+            try:
+                with self._service.database.read() as session:
+                    row = session.get(Backtest, backtest)
+            except SQLAlchemyError as error:
+                _log.warning("backtest %d: its project cannot be read: %s", backtest, error)
+                return ""
+            if row is None:
+                return ""
+            self._projects[backtest] = row.project
+        return self._projects[backtest]
 
     def _sort(self, key: _Key) -> None:
         """Pass an action on to the threads of its kind."""

@@ -43,7 +43,7 @@ def outside_of(service: Service, session: Session, project: str, receiver: Recei
         ConfigError: a secret cannot be read or opened.
     """
     return Outside(
-        reach=reach_of(service.settings),
+        reach=reach_of(service.settings, project),
         seconds=service.settings.webhook_seconds,
         now_ns=read_clock(session),
         secrets=open_secrets(service, session, project, receiver),

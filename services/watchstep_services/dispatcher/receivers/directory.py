@@ -144,8 +144,8 @@ def seal_place(project: str, name: str, field: str) -> str:
     return f"{project}/{name}/{field}"
 
 
-def reach_of(settings: Settings) -> Reach:
-    """Where the service may be sent to.
+def reach_of(settings: Settings, project: str = "") -> Reach:
+    """Where the service may be sent to, by what a project's users wrote.
 
     A service without a broker and a public URL that listens on its own machine alone is its user's own: loopback is allowed.
 
@@ -153,7 +153,8 @@ def reach_of(settings: Settings) -> Reach:
         ConfigError: the setting cannot be read.
     """
     own = not settings.broker_url and not settings.public_url and settings.host in _LOOPBACK_HOSTS
-    return _reach(f"{settings.allowed_addresses},loopback" if own else settings.allowed_addresses)
+    reach = _reach(f"{settings.allowed_addresses},loopback" if own else settings.allowed_addresses)
+    return replace(reach, project=project)
 
 
 @lru_cache(maxsize=8)

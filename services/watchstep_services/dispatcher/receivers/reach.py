@@ -6,17 +6,17 @@ checked, so that a name whose answer changes in between gains nothing.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookUpTimeoutError
 from dataclasses import dataclass
-from functools import lru_cache
 from urllib.parse import urlsplit
 
 from watchstep.errors import ConfigError
+from watchstep_services.fair_threads import FairThreads
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -163,11 +163,13 @@ class Reach:
         networks: allowed though not public.
         hosts: names whose addresses are allowed, whatever they are.
         resolve: looks a name up.
+        project: whose look-ups wait for each other; empty for none, whose look-ups wait for others of the same host.
     """
 
     networks: tuple[Network, ...] = ()
     hosts: frozenset[str] = frozenset()
     resolve: Resolver = look_up
+    project: str = ""
 
     def addresses(self, host: str, port: int, seconds: float) -> list[str]:
         """Look a host up, once: the addresses to connect to.
@@ -228,7 +230,9 @@ class Reach:
 
     def _look_up(self, host: str, port: int, seconds: float) -> list[str]:
         # The system's resolver has no time limit of its own that could be set.
-        waiting = _resolvers().submit(self.resolve, host, port)
+        waiting = _resolvers().submit(
+            self.project or f"host {host}", functools.partial(self.resolve, host, port), host
+        )
         try:
             found = waiting.result(max(0.0, seconds))
         except LookUpTimeoutError:
@@ -275,6 +279,7 @@ def embedded_ipv4(address: IPAddress) -> IPAddress:
     return address
 
 
-@lru_cache(maxsize=1)
-def _resolvers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(8, "watchstep-resolver")
+@functools.lru_cache(maxsize=1)
+def _resolvers() -> FairThreads:
+    # A name whose servers do not answer holds a thread for up to a minute.
+    return FairThreads(32, "watchstep-resolver", per_project=4, per_subject=1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ipaddress
+import threading
 
 import pytest
 from hypothesis import given
@@ -127,3 +128,24 @@ def test_a_host_is_plain_or_refused(text: str) -> None:
         return
     assert host.isascii()
     assert check_host(host) == host
+
+
+def test_names_that_hang_delay_the_look_ups_of_no_other_project() -> None:
+    released, hung = threading.Event(), threading.Event()
+
+    def hangs(_host: str, _port: int) -> list[str]:
+        hung.set()
+        released.wait(60)
+        return ["93.184.216.34"]
+
+    hanging = Reach(resolve=hangs, project="a")
+    for number in range(20):
+        with pytest.raises(TimeoutError):
+            hanging.addresses(f"name-{number}.example", 80, 0)
+    assert hung.wait(60)
+    answering = Reach(resolve=lambda *_: ["93.184.216.34"], project="b")
+    try:
+        assert answering.addresses("name.example", 80, 10) == ["93.184.216.34"]
+        assert Reach(resolve=answering.resolve).addresses("store.example", 80, 10)
+    finally:
+        released.set()
