@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from watchstep import documents
-from watchstep.errors import FormatError, NotFoundError
+from watchstep.errors import FormatError, MissingStoreError, NotFoundError, StoreError
 from watchstep.layout import RUN_DOCUMENT
-from watchstep.reading.run_state import DAMAGED, state_of
+from watchstep.reading.run_documents import get_document
+from watchstep.reading.run_state import DAMAGED, StoredState, read_state
 from watchstep.store import Store
+from watchstep.terminal_text import printable
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,36 +24,60 @@ class RunEntry:
         project: its project.
         run: its id.
         created_ns: when it was made, nanoseconds since the epoch.
-        state: as `watchstep.reading.run_state.state_of` tells it.
+        state: as `watchstep.reading.run_state.StoredState` has it.
+        damage: of a damaged run, which document cannot be read, and why.
     """
 
     project: str
     run: str
     created_ns: int
     state: str
+    damage: str = ""
 
 
 def find_runs(store: Store) -> list[RunEntry]:
     """The runs of a store, the newest first. Folders without a run's document are left out.
+
+    A run with a document that cannot be read is damaged. A project whose folder cannot be listed is left out, and logged.
 
     Raises:
         StoreError: the store cannot be read.
     """
     found = []
     for project in store.folders():
-        for run in store.folders(f"{project}/"):
+        for run in _runs_of(store, project):
             entry = _entry(store.child(f"{project}/{run}"), project, run)
             if entry is not None:
                 found.append(entry)
     return sorted(found, key=lambda entry: (-entry.created_ns, entry.project, entry.run))
 
 
-def _entry(store: Store, project: str, run: str) -> RunEntry | None:
+def _runs_of(store: Store, project: str) -> list[str]:
     try:
-        data = store.get(RUN_DOCUMENT, limit=documents.MAX_BYTES)
-        document = documents.decode(documents.RunDocument, data, f"{project}/{run}")
+        return store.folders(f"{project}/")
+    except MissingStoreError:
+        raise
+    except StoreError as error:
+        if not store.is_local:
+            raise
+        _log.warning("project %r is left out: %s", project, printable(error.what))
+        return []
+
+
+def _entry(store: Store, project: str, run: str) -> RunEntry | None:
+    created_ns = 0
+    try:
+        data = get_document(store, RUN_DOCUMENT, documents.MAX_BYTES)
+        created_ns = documents.decode(documents.RunDocument, data, RUN_DOCUMENT).created_ns
+        found = read_state(store)
     except NotFoundError:
         return None
-    except FormatError:
-        return RunEntry(project, run, 0, DAMAGED)
-    return RunEntry(project, run, document.created_ns, state_of(store))
+    except MissingStoreError:
+        raise
+    except FormatError as error:
+        found = StoredState(DAMAGED, error.what)
+    except StoreError as error:  # a folder in the run that cannot be listed
+        if not store.is_local:
+            raise
+        found = StoredState(DAMAGED, error.what)
+    return RunEntry(project, run, created_ns, found.state, found.damage)

@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from watchstep import documents
 from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, MissingStoreError, NotFoundError
-from watchstep.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
+from watchstep.layout import RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns
 from watchstep.reading.index import RunIndex
 from watchstep.reading.losses import losses_of
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
-from watchstep.reading.run_state import state_of
+from watchstep.reading.run_documents import END, read_documents
+from watchstep.reading.run_state import read_state
 from watchstep.reading.scan import Want
 from watchstep.reading.sql import query
 from watchstep.reading.tensor import Tensor
@@ -87,6 +88,7 @@ class Run:
         self._store = store
         self._index = RunIndex(store, budget)
         self._passed: NDArray[np.int64] | None = None
+        self._damaged_ends: dict[str, str] = {}
         self.document = document
         self.refresh()
 
@@ -123,8 +125,8 @@ class Run:
 
     @property
     def damaged(self) -> dict[str, str]:
-        """Segments that could not be read, and why."""
-        return dict(self._index.damaged)
+        """Segments and documents that could not be read, and why."""
+        return {**self._index.damaged, **self._damaged_ends}
 
     @property
     def attempts(self) -> list[str]:
@@ -352,17 +354,14 @@ class Run:
         return open_snapshot(self._store, key.path)
 
     def ends(self) -> list[documents.EndDocument]:
-        """How workers ended, of all attempts."""
-        return [
-            documents.decode(
-                documents.EndDocument, self._store.get(entry.key, limit=documents.MAX_BYTES), entry.key
-            )
-            for entry in self._store.entries(ENDS)
-        ]
+        """How workers ended, of all attempts. Documents that cannot be read are left out, and are in `damaged`."""
+        found = read_documents(self._store, END)
+        self._damaged_ends = found.damaged
+        return found.documents
 
     def state(self) -> str:
-        """How it stands now, as `watchstep.reading.run_state.state_of` tells it."""
-        return state_of(self._store)
+        """How it stands now, as `watchstep.reading.run_state.StoredState` has it."""
+        return read_state(self._store).state
 
     def wait_for_steps(
         self, steps: list[int], mode: Mode | None = None, timeout: float | None = None

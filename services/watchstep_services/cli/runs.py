@@ -14,6 +14,7 @@ from watchstep.reading.catalogue import RunEntry, find_runs
 from watchstep.reading.compaction import compact
 from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
+from watchstep.reading.run_state import read_state
 from watchstep.store import Store, checked_scheme
 from watchstep.tensors import LOSSES, MODES, Mode
 from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
@@ -59,6 +60,9 @@ def list_runs(
         alerts = [] if firing is None else [firing.get((entry.project, entry.run), "-")]
         shown.add_row(entry.project, entry.run, started, entry.state, *alerts)
     show(shown)
+    for entry in entries:
+        if entry.damage:
+            echo(f"watchstep: {entry.project}/{entry.run} is damaged: {entry.damage}", err=True)
 
 
 def _firing(store: str, projects: set[str]) -> dict[tuple[str, str], str] | None:
@@ -101,7 +105,8 @@ def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
     title = Text.assemble((f"{opened.document.project}/{opened.id}", "bold"), f"  {opened.location}")
     out.print(title, soft_wrap=True)
     reach = f"{steps[0]} to {steps[-1]} ({len(steps)} recorded)" if steps else "none"
-    out.print(f"state     {opened.state()}")
+    stored = read_state(opened.store)
+    out.print(f"state     {stored.state}")
     out.print(f"steps     {reach}")
     out.print(f"attempts  {', '.join(opened.attempts) or 'none'}")
     out.print(f"workers   {len(opened.workers)} (ranks {', '.join(map(str, opened.workers)) or 'none'})")
@@ -112,6 +117,8 @@ def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
             f"ended     worker {end.worker} {end.state} after step {end.last_step}{reason}",
             soft_wrap=True,
         )
+    if stored.damage:
+        out.print(f"damaged   {stored.damage}", soft_wrap=True)
     for name, why in opened.damaged.items():
         out.print(f"damaged   {name}: {why}", soft_wrap=True)
     shown = table("COLLECTION", ">TENSORS", "FOR EXAMPLE")

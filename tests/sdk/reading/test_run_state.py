@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +17,7 @@ from watchstep.control import ControlDocument, StopRequest
 from watchstep.documents import AttemptDocument, EndDocument
 from watchstep.layout import CONTROL_DOCUMENT
 from watchstep.reading.catalogue import find_runs
+from watchstep.reading.run import open_run
 from watchstep.store import Store
 
 ASKED = ControlDocument().with_stop(StopRequest("a", 7, "a NaN"))
@@ -89,3 +93,87 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, key: str) -> None:
 def test_ends_of_a_claim_that_was_lost(tmp_path: Path) -> None:
     end(new_run(tmp_path), ["completed"])
     assert told(tmp_path) == "completed"
+
+
+def pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def link_to_itself(file: Path) -> None:
+    file.symlink_to(file)
+
+
+def oversized(file: Path) -> None:
+    with file.open("wb") as opened:
+        opened.truncate(1 << 40)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("key", "make"),
+    [
+        *itertools.product(["run.json", CONTROL_DOCUMENT], [pipe, link_to_itself, oversized]),
+        ("attempts/b.json", oversized),
+    ],
+)
+def test_a_bad_object_in_place_of_a_document_damages_its_run_alone(
+    tmp_path: Path, key: str, make: Callable[[Path], None]
+) -> None:
+    begin(new_run(tmp_path))
+    begin(new_run(tmp_path, "good"))
+    file = tmp_path / "default" / "r" / key
+    file.unlink(missing_ok=True)
+    make(file)
+    entries = {entry.run: entry for entry in find_runs(Store.open(tmp_path))}
+    assert (entries["good"].state, entries["good"].damage) == ("open", "")
+    assert entries["r"].state == "damaged"
+    assert key in entries["r"].damage
+
+
+@pytest.mark.timeout(120)
+def test_documents_beyond_the_bound_are_not_read(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    padded = json.loads(documents.encode(AttemptDocument("a", 1))) | {"of a later version": "x" * 60_000}
+    for number in range(200):
+        store.put(f"attempts/a{number}.json", json.dumps(padded | {"attempt": f"a{number}"}).encode())
+    (entry,) = find_runs(Store.open(tmp_path))
+    assert (entry.state, entry.damage) == (
+        "damaged",
+        "attempts/: more than 8 MiB of documents: the rest is not read",
+    )
+
+
+def test_many_honest_attempts_are_all_read(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    for number in range(2000):
+        begin(store, f"a{number}", 1 + (number * 7919) % 2000)
+    newest = next(number for number in range(2000) if 1 + (number * 7919) % 2000 == 2000)
+    end(store, ["completed"], f"a{newest}")
+    assert told(tmp_path) == "completed"
+
+
+@pytest.mark.parametrize("attempt", ["../../good", "/etc", "b"])
+def test_an_attempt_that_claims_another_name_is_damaged(tmp_path: Path, attempt: str) -> None:
+    store = new_run(tmp_path)
+    store.put("attempts/a.json", documents.encode(AttemptDocument(attempt, 1)))
+    assert told(tmp_path) == "damaged"
+
+
+def test_a_damaged_end_leaves_the_others_readable(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    begin(store, workers=2)
+    end(store, ["completed", "completed"])
+    store.put("end/a/1.json", b"{")
+    run = open_run(tmp_path / "default" / "r")
+    assert [read.worker for read in run.ends()] == [0]
+    assert list(run.damaged) == ["end/a/1.json"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
+def test_a_project_that_cannot_be_listed_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin(new_run(tmp_path))
+    (tmp_path / "private").mkdir(mode=0)
+    assert [entry.project for entry in find_runs(Store.open(tmp_path))] == ["default"]
+    assert "private" in caplog.text
