@@ -243,6 +243,8 @@ def _change(service: Service, run: Run, state: RunState, now: int, session: Sess
     named = (run.project, run.run)
     if state == "running":
         run.state_attempt = run.attempt
+        # A look at a run that was over put the next one off by minutes or hours.
+        run.look_ns = 0
         add_event(
             session, run.id, make_event("watchstep.run.started", service.base_url, named, now, data), now
         )

@@ -68,6 +68,21 @@ def test_a_look_that_somebody_wants_meanwhile_is_not_put_off(driven: Driven) -> 
     assert driven.run(run_id).look_ns == 0
 
 
+def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_store: Store) -> None:
+    first = Recording(folder_store).begin()
+    run_id = driven.register()
+    announced(driven, run_id, first, 0)
+    first.end("failed", 3)
+    discovering.discover(driven.service, run_id)
+    assert advance_run(driven.service, run_id) == "failed"
+    set_run(driven, run_id, look_ns=0)
+    look(driven.service, take(driven.service)[0])
+    assert take(driven.service) == []  # a run that is over is looked at seldom
+    announced(driven, run_id, Recording(folder_store, attempt="a2").begin(), 0)
+    assert driven.run(run_id).state == "running"
+    assert [taken.run.id for taken in take(driven.service)] == [run_id]
+
+
 def announced(driven: Driven, run_id: int, recording: Recording, seq: int) -> None:
     """A segment is written, announced with a message to the workers, and judged."""
     key = recording.write(seq, 4 * seq, 4 * seq + 3)
