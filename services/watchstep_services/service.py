@@ -35,6 +35,7 @@ from watchstep_services.stores.opening import Stores
 from watchstep_services.stores.patience import Patience
 
 _INTAKE_THREADS = 2
+_STATUS_THREADS = 16
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Service:
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
         known: (project, run) of runs that listings need not ask the database for.
         intake: threads that take in runs whose rules take long to check.
+        status_threads: threads that ask backends how jobs are, where nobody waits for an answer for long.
         in_intake: (project, run) of runs that wait for these threads, or are taken in by them, and sizes of their documents.
     """
 
@@ -115,6 +117,11 @@ class Service:
     known: set[tuple[str, str]] = field(default_factory=set)
     intake: FairThreads = field(
         default_factory=lambda: FairThreads(_INTAKE_THREADS, "watchstep-intake", per_project=1)
+    )
+    status_threads: FairThreads = field(
+        default_factory=lambda: FairThreads(
+            _STATUS_THREADS, "watchstep-status", per_project=_STATUS_THREADS // 4
+        )
     )
     in_intake: dict[tuple[str, str], int] = field(default_factory=dict)
 

@@ -74,6 +74,13 @@ def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, Post]:
     return {row.id: Post(row.project, _receiver_in(row.payload)) for row in rows}
 
 
+def project_of(service: Service, action_id: int) -> str:
+    """Whose an action is; empty where there is none."""
+    with service.database.read() as session:
+        of = select(Run.project).join(Action, Action.run_id == Run.id).where(Action.id == action_id)
+        return session.execute(of).scalar_one_or_none() or ""
+
+
 def _receiver_in(payload: Mapping[str, Any]) -> str:
     return str(payload.get("receiver") or urlsplit(str(payload.get("url", ""))).netloc)
 

@@ -43,14 +43,14 @@ _log = logging.getLogger(__name__)
 def try_stop(service: Service, due: DueAction) -> Tried:
     """Take a stop one stage further, or see that it is over.
 
-    Workers are asked whether their job's backend answers or not, and the backend is asked in its turn whether their store
-    answers or not.
+    Workers are asked whether their job's backend answers or not, for which they wait a few seconds at the most, and the backend
+    is asked in its turn whether their store answers or not.
 
     Raises:
         StoreError, ConfigError: the store does not answer and no job is in sight, or the job's identity cannot be used.
         BackendError: the backend does not answer, and nothing else can be done now.
     """
-    target = load_target(service, due.run_id, str(due.payload["attempt"]))
+    target = load_target(service, due.run_id, str(due.payload["attempt"]), hurried=due.stage == ASK)
     if due.stage == ASK:
         return _ask(service, due, target)
     if target.trouble is not None and due.stage != ASKED:
@@ -107,10 +107,14 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     try:
         control = write_control(service, target, stop)
     except REFUSED as error:
+        if target.hurried:
+            target = load_target(service, due.run_id, attempt)
+            if target.is_over:
+                return _over(service, due, target, ASKED)
         if not target.in_sight:
             raise  # there is no other way to the job now
         return _go_on_without_store(service, due, target, error)
-    if target.attempt.on_stop != "ignore" or target.unread:
+    if target.listens:
         assert control.stop is not None
         return Tried(
             "advanced", f"asked all workers to stop at step {control.stop.step}", ASKED, due.now_ns + _POLL_NS
@@ -130,11 +134,10 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
 
 def _go_on_without_store(service: Service, due: DueAction, target: Target, refused: WatchstepError) -> Tried:
     """Workers that announce to a service are asked by its answers; for their job, its grace time has begun."""
-    listens = target.attempt.on_stop != "ignore" or target.unread
     long_asked = due.tries > 0 and due.now_ns - due.stage_since_ns >= nanoseconds(
         service.settings.grace_seconds
     )
-    if not listens or long_asked:
+    if not target.listens or long_asked:
         return _told_of(refused, _press(service, due, target, TERMINATED))
     detail = (
         f"{refused.what}; the workers are asked by the answers to their announcements alone, and job {_named(target)}"
@@ -232,7 +235,7 @@ def _over(service: Service, due: DueAction, target: Target, stage: int) -> Tried
     try:
         # Its workers' last words say at which step they stopped.
         at_store(service, target, lambda _: discover(service, due.run_id))
-        target = load_target(service, due.run_id, target.attempt.attempt)
+        target = load_target(service, due.run_id, target.attempt.attempt, hurried=target.hurried)
     except REFUSED as error:
         _log.warning("run %s/%s: %s", target.run.project, target.run.run, error.what)
     steps = [int(end["last_step"]) for end in target.attempt.ends.values()]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from watchstep.control import ControlDocument, StopRequest
@@ -13,12 +15,16 @@ from watchstep.store import Store
 from watchstep_services.control import ask, change, mirror
 from watchstep_services.database.models import Attempt, Project, Run
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
-from watchstep_services.estimator.errors import BackendError
+from watchstep_services.estimator.errors import BackendDownError, BackendError
 from watchstep_services.evaluator import attempts
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.stores.place import StorePlace
 from watchstep_services.tenancy.jobs import bound_job
+
+STATUS_SECONDS = 5.0
+"""So long a stop waits for a job's backend before it asks the workers: most answer within a second, and one that hangs does so
+for half a minute."""
 
 REFUSED = (StoreError, ConfigError)
 """What is raised where a store does not answer, refuses, or cannot be opened."""
@@ -40,6 +46,7 @@ class Target:
         backend: what the job runs on; None where this process knows no such backend.
         trouble: why the backend could not be asked now; the status is unknown.
         unread: the store does not say now how many workers the attempt has, and what they do when they are asked.
+        hurried: the backend was not waited for; the status is unknown.
     """
 
     run: Run
@@ -51,6 +58,7 @@ class Target:
     backend: Backend | None
     trouble: BackendError | None = None
     unread: bool = False
+    hurried: bool = False
 
     @property
     def run_store(self) -> Store:
@@ -62,6 +70,11 @@ class Target:
         if isinstance(self.opened, Store):
             return self.opened
         raise self.opened
+
+    @property
+    def listens(self) -> bool:
+        """Whether its workers do something when they are asked to stop, as far as anybody can know."""
+        return self.unread or self.attempt.on_stop != "ignore"
 
     @property
     def is_alone(self) -> bool:
@@ -102,26 +115,57 @@ class Target:
         return self.status is not None and self.status.in_sight
 
 
-def load_target(service: Service, run_id: int, attempt: str) -> Target:
-    """Find what a stop is aimed at, and how its job is now, if its backend can say so. No store is waited for long."""
+def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = False) -> Target:
+    """Find what a stop is aimed at, and how its job is now, if its backend can say so. No store is waited for long.
+
+    Args:
+        service: the service.
+        run_id: of the run.
+        attempt: its name.
+        hurried: where its workers listen, the backend is waited for `STATUS_SECONDS` at the most.
+    """
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
         place = session.get_one(Project, run.project).place
         found = bound_job(session, run_id, attempt)
     opened = _open(service, place, run.run)
     row, unread = _load_attempt(service, place, opened, (run_id, attempt))
+    target = Target(run, row, place, opened, None, None, None, unread=unread)
     if found is None:
-        return Target(run, row, place, opened, None, None, None, unread=unread)
+        return target
     backend = service.backend_of(found.kind, found.settings)
-    trouble = None
+    target = replace(target, job=found.job, backend=backend)
     if backend is None:
-        status = JobStatus("unknown", detail=f"this service has no backend of kind {found.kind!r}")
-    else:
-        try:
-            status = backend.status(found.job)
-        except BackendError as error:
-            status, trouble = JobStatus("unknown", detail=error.what), error
-    return Target(run, row, place, opened, found.job, status, backend, trouble, unread)
+        detail = f"this service has no backend of kind {found.kind!r}"
+        return replace(target, status=JobStatus("unknown", detail=detail))
+    try:
+        if hurried and target.listens:
+            return replace(target, status=_status_soon(service, run.project, backend, found.job))
+        return replace(target, status=backend.status(found.job))
+    except _SlowBackendError as error:
+        return replace(target, status=JobStatus("unknown", detail=error.what), trouble=error, hurried=True)
+    except BackendError as error:
+        return replace(target, status=JobStatus("unknown", detail=error.what), trouble=error)
+
+
+class _SlowBackendError(BackendDownError):
+    """It has not answered yet."""
+
+
+def _status_soon(service: Service, project: str, backend: Backend, job: JobHandle) -> JobStatus:
+    """How a job is.
+
+    Raises:
+        BackendError: as of `Backend.status`, or it has not answered in time.
+    """
+    asked = service.status_threads.submit(project, functools.partial(backend.status, job), job.backend)
+    if not wait([asked], STATUS_SECONDS).done:
+        asked.cancel()
+        raise _SlowBackendError(
+            f"backend {job.backend}: no answer for {STATUS_SECONDS:g} s",
+            "see whether it can be reached from here; it is tried again",
+        )
+    return asked.result()
 
 
 def _open(service: Service, place: StorePlace, run: str) -> Store | StoreError | ConfigError:

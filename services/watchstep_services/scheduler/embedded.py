@@ -155,6 +155,7 @@ class EmbeddedService:
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._undo.append(self.service.patience.close)
         self._undo.append(self.service.intake.shutdown)
+        self._undo.append(self.service.status_threads.shutdown)
         self._queue.start(self.service)
         self._undo.append(self._queue.close)
         self._serve(listener)

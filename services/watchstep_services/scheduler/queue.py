@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep_services.database.models import Backtest
-from watchstep_services.dispatcher.dispatch import posts_of
+from watchstep_services.dispatcher.dispatch import posts_of, project_of
 from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.evaluator.evaluate import Evaluation
 from watchstep_services.fair_threads import FairThreads
@@ -20,7 +20,7 @@ from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_l
 from watchstep_services.service import Service
 
 _LEAST_POSTS = 4
-_ACTION_THREADS = 2
+_STOP_THREADS = 16
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, int]
@@ -37,8 +37,10 @@ class WorkQueue:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="watchstep-work")
-        # A stop never waits for evaluations, which may take seconds where rules are slow.
-        self._actions = ThreadPoolExecutor(_ACTION_THREADS, thread_name_prefix="watchstep-action")
+        # What actions are about is asked of the database alone, and does not wait for any of them.
+        self._actions = ThreadPoolExecutor(1, thread_name_prefix="watchstep-action")
+        # A stop never waits for evaluations, which may take seconds where rules are slow, nor for another project's backend.
+        self._stops = FairThreads(_STOP_THREADS, "watchstep-stop", per_project=_STOP_THREADS // 4)
         # Backtests have a thread of their own: a run that goes on never waits for one that is over. Projects take turns.
         self._backtests = FairThreads(1, "watchstep-backtest", per_project=1)
         # So has what goes out to receivers, which may take their time: no evaluation and no stop waits for them.
@@ -83,6 +85,7 @@ class WorkQueue:
         self._backtests.shutdown()
         self._posts.shutdown()
         self._actions.shutdown(wait=True, cancel_futures=True)
+        self._stops.shutdown()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.tell()
 
@@ -130,16 +133,17 @@ class WorkQueue:
         assert self._service is not None
         try:
             post = posts_of(self._service, [key[1]]).get(key[1])
+            project = project_of(self._service, key[1])
         except Exception:  # noqa: BLE001 - trying it meets the same, and says so
-            post = None
-        if post is None:
-            self._do(key)
-            return
+            post, project = None, ""
+        work = functools.partial(self._do, key)
         with self._condition:
             if self._closed:
                 self._busy.discard(key)
+            elif post is None:
+                self._stops.submit(project, work)
             else:
-                self._posts.submit(post.project, functools.partial(self._do, key), post.receiver)
+                self._posts.submit(post.project, work, post.receiver)
 
     def _do(self, key: _Key) -> None:
         service = self._service
