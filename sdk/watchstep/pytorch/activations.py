@@ -103,6 +103,7 @@ class ActivationHooks:
         kernel: Kernel,
         passes: ForwardPasses,
         handles: list[RemovableHandle],
+        part_called: Callable[[str, Mode], None],
     ) -> None:
         """Put them on.
 
@@ -112,6 +113,7 @@ class ActivationHooks:
             kernel: measures.
             passes: says which calls are recorded.
             handles: gets what takes the hooks off, one by one, so that those of a model that fails halfway come off, too.
+            part_called: called with the path and mode of each recorded call outside of the model's own ``forward``.
         """
         self.live = LiveOutputs()
         self._session = session
@@ -120,6 +122,7 @@ class ActivationHooks:
         self._whole = names.whole
         self._kernel = kernel
         self._passes = passes
+        self._part_called = part_called
         self._unseen: set[str] = set()
         self._decided_for, self._decided_in = -1, ""
         self._decided: dict[tuple[str, ...], str | None] = {}
@@ -186,6 +189,8 @@ class ActivationHooks:
         mode = self._passes.mode_of_call()
         if mode is None:
             return
+        if self._passes.outside:
+            self._part_called(observed.path, mode)
         if self._decided_for != self._recorder.step or self._decided_in != mode:
             if self._decided_for != self._recorder.step:
                 self.live.forget()  # nothing else does where the model itself is never called

@@ -7,6 +7,9 @@ thread (which serves the model) train nothing and are not recorded. Other modes 
 Frozen parts that the model's ``forward`` runs without gradients belong to its training pass. So does the first pass of
 reentrant activation checkpointing, which disables gradients inside of an autograd function; its second pass, inside the
 backward pass, is not recorded.
+
+A program may call modules of the model, ``model.actor(x)``, and never the model itself. Each such call is judged by itself, and
+`PartPasses` decides with which of them a forward pass begins.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from types import FrameType
 import torch
 from torch import nn
 
+from watchstep.capture.recorder import Recorder
 from watchstep.capture.session import Session
 from watchstep.tensors import Mode
 
@@ -39,6 +43,12 @@ class ForwardPasses:
         self._maker = threading.get_ident()
         self._inside = False
         self._inside_trains = False
+        self._inside_other = False
+
+    @property
+    def outside(self) -> bool:
+        """Whether the model's own ``forward`` is not running: the program has called the module under way by itself."""
+        return not (self._inside or self._inside_other)
 
     @property
     def mode(self) -> Mode:
@@ -69,6 +79,7 @@ class ForwardPasses:
         """The model's ``forward`` begins: the mode in which this pass is recorded, None where it is not."""
         mode = self._recorded()
         if mode != "train":
+            self._inside_other = mode is not None
             return mode
         self._inside, self._inside_trains = True, _gradients_enabled()
         if not self._inside_trains:
@@ -78,6 +89,7 @@ class ForwardPasses:
 
     def leave(self) -> None:
         """The model's ``forward`` is over, also by an exception."""
+        self._inside_other = False
         if self._inside and self._ident in {-1, threading.get_ident()} and not _recomputes():
             self._inside = False
 
@@ -93,6 +105,48 @@ class ForwardPasses:
         """The mode, but for passes inside a backward pass and, in mode train, those of other threads."""
         mode = None if _recomputes() else self.mode
         return None if mode == "train" and not self.on_training_thread() else mode
+
+
+class PartPasses:
+    """Decides with which call of a module outside of the model's ``forward`` a forward pass begins.
+
+    In mode train the calls between two backward passes or updates are one pass: ``actor(x)``, ``critic(x)`` and their loss. A
+    loss that is logged as NaN ends a pass, too, for the program may skip its backward pass. In other modes a module that is
+    called again begins the next pass.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._begun_at = -1
+        self._other: tuple[int, Mode] = (-1, "train")
+        self._called: set[str] = set()
+
+    def began(self) -> None:
+        """A training pass has begun, with the model's ``forward`` or a call of one of its modules."""
+        self._begun_at = self._recorder.step
+
+    def ended(self) -> None:
+        """The backward pass of a training pass begins."""
+        self._begun_at = -1
+
+    def begins(self, path: str, mode: Mode, *, counts_steps: bool) -> bool:
+        """Whether a pass begins with this call.
+
+        Args:
+            path: of the module.
+            mode: in which the call is recorded.
+            counts_steps: whether a pass of this model begins the next step once the update is done.
+        """
+        recorder = self._recorder
+        if mode == "train":
+            is_next = (recorder.finished and counts_steps) or self._begun_at != recorder.step
+            return is_next or recorder.logged_nan
+        place = (recorder.step, mode)
+        if place == self._other and path not in self._called:
+            self._called.add(path)
+            return False
+        self._other, self._called = place, {path}
+        return True
 
 
 def _recomputes() -> bool:

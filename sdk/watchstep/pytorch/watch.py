@@ -31,7 +31,7 @@ from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.clipped_gradients import ClippedGradients
 from watchstep.pytorch.counting_optimizer import CountingOptimizer
 from watchstep.pytorch.finite_checks import FiniteChecks
-from watchstep.pytorch.forward_passes import ForwardPasses
+from watchstep.pytorch.forward_passes import ForwardPasses, PartPasses
 from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.gradient_scaler import Scaling
@@ -137,6 +137,7 @@ class Watch:
         self._buffers = Buffers(session, names, self._parameters, kernel)
         self._unheld = UnheldParameters(session, self._parameters, kernel)
         self._passes = ForwardPasses(session, names.model)
+        self._parts = PartPasses(session.recorder)
         self._calls = FunctionCalls(session, names, kernel)
         self._handles: list[RemovableHandle] = []
         try:
@@ -151,7 +152,9 @@ class Watch:
         self._handles.append(
             self.model.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
         )
-        self._activations = ActivationHooks(self._session, names, kernel, self._passes, self._handles)
+        self._activations = ActivationHooks(
+            self._session, names, kernel, self._passes, self._handles, self._part_called
+        )
         optimizer_steps.listen(self)
         backward_losses.listen(self)
         gradient_scaler.listen(self)
@@ -182,6 +185,7 @@ class Watch:
             if self._captured() or not self._passes.owns_backward():
                 return  # another training's, in a thread beside this one's
             self._begin()
+            self._parts.ended()
             self._activations.new_pass()
             self._clipped.after_backward()
             self._note_endless()
@@ -368,6 +372,14 @@ class Watch:
         self._passes.leave()
         self._calls.leave()
 
+    def _part_called(self, path: str, mode: Mode) -> None:
+        """The program has called a module by itself: a pass may begin with it, unless the program says where passes begin."""
+        if self._told_of_passes or not self._parts.begins(path, mode, counts_steps=self.counts_steps):
+            return
+        if mode == "train":
+            self._passes.set_training_thread()
+        self._pass_begins(mode)
+
     def begin_pass(self) -> None:
         """A forward pass begins, also where the model itself is not called; from now on only this tells of passes."""
         self._told_of_passes = True
@@ -395,6 +407,7 @@ class Watch:
         if system is not None:
             system.times.forward()
         self._begin()
+        self._parts.began()
         self._activations.live.forget()
         if logged_nan := self._recorder.logged_nan:
             self._suspect()
