@@ -33,6 +33,10 @@ class MissingStoreError(StoreError):
     """The store itself, its folder or bucket, is not there."""
 
 
+class RecordingEndedError(StoreError):
+    """The recording that would write has ended. No fault: what is left waits on disk, or was counted."""
+
+
 class NotFoundError(StoreError):
     """The object, run or tensor is not there."""
 

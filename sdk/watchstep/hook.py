@@ -49,6 +49,7 @@ from watchstep.store import Store, checked_scheme
 from watchstep.store_identity import StoreIdentity
 from watchstep.tensors import MODES, Mode
 from watchstep.transport import ServiceAddress
+from watchstep.write_gate import WriteGate
 
 if TYPE_CHECKING:
     from watchstep.pytorch.agreement import Agreement
@@ -120,6 +121,7 @@ class Hook:
             budgeted(config, overhead_budget), (*asked.probes, *getattr(made_guard, "probes", ()))
         )
         self._identity = resolve(project, run)
+        self._gate = WriteGate()
         self._on_stop = checked_on_stop(on_stop, self.config.bounds.checkpoint_seconds)
         ranks_stop_together = isinstance(self._on_stop, AwaitsCheckpoint) and self._identity.world_size > 1
         if ranks_stop_together:
@@ -139,12 +141,11 @@ class Hook:
             self._health.note("on_stop", "all ranks stop at one step: no checkpoint is waited for")
         launch = LaunchState.from_environment(self._health)
         self._recorder.launched_unverified = not launch.verified
-        known = address is not None or launch.location is not None
         self._service = (
             ServiceClient(
                 address, self._identity.project, functools.partial(launch.recorder_address, self._health)
             )
-            if known
+            if address is not None or launch.location is not None
             else None
         )
         if made_guard is not None:
@@ -168,7 +169,9 @@ class Hook:
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.tell_cost(session.schedule.budget.written)
         writer.start()
-        self._ending = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health)
+        self._ending = Ending(
+            self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate
+        )
         process_end.watch(self._ending)
         cells.remember(self._ending)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
@@ -448,6 +451,7 @@ class Hook:
         return self._open_attempt(self._identity.attempt)
 
     def _open_attempt(self, attempt: str) -> Store:
+        self._gate.check(f"store {self.store_url}")  # opening one may make its folder
         project, run = self._identity.project, self._identity.run
         service = self._service if self._service is not None and self._service.is_located else None
         opened = open_recorded(
@@ -457,7 +461,7 @@ class Hook:
             self._health.fault,
             identity=self._store_identity,
         )
-        return opened.child(run_prefix(project, run))
+        return opened.child(run_prefix(project, run)).gated(self._gate)
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         obey(self._session, self._stop_talk, document, attempt)

@@ -16,6 +16,7 @@ from watchstep.local_folders import usable_folders
 from watchstep.local_objects import is_regular, opened_object, read_range, size_of
 from watchstep.store_errors import FailedCall, Verb, is_denied, not_found, refusal_of_folder, translate
 from watchstep.store_identity import MARKER, StoreIdentity
+from watchstep.write_gate import WriteGate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -49,12 +50,14 @@ class Store:
         *,
         hides_missing: bool = False,
         identity: StoreIdentity | None = None,
+        gate: WriteGate | None = None,
     ) -> None:
         self.url = url
         self._backend = backend
         self._prefix = prefix
         self._hides_missing = hides_missing
         self._identity = identity
+        self._gate = gate
 
     @classmethod
     def open(
@@ -123,9 +126,20 @@ class Store:
 
     def child(self, prefix: str) -> Store:
         """The same store seen from a prefix below this one."""
-        inner = f"{self._prefix}{prefix.rstrip('/')}/"
+        return self._seen_from(f"{self._prefix}{prefix.rstrip('/')}/", self._gate)
+
+    def gated(self, gate: WriteGate) -> Store:
+        """The same store, which writes and deletes only as long as a gate is open."""
+        return self._seen_from(self._prefix, gate)
+
+    def _seen_from(self, prefix: str, gate: WriteGate | None) -> Store:
         return Store(
-            self.url, self._backend, inner, hides_missing=self._hides_missing, identity=self._identity
+            self.url,
+            self._backend,
+            prefix,
+            hides_missing=self._hides_missing,
+            identity=self._identity,
+            gate=gate,
         )
 
     def check_identity(self) -> None:
@@ -216,12 +230,17 @@ class Store:
         """
         from obstore.exceptions import AlreadyExistsError
 
+        self._check_gate(key)
         try:
             yield
         except (AlreadyExistsError, StoreError):
             raise
         except Exception as error:
             raise self._translated("write", key, error) from error
+
+    def _check_gate(self, key: str) -> None:
+        if self._gate is not None:
+            self._gate.check(f"object {self._named(key)}")
 
     @contextlib.contextmanager
     def _written_folder(self, identity: StoreIdentity, key: str) -> Iterator[tuple[int, str]]:
@@ -418,6 +437,7 @@ class Store:
         """
         import obstore
 
+        self._check_gate(key)
         self.check_identity()
         try:
             obstore.delete(self._backend, self._prefix + key)

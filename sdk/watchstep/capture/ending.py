@@ -12,6 +12,7 @@ from watchstep.capture.recorder import Recorder
 from watchstep.capture.termination import deferred_sigterm
 from watchstep.capture.writer import Writer
 from watchstep.documents import TERMINATED, EndDocument, EndState
+from watchstep.write_gate import WriteGate
 
 _log = logging.getLogger("watchstep")
 
@@ -31,7 +32,13 @@ class Ending:
     """
 
     def __init__(
-        self, run_url: str, recorder: Recorder, writer: Writer, health: Health, report: Callable[[], Any]
+        self,
+        run_url: str,
+        recorder: Recorder,
+        writer: Writer,
+        health: Health,
+        report: Callable[[], Any],
+        gate: WriteGate,
     ) -> None:
         """Nothing has ended.
 
@@ -41,6 +48,7 @@ class Ending:
             writer: writes the rest.
             health: for faults of ending itself.
             report: gives what the end document says of the recorder's health.
+            gate: closed once nothing more is waited for: the store may answer a thread of the recording after that.
         """
         bounds = writer.bounds
         self.run_url = run_url
@@ -52,6 +60,7 @@ class Ending:
         self._writer = writer
         self._health = health
         self._report = report
+        self._gate = gate
         self._watches: list[Callable[[], None]] = []
         self._joins: list[Callable[[Callable[[], bool]], None]] = []
         self._ended = False
@@ -158,6 +167,8 @@ class Ending:
         except BaseException:
             self._writer.close(None, 0.0)  # the program does not wait any longer: what is left goes to disk
             raise
+        finally:
+            self._gate.close()
         if first and not complete:
             self._tell_what_is_left()
 

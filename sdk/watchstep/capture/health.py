@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from watchstep.errors import RecordingEndedError
 from watchstep.terminal_text import printable
 
 _log = logging.getLogger("watchstep")
@@ -36,7 +37,9 @@ class Health:
             self._counts[name] = max(self._counts.get(name, 0), value)
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Note a fault of the recorder; each kind is logged once, unless it is expected."""
+        """Note a fault of the recorder; each kind is logged once, unless it is expected. What an ended recording does not write is none."""
+        if isinstance(error, RecordingEndedError):
+            return
         text = printable(f"{type(error).__name__}: {error}".split("\n", 1)[0][:300])
         with self._lock:
             self._counts["faults"] = self._counts.get("faults", 0) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,3 +175,26 @@ def test_without_a_spill_folder_the_rest_is_counted(server: FaultyS3, whole: int
     hook.close()
     assert hook.health["counts"]["dropped_rows"] == accounted(hook.health) == whole
     assert not list(spill_root.iterdir())
+
+
+@pytest.mark.parametrize("only", ["run.json", ".parquet"])
+def test_a_closed_hook_writes_nothing_more_when_the_store_answers_again(
+    server: FaultyS3, spill_root: Path, only: str
+) -> None:
+    server.fault, server.only = "late_answer", only
+    before = set(threading.enumerate())
+    hook = hook_with(Bounds(close_seconds=0.1))
+    train(hook)
+    assert server.met.wait(30)
+    hook.checkpoint_saved("checkpoint", 0)
+    hook.close()
+    counted = dict(hook.health["counts"])
+    there = dict(server.objects)
+    server.released.set()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("watchstep"):
+            thread.join(30)
+            assert not thread.is_alive()
+    assert server.objects == there
+    assert hook.health["counts"] == counted
+    upload_rest(spill_root)
