@@ -55,6 +55,7 @@ class Facts:
         stopping: a stop is on its way; what it comes to is waited for, lest the run end twice.
         stopped: Watchstep had its job ended. Of one that was only asked to stop, its workers and its exit code tell what it did.
         silent_ns: how long nothing was heard.
+        before: the state in which it has ended already; None while it goes on, or is lost.
     """
 
     heard: bool
@@ -66,6 +67,7 @@ class Facts:
     stopping: bool
     stopped: bool
     silent_ns: int
+    before: RunState | None = None
 
 
 def next_state(facts: Facts, grace_ns: int, silent_ns: int) -> RunState:
@@ -80,11 +82,14 @@ def next_state(facts: Facts, grace_ns: int, silent_ns: int) -> RunState:
     runs = facts.job is not None and facts.job.state == "running"
     waits = facts.job is not None and facts.job.state == "queued"
     complete = len(facts.ends) >= facts.world_size
+    settled = complete or gone
     # The process that wrote the last end document may still be ending: its exit code is waited for.
     complete = complete and not (runs and facts.silent_ns < grace_ns)
     over = (complete or (gone and facts.gone_for_ns >= grace_ns)) and not facts.unread
     if over and (not facts.stopping or facts.silent_ns >= silent_ns):
         return _ending(facts)
+    if facts.before is not None and settled:
+        return facts.before  # a segment or a stop that comes late does not begin it anew
     if facts.silent_ns >= silent_ns and not (runs or waits) and not facts.unread:
         return "lost"
     return "running" if facts.heard or runs else "created"
@@ -208,6 +213,7 @@ def _facts_of(
         stopping=stop is not None and stop.state == "pending",
         stopped=stop is not None and stop.state == "done" and _ended_job(stop, status),
         silent_ns=now - run.heard_ns,
+        before=cast("RunState", run.state) if run.state in ENDED and run.state_attempt == name else None,
     )
 
 
@@ -241,8 +247,9 @@ def _change(service: Service, run: Run, state: RunState, now: int, session: Sess
     run.ended_ns = now if state in ENDED or state == "lost" else None
     data = {"attempt": run.attempt, "state": state, "before": before, "last_step": run.last_step}
     named = (run.project, run.run)
-    if state == "running":
+    if state in ("running", *ENDED):
         run.state_attempt = run.attempt
+    if state == "running":
         # A look at a run that was over put the next one off by minutes or hours.
         run.look_ns = 0
         add_event(

@@ -60,6 +60,17 @@ def test_the_life_of_a_run() -> None:
     assert state(heard=True, job=obeyed, gone_for_ns=GRACE, ends=("failed",)) == "failed"
 
 
+def test_what_has_ended_goes_on_only_where_its_end_was_none() -> None:
+    ended = {"heard": True, "before": "completed"}
+    complete = {**ended, "ends": ("completed", "completed")}
+    gone = {**ended, "job": JobStatus("ended", 0), "gone_for_ns": GRACE}
+    for over in (complete, gone, {**complete, "job": JobStatus("running")}):
+        assert state(**over, unread=True) == "completed"
+        assert state(**over, stopping=True) == "completed"
+    assert state(**complete, job=JobStatus("ended", 1)) == "failed"  # how it ended may be known later
+    assert state(**ended, ends=("completed",)) == "running"  # one more worker became known
+
+
 def test_the_exit_code_of_a_job_says_more_than_an_end_in_good_order() -> None:
     ended = {"heard": True, "ends": ("completed", "completed")}
     assert state(**ended, job=JobStatus("ended", 0)) == "completed"
@@ -172,5 +183,23 @@ def test_rows_that_come_after_the_end_start_no_run(driven: Driven, folder_store:
     assert advance_run(driven.service, run_id) == "completed"
     recording.write(1, 4, 7, nan_from(5))
     discover(driven.service, run_id)
+    assert advance_run(driven.service, run_id) == "completed"
     driven.settle(run_id)
+    assert advance_run(driven.service, run_id) == "completed"
     assert driven.event_types(run_id)[:2] == ["run.ended", "alert.firing"]
+    assert "run.started" not in driven.event_types(run_id)
+    (stop,) = driven.actions(run_id)
+    assert driven.finish(stop.id).state == "skipped"
+    assert advance_run(driven.service, run_id) == "completed"
+    assert [kind for kind in driven.event_types(run_id) if kind.startswith("run.")] == ["run.ended"]
+
+
+def test_a_run_that_was_lost_goes_on_when_it_is_heard_of(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+    driven.settle(run_id)
+    assert advance_run(driven.with_settings(silent_seconds=1e-9).service, run_id) == "lost"
+    driven.announce(run_id, recording.write(1, 4, 7))
+    driven.settle(run_id)
+    assert advance_run(driven.service, run_id) == "running"

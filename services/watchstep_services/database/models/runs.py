@@ -18,8 +18,8 @@ class Run(Base):
     last said that something sudden had happened. ``registered_by``: the id of the operator's or admin's token that made it known;
     empty where nobody's did. ``unfinished_claims``: claims in a row that were neither committed nor released: their process
     ended; ``reading``: the epoch of the last of them and the segment that it was reading, noted once there were some
-    (`evaluator.unfinished_reads`). ``state_attempt``: the attempt whose start was published last; an attempt that replaces it
-    while the run is running ends it first.
+    (`evaluator.unfinished_reads`). ``state_attempt``: the attempt whose start or end was published last; an attempt that replaces
+    it while the run is running ends it first, and one that has ended is not running again.
     """
 
     __tablename__ = "runs"
