@@ -56,6 +56,10 @@ class Streak(NamedTuple):
     steps: int = 0
     values: float = 0.0
 
+    def is_fault(self, params: SaturatedActivationParams) -> bool:
+        """Whether it is long enough."""
+        return self.steps >= params.steps and self.values >= params.examples
+
 
 class SaturatedActivationState(State):
     """Streaks under way by ``tensor@worker``, losses by ``loss@worker``, and where in the model the last weighted layer stands."""
@@ -79,7 +83,8 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
     left alone once the loss has come down by a quarter: the output of a classifier that is sure lies at a bound, that
     of a network whose targets lie beyond the bounds does so too, and its loss stays where it was. So is any layer once the loss is down to
     half of its start: units that became switches while the network learnt are how it represents what it learnt, and
-    saturation that keeps it from learning is there before that.
+    saturation that keeps it from learning is there before that. A layer that was found saturated before stays found until a
+    record of it is steep again, however low the loss comes to be.
     """
 
     name = "saturated_activation"
@@ -119,20 +124,19 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         numbers = step_numbers(block)
         losses, courses = follow(state.losses, block, numbers)
         last = _last_layer(state.last, block, numbers)
-        slope, share, values = _slopes(block), *_shares(block)
+        slope, share = _slopes(block), _shares(block)
         judged = np.flatnonzero(~(np.isnan(slope) & np.isnan(share)))
         order = _orders(block.catalogue)[block.tensor[judged]]
         step = numbers[judged]
         stuck = ~courses.any_converged(params.converged)[step]
         at_start = (courses.known & ~courses.any_converged(params.stuck))[step]
         flat = (slope[judged] < params.slope) | (share[judged] >= params.share)
-        hit = flat & np.where(order < last[step], stuck, at_start)
-        streaks, ends = _follow(state.streaks, view(block, judged), hit, values[judged])
+        suspect = np.where(order < last[step], stuck, at_start)
+        streaks, faults = _follow(state.streaks, view(block, judged), flat, suspect, params)
         findings = {}
-        for place, streak in ends.items():
+        for place, streak in faults.items():
             row = int(judged[place])
-            if streak.steps >= params.steps and streak.values >= params.examples:
-                findings[row] = self._finding(params, block, row, (slope[row], share[row]), streak)
+            findings[row] = self._finding(params, block, row, (slope[row], share[row]), streak)
         state = SaturatedActivationState(
             streaks=streaks, losses=losses, last=int(last[-1]) if len(last) else state.last
         )
@@ -171,20 +175,44 @@ def _last_layer(before: int, block: Block, numbers: NDArray[np.intp]) -> NDArray
 
 
 def _follow(
-    kept: dict[str, Streak], block: Block, hit: NDArray[np.bool_], values: Floats
+    kept: dict[str, Streak],
+    block: Block,
+    flat: NDArray[np.bool_],
+    suspect: NDArray[np.bool_],
+    params: SaturatedActivationParams,
 ) -> tuple[dict[str, Streak], dict[int, Streak]]:
-    """The streaks to be kept, and that of each row in one."""
+    """Follow the streaks of saturated records.
+
+    Whether the loss is low decides only whether a streak can become a fault. What is a fault already stays one until a record
+    shows that the layer is steep again: the loss may fall though the layer stays at its bounds.
+
+    Args:
+        kept: the streaks under way.
+        block: the rows that can be judged.
+        flat: of each whether the layer is saturated, shape (n,).
+        suspect: of each whether the loss is not low, shape (n,).
+        params: how long a streak has to be.
+
+    Returns:
+        The streaks to be kept, and that of each row at which there is a fault.
+    """
     rows = SeriesRows.of(block)
-    streaks, found = dict(kept), {}
-    goes_on = rows.before(hit, first=True)
-    for row in rows.order[hit[rows.order]].tolist():
+    values = _values_by_channel(block)
+    streaks, faults = dict(kept), {}
+    goes_on = rows.before(flat, first=True)
+    for row in rows.order[flat[rows.order]].tolist():
         name = rows.names[rows.series[row]]
         before = streaks.get(name, Streak()) if goes_on[row] else Streak()
-        found[row] = streaks[name] = Streak(before.steps + 1, before.values + float(values[row]))
-    for name, last in zip(rows.names, rows.last(hit), strict=True):
+        if suspect[row] or before.is_fault(params):
+            streak = streaks[name] = Streak(before.steps + 1, before.values + float(values[row]))
+            if streak.is_fault(params):
+                faults[row] = streak
+        else:
+            streaks.pop(name, None)
+    for name, last in zip(rows.names, rows.last(flat), strict=True):
         if not last:
             streaks.pop(name, None)
-    return streaks, found
+    return streaks, faults
 
 
 _bounds_of: OfCatalogue[Floats] = OfCatalogue()
@@ -214,10 +242,17 @@ def _slopes(block: Block) -> Floats:
         return np.asarray(1 - from_middle / half**2)
 
 
-def _shares(block: Block) -> tuple[Floats, Floats]:
-    """Share of saturated channels, and how many values there are of each; NaN where there are no channels."""
+def _shares(block: Block) -> Floats:
+    """Share of saturated channels; NaN where there are no channels."""
     none = np.full(len(block), np.nan)
     channels, saturated = (block.probes.get(name, none) for name in ("channels", "saturated_channels"))
     with np.errstate(invalid="ignore", divide="ignore"):
-        share, values = saturated / channels, block.statistics.count / channels
-    return share, np.where(np.isfinite(values), values, np.maximum(block.statistics.count, 0))
+        return np.asarray(saturated / channels)
+
+
+def _values_by_channel(block: Block) -> Floats:
+    """How many values there are of each channel; of the whole tensor where there are no channels."""
+    channels = block.probes.get("channels", np.full(len(block), np.nan))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values = block.statistics.count / channels
+    return np.where(np.isfinite(values), values, np.maximum(block.statistics.count, 0))

@@ -81,3 +81,9 @@ def test_the_finding_says_the_slope() -> None:
     assert said.findings[0].message == (
         "act:output has 0.02 of its greatest slope, below 0.1 for 3 records in a row"
     )
+
+
+def test_what_was_found_lasts_until_the_layer_is_steep_again_however_low_the_loss_falls() -> None:
+    falling = [Row(step, LOSS, [1.0 if step < 10 else 0.01]) for step in range(60)]
+    at_its_bounds = [[-0.99, 0.985]] * 50 + [[0.5, -0.5]] * 10
+    assert found(layer(at_its_bounds), HEAD, falling) == list(range(2, 50))
