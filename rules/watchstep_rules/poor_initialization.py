@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import functools
+from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -16,7 +16,6 @@ from watchstep.statistics import Floats
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.layers import is_normalisation, is_weighted
-from watchstep_rules.figures.steps import whole_steps
 from watchstep_rules.finding import Finding, finding_at
 
 _SURE = 2.0  # spread of logits, from which on softmax is about as sure as it may be wrong
@@ -111,47 +110,44 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         """Judge the first step in train mode that has weights."""
         if state.judged:
             return state, []
-        for rows in whole_steps(block):
-            weights = [int(row) for row in rows if block.info(int(row)).role == "weight"]
-            if weights:
-                return PoorInitializationState(judged=True), self._judge(params, block, rows, weights)
-        return state, []
+        training = block.mode == 0
+        weights = training & block.mask_of_tensors([info.role == "weight" for info in block.catalogue])
+        if not weights.any():
+            return state, []
+        rows = np.flatnonzero(training & (block.step == block.step[weights].min()))
+        return PoorInitializationState(judged=True), self._judge(params, _FirstStep(block, rows))
 
-    def _judge(
-        self, params: PoorInitializationParams, block: Block, rows: NDArray[np.intp], weights: list[int]
-    ) -> list[Finding]:
-        held = block.statistics
-        layers = sorted(
-            (row for row in weights if _fan_in(block.info(row)) and held.finite[row] > 1),
-            key=lambda row: (block.info(row).order, row),
-        )
-        size = rms(held)
-        gain = {row: float(size[row]) * _fan_in(block.info(row)) ** 0.5 for row in layers}
-        alike = {row for row in layers if held.m2[row] <= _CONSTANT * held.square_sum[row]}
-        if same := _all_the_same(layers, alike, gain):
-            return [self._same(block, row) for row in same]
-        sure = _too_sure(params, block, rows, weights, size)
+    def _judge(self, params: PoorInitializationParams, step: _FirstStep) -> list[Finding]:
+        block, held = step.block, step.block.statistics
+        weights = step.of_role("weight")
+        layers = weights[(step.fan_in(weights) > 0) & (held.finite[weights] > 1)]
+        layers = layers[np.lexsort((layers, step.order(layers)))]
+        gain = step.size[layers] * np.sqrt(step.fan_in(layers))
+        alike = held.m2[layers] <= _CONSTANT * held.square_sum[layers]
+        same = layers[_all_the_same(alike, gain)]
+        if len(same):
+            return [self._same(block, int(row)) for row in same]
+        sure = _too_sure(params, step, weights)
         if sure is not None:
             return [self._sure(params, block, *sure)]
-        if any(is_normalisation(block.info(row)) for row in weights):
+        if any(is_normalisation(info) for info in step.infos(weights)):
             return []
-        large = [row for row in layers if gain[row] >= params.large]
-        if len(large) > 1 and prod(gain[row] / 1.5 for row in large) >= params.growth:
-            return [self._scale(params.large, block, row, gain[row], "at least") for row in large]
-        small = [row for row in layers[:-1] if row not in alike and gain[row] < params.small]
-        faint = len(small) > 1 and prod(gain[row] / 0.5 for row in small) < params.shrinkage
-        if faint and _input_has_no_say(block, rows, size):
-            return [self._scale(params.small, block, row, gain[row], "below") for row in small]
-        return self._signal(params, block, rows, [gain[row] for row in layers])
+        large = gain >= params.large
+        if large.sum() > 1 and prod((gain[large] / 1.5).tolist()) >= params.growth:
+            return self._scales(params.large, block, layers[large], gain[large], "at least")
+        small = (gain < params.small) & ~alike
+        small[-1:] = False  # the last layer may begin small
+        faint = small.sum() > 1 and prod((gain[small] / 0.5).tolist()) < params.shrinkage
+        if faint and _input_has_no_say(step):
+            return self._scales(params.small, block, layers[small], gain[small], "below")
+        return self._signal(params, step, gain)
 
-    def _signal(
-        self, params: PoorInitializationParams, block: Block, rows: NDArray[np.intp], gains: list[float]
-    ) -> list[Finding]:
-        spreads = _spreads(block, rows)
+    def _signal(self, params: PoorInitializationParams, step: _FirstStep, gains: Floats) -> list[Finding]:
+        block, spreads = step.block, step.spreads
         if len(spreads) < 3:
             return []
         first, last = spreads[0][1], spreads[-2][1]
-        if last * params.spread <= first and sum(gain < 0.5 for gain in gains) > 1:
+        if last * params.spread <= first and (gains < 0.5).sum() > 1:
             row, share = spreads[-2][0], last / first
             message = (
                 f"the output of {block.info(row).name} spreads {share:.2g} times as far as the first layer's"
@@ -183,12 +179,72 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         message = f"all {block.statistics.count[row]} elements of {info.name} begin as {number:.3g}: its units stay equal"
         return finding_at(self.name, block, row, value=number, threshold=0.0, message=message)
 
-    def _scale(self, limit: float, block: Block, row: int, gain: float, word: str) -> Finding:
-        message = (
-            f"{block.info(row).name} begins with a gain rms * sqrt(fan in) of {gain:.2g}, {word} {limit:g}, as do others; "
-            "1 to 1.41 keeps a signal's size"
-        )
-        return finding_at(self.name, block, row, value=gain, threshold=limit, message=message)
+    def _scales(
+        self, limit: float, block: Block, rows: NDArray[np.intp], gains: Floats, word: str
+    ) -> list[Finding]:
+        return [
+            finding_at(
+                self.name,
+                block,
+                row,
+                value=gain,
+                threshold=limit,
+                message=f"{block.info(row).name} begins with a gain rms * sqrt(fan in) of {gain:.2g}, {word} {limit:g}, as do"
+                " others; 1 to 1.41 keeps a signal's size",
+            )
+            for row, gain in zip(rows.tolist(), gains.tolist(), strict=True)
+        ]
+
+
+class _FirstStep:
+    """Rows of the first step, of up to thousands of workers: what a tensor's description says is looked up once for each tensor.
+
+    Attributes:
+        block: of the rows.
+        rows: of the step.
+        size: root mean square of each row of the block.
+    """
+
+    def __init__(self, block: Block, rows: NDArray[np.intp]) -> None:
+        self.block = block
+        self.rows = rows
+        self.size = rms(block.statistics)
+        self._fan_in = np.array([_fan_in(info) for info in block.catalogue], np.float64)
+        self._order = np.array([info.order for info in block.catalogue], np.int64)
+
+    def of_role(self, role: str, also: Callable[[TensorInfo], bool] = lambda _: True) -> NDArray[np.intp]:
+        """The rows of tensors with a role, and with something else that their description says."""
+        chosen = [info.role == role and also(info) for info in self.block.catalogue]
+        return self.rows[np.array(chosen, np.bool_)[self.block.tensor[self.rows]]]
+
+    def fan_in(self, rows: NDArray[np.intp]) -> Floats:
+        """Of each row, as `_fan_in`."""
+        return self._fan_in[self.block.tensor[rows]]
+
+    def order(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Of each row, where its tensor comes in the model."""
+        return self._order[self.block.tensor[rows]]
+
+    def infos(self, rows: NDArray[np.intp]) -> list[TensorInfo]:
+        """The tensors that some rows speak of."""
+        return [self.block.catalogue[place] for place in np.unique(self.block.tensor[rows])]
+
+    @functools.cached_property
+    def spreads(self) -> list[tuple[int, float]]:
+        """The last row and the largest standard deviation of each weighted layer's output that is not constant, in the order of layers."""
+        block, spread = self.block, std(self.block.statistics)
+        rows = self.of_role("output", is_weighted)
+        rows = rows[spread[rows] > 0]
+        numbers: dict[str, int] = {}
+        modules = np.array(
+            [numbers.setdefault(info.module, len(numbers)) for info in block.catalogue], np.intp
+        )[block.tensor[rows]]
+        most = np.zeros(len(numbers))
+        np.maximum.at(most, modules, spread[rows])
+        last = dict(zip(modules.tolist(), rows.tolist(), strict=True))
+        first = dict(zip(modules[::-1].tolist(), rows[::-1].tolist(), strict=True))
+        found = [(block.info(first[module]).order, row, float(most[module])) for module, row in last.items()]
+        return [(row, widest) for _, row, widest in sorted(found)]
 
 
 def _fan_in(info: TensorInfo) -> int:
@@ -200,68 +256,63 @@ def _fan_in(info: TensorInfo) -> int:
     return inputs if inputs > 1 else 0
 
 
-def _all_the_same(layers: Sequence[int], alike: set[int], gain: dict[int, float]) -> list[int]:
-    if len(layers) > 1 and alike == set(layers):
-        return list(layers)
-    return [
-        row for row, after in pairwise(layers) if {row, after} <= alike and gain[row] > 0 and gain[after] > 0
-    ]
+def _all_the_same(alike: NDArray[np.bool_], gain: Floats) -> NDArray[np.bool_]:
+    """Which of the layers, in their order, begin as one number and so does the next; all of them where all do."""
+    if len(alike) > 1 and alike.all():
+        return alike
+    same = alike & (gain > 0)
+    same[:-1] &= same[1:]
+    same[-1:] = False
+    return same
 
 
-def _input_has_no_say(block: Block, rows: NDArray[np.intp], size: Floats) -> bool:
+def _input_has_no_say(step: _FirstStep) -> bool:
     """Whether all gradients of weights are small beside that of a bias, which is the error that comes back."""
-    infos = [
-        (block.info(int(row)), float(size[row])) for row in rows if block.info(int(row)).role == "gradient"
-    ]
-    errors = [one for info, one in infos if len(info.shape) == 1]
-    weights = [one for info, one in infos if len(info.shape) > 1]
-    return not errors or max(weights, default=0.0) < 0.01 * max(errors)
-
-
-def _spreads(block: Block, rows: NDArray[np.intp]) -> list[tuple[int, float]]:
-    """The standard deviation of each weighted layer's output that is not constant, in the order of layers."""
-    held: dict[str, tuple[int, int, float]] = {}
-    spread = std(block.statistics)
-    for row in map(int, rows):
-        info = block.info(row)
-        if info.role == "output" and is_weighted(info) and spread[row] > 0:
-            order, _, most = held.get(info.module, (info.order, row, 0.0))
-            held[info.module] = (order, row, max(most, float(spread[row])))
-    return [(row, most) for _, row, most in sorted(held.values())]
+    errors = step.size[step.of_role("gradient", lambda info: len(info.shape) == 1)]
+    weights = step.size[step.of_role("gradient", lambda info: len(info.shape) > 1)]
+    if not len(errors):
+        return True
+    # NaN is the size of gradients without finite elements, an empty shard's for instance: they say nothing.
+    weight, error = np.fmax.reduce(weights, initial=np.nan), np.fmax.reduce(errors)
+    return bool((weight if len(weights) else 0.0) < 0.01 * error)
 
 
 def _too_sure(
-    params: PoorInitializationParams, block: Block, rows: NDArray[np.intp], weights: list[int], size: Floats
+    params: PoorInitializationParams, step: _FirstStep, weights: NDArray[np.intp]
 ) -> tuple[int, float, float] | None:
     """The row of a first loss that is far above that of a guess, the loss, and the guess's; None where it is not."""
-    infos = {row: block.info(row) for row in map(int, rows)}
-    spreads = _spreads(block, rows)
-    losses = [row for row, info in infos.items() if info.role == "loss"]
-    if not spreads or len(losses) != 1:
+    block, held = step.block, step.block.statistics
+    losses = step.of_role("loss")
+    if not step.spreads or len(losses) != 1:
         return None
-    held, last, loss = block.statistics, spreads[-1][0], losses[0]
-    classes = infos[last].shape[-1] if infos[last].shape else 0
+    (last, widest), loss = step.spreads[-1], int(losses[0])
+    output = block.info(last)
+    classes = output.shape[-1] if output.shape else 0
     value, reach = float(held.mean[loss]), float(held.max[last] - held.min[last])
     guess = float(np.log(max(2, classes)))
-    if not params.above_guess * guess <= value <= reach + guess or spreads[-1][1] < _SURE:
+    if not params.above_guess * guess <= value <= reach + guess or widest < _SURE:
         return None
-    loud = any(
-        info.role == "input" and "float" in info.dtype and size[row] > _LOUD for row, info in infos.items()
-    )
-    if loud or _labels_are_measured(block, infos):
+    loud = bool((step.size[step.of_role("input", _is_measured)] > _LOUD).any())
+    if loud or _labels_are_measured(step):
         return None
-    shared = {classes} if not any(infos[row].module == infos[last].module for row in weights) else set()
-    large = any(
-        size[row] * prod(infos[row].shape[1:]) ** 0.5 >= params.large
-        for row in weights
-        if _fan_in(infos[row]) or (len(infos[row].shape) == 2 and infos[row].shape[0] in shared)
+    shared = {classes} if not any(info.module == output.module for info in step.infos(weights)) else set()
+    inputs = np.array(
+        [
+            prod(info.shape[1:]) if _fan_in(info) or (len(info.shape) == 2 and info.shape[0] in shared) else 0
+            for info in block.catalogue
+        ],
+        np.float64,
     )
+    weights = weights[inputs[block.tensor[weights]] > 0]
+    large = bool((step.size[weights] * np.sqrt(inputs[block.tensor[weights]]) >= params.large).any())
     return (loss, value, guess) if large else None
 
 
-def _labels_are_measured(block: Block, infos: dict[int, TensorInfo]) -> bool:
-    counted = block.probes.get("classes", np.full(len(block), np.nan))
-    return any(
-        info.role == "label" and "float" in info.dtype and not np.isfinite(counted[row])
-        for row, info in infos.items()
-    )
+def _is_measured(info: TensorInfo) -> bool:
+    return "float" in info.dtype
+
+
+def _labels_are_measured(step: _FirstStep) -> bool:
+    labels = step.of_role("label", _is_measured)
+    counted = step.block.probes.get("classes")
+    return bool(len(labels)) and (counted is None or not np.isfinite(counted[labels]).all())

@@ -164,3 +164,14 @@ def test_a_first_loss_that_is_divided_among_micro_batches_is_judged_whole(parts:
 
     said = said_of(train, "poor_initialization", tmp_path, {"above_guess": 1.5})
     assert [finding.tensor for finding in said] == ["loss"]
+
+
+def test_small_weights_are_found_beside_an_empty_shard_of_a_gradient() -> None:
+    empty = Row(0, gradient("a"), [])
+    assert found(*of_gains(0.01, 0.01, 0.01), empty, *SMALL) == ["layer0.weight", "layer1.weight"]
+    assert found(*of_gains(0.01, 0.01, 0.01), empty, SMALL[0]) == []
+
+
+def test_each_of_many_workers_is_judged() -> None:
+    rows = [replace(row, worker=worker) for worker in range(500) for row in of_gains(8.0, 8.0)]
+    assert found(*rows) == ["layer0.weight"] * 500 + ["layer1.weight"] * 500
