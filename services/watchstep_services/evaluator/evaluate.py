@@ -198,9 +198,13 @@ def _judge(service: Service, held: Claim, source: RunSource, collected: Collecte
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
         attempt = attempts.load(service.database, source.store, held.run_id, collected.attempt, held)
-    if not attempt.ticks and collected.blocks:
-        pin_baseline(service, source.store, attempt, held.project, collected.blocks[0][1].catalogue)
-    configs = ticks.held_configs(service, held, collected.attempt)
+    # Ticks of rules that watch the clock may come before the first rows.
+    first = (
+        next((block for _, block in collected.blocks if len(block)), None) if attempt.largest < 0 else None
+    )
+    if first is not None:
+        pin_baseline(service, source.store, attempt, held.project, first.catalogue)
+    configs = ticks.held_configs(service, held, collected.attempt, anew=first is not None)
     depth = lookback(configs)
     before, lost = _history(service, held, source, attempt, depth)
     for entry, _ in collected.blocks:

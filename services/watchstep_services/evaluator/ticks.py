@@ -42,10 +42,10 @@ def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bo
     return [load_config(*row, baseline=baseline) for row in rows if not only_clocks or _watches(row[0].rule)]
 
 
-def held_configs(service: Service, held: Claim, attempt: str) -> list[Loaded]:
-    """The same for a run that is claimed: from this process where it is what the database holds."""
+def held_configs(service: Service, held: Claim, attempt: str, *, anew: bool = False) -> list[Loaded]:
+    """The same for a run that is claimed: from this process where it is what the database holds, unless ``anew`` is set."""
     known = service.remembered.get((held.run_id, attempt), held.epoch)
-    if known is None:
+    if known is None or anew:
         return load_configs(service, held.run_id, attempt)
     # Read anew from its text, as if it came from the database: one way in, whatever a rule left in its state.
     return [replace(one, memory=memory_of(one.kept)) for one in known]

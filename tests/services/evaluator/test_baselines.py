@@ -15,7 +15,8 @@ from watchstep.store import Store
 from watchstep_rules.backtesting.backtest import backtest_run
 from watchstep_rules.config import Hold, RuleConfig
 from watchstep_services.database.engine import Database
-from watchstep_services.database.models import PinnedBaseline, RunSummaryRow
+from watchstep_services.database.models import Attempt, PinnedBaseline, RunSummaryRow
+from watchstep_services.evaluator import claim as claiming
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.journal import unwritten, write_journal
 from watchstep_services.evaluator.lifecycle import advance_run
@@ -122,6 +123,29 @@ def test_a_restarted_service_judges_by_the_pinned_baseline(compared: Driven, fol
     again.announce(run_id, recording.write(1, 10, LAST, large))
     again.settle(run_id)
     assert again.alerts(run_id)["unlike_earlier_runs"][:2] == ("firing", 21)
+
+
+def test_ticks_before_the_first_rows_keep_no_attempt_from_its_baseline(
+    database: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = (*RULES, RuleConfig(rule="stalled_training", params={"threshold": 60.0}))
+    driven = Driven(make_service(database, folder_store, rules, silent_seconds=1e9))
+    for number in range(3):
+        recorded(driven, folder_store, f"sound-{number}")
+    recording = begun(folder_store, "fourth")
+    run_id = driven.register("fourth")
+    discover(driven.service, run_id)
+    with monkeypatch.context() as patched:
+        for seconds in (0, 100):
+            patched.setattr(claiming, "clock_of", lambda row, after=seconds: row.now_ns + after * 10**9)
+            driven.evaluate(run_id)
+    with database.read() as session:
+        attempt = session.execute(select(Attempt).filter_by(run_id=run_id)).scalar_one()
+    assert (attempt.ticks > 0, attempt.largest) == (True, -1)
+    driven.announce(run_id, recording.write(0, 0, 9, large), recording.write(1, 10, LAST, large))
+    driven.settle(run_id)
+    assert pinned(driven) == 1
+    assert driven.alerts(run_id)["unlike_earlier_runs"][:2] == ("firing", 21)
 
 
 def test_an_attempt_keeps_having_no_baseline_once_it_was_judged_without(
