@@ -1,8 +1,13 @@
-"""What Slurm says of jobs, read from formats that are fixed: ``squeue -O`` and ``sacct -P``."""
+"""What Slurm says of jobs, read from formats that are fixed: ``squeue -O`` and ``sacct -p``.
+
+Names, comments and paths of jobs may hold any character, and belong to users. So each field ends with a mark that is made anew for
+each call: nobody can write it, nor a row of another job.
+"""
 
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 
 from watchstep_services.estimator.backend import JobState, JobStatus
@@ -11,12 +16,10 @@ from watchstep_services.estimator.slurm_commands import CommandFailedError, run
 MARK = "watchstep"
 """The comment of jobs that launchers of Watchstep submitted."""
 
-_END = "\x1f"
 _FIELDS = (
     "JobID", "State", "SubmitTime", "RestartCnt", "exit_code", "Reason", "Cluster", "NodeList", "Comment",
     "Name", "StdOut", "UserID", "Account",
 )  # fmt: skip
-_FORMAT = ",".join(f"{name}:{_END}" for name in _FIELDS)
 _ACCOUNTED = "JobIDRaw,State,ExitCode,Submit,Cluster,JobName"
 
 _QUEUED = frozenset(
@@ -103,13 +106,15 @@ def held_in_memory(*selecting: str) -> list[JobRow]:
     Raises:
         BackendError: it could not be asked.
     """
+    end = _new_end()
+    fields = ",".join(f"{name}:{end}" for name in _FIELDS)
     try:
-        said = run(("squeue", "--noheader", "--states=all", f"--Format={_FORMAT}", *selecting))
+        said = run(("squeue", "--noheader", "--states=all", f"--Format={fields}", *selecting))
     except CommandFailedError as error:
         if "invalid job id" in error.said.lower():
             return []
         raise
-    return [_row(line) for line in said.split(f"{_END}\n") if line.strip()]
+    return [_row(fields) for fields in _rows(said, end)]
 
 
 def has_steps(job_id: str) -> bool:
@@ -134,14 +139,22 @@ def accounted(*selecting: str) -> list[JobRow]:
     Raises:
         BackendError: it could not be asked.
     """
-    asked = ("--noheader", "--parsable2", "--allocations", "--duplicates", "--starttime=1970-01-01")
+    end = _new_end()
+    asked = (
+        "--noheader",
+        "--parsable",
+        f"--delimiter={end}",
+        "--allocations",
+        "--duplicates",
+        "--starttime=1970-01-01",
+    )
     try:
         said = run(("sacct", *asked, f"--format={_ACCOUNTED}", *selecting))
     except CommandFailedError as error:
         if "accounting storage is disabled" in error.said.lower():
             return []
         raise
-    return read_accounted(said)
+    return read_accounted(said, end)
 
 
 def known(*selecting: str) -> list[JobRow]:
@@ -156,11 +169,15 @@ def known(*selecting: str) -> list[JobRow]:
     return held_in_memory(*selecting) or list({row.id: row for row in accounted(*selecting)}.values())
 
 
-def read_accounted(said: str) -> list[JobRow]:
-    """The rows of ``sacct --parsable2`` in this module's format."""
+def read_accounted(said: str, end: str) -> list[JobRow]:
+    """The rows of ``sacct --parsable`` in this module's format.
+
+    Args:
+        said: what it wrote.
+        end: what each field ends with.
+    """
     rows = []
-    for number, line in enumerate(said.splitlines()):
-        job, state, code, submitted, cluster, name = line.split("|", 5)
+    for number, (job, state, code, submitted, cluster, name) in enumerate(_rows(said, end)):
         exited, _, signalled = code.partition(":")
         wait_status = int(exited) * 256 + int(signalled or 0)
         known = {"cluster": cluster, "name": name}
@@ -169,9 +186,17 @@ def read_accounted(said: str) -> list[JobRow]:
     return rows
 
 
-def _row(line: str) -> JobRow:
-    # The name of the job and what follows it may hold anything but the separator.
-    job, state, submitted, restarts, code, *rest = line.strip("\n").split(_END)
+def _new_end() -> str:
+    return f"\x1f{secrets.token_hex(8)}\x1f"
+
+
+def _rows(said: str, end: str) -> list[list[str]]:
+    """Fields of each row."""
+    return [row.split(end) for row in said.split(f"{end}\n") if row.strip()]
+
+
+def _row(fields: list[str]) -> JobRow:
+    job, state, submitted, restarts, code, *rest = fields
     return JobRow(job.strip(), state, _seconds(submitted), int(restarts), int(code), *rest[:8])
 
 

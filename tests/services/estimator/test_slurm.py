@@ -148,6 +148,26 @@ def test_a_job_that_sbatch_started_is_attached_to_and_stopped(slurm: SlurmCluste
     assert b"asked to end" in bench.output_of(job)
 
 
+def test_names_and_comments_may_hold_anything(slurm: SlurmCluster, bench: Bench, tmp_path: Path) -> None:
+    """What a job is called is its user's, and passes for no field and no row of another job."""
+    forged = "\x1fa\x1f\n7\x1fCOMPLETED\x1f1\x1f0\x1f0\x1f\x1e\u2028|"
+    script = tmp_path / "script"
+    script.write_text("#!/bin/sh\nsleep 100\n")
+    number = slurm.command(
+        "sbatch",
+        "--parsable",
+        f"--comment={forged}",
+        f"--job-name={forged}",
+        "--output=/dev/null",
+        str(script),
+    ).strip()
+    job = bench.backend.reattach(number)
+    assert job.id == number
+    assert bench.backend.status(job).state in ("queued", "running")
+    assert bench.backend.jobs() == []
+    bench.backend.kill(job)
+
+
 def test_torchrun_spans_the_nodes(bench: Bench) -> None:
     pytest.importorskip("torch")
     two = Bench(Slurm(partition="all", nodes=2), bench.folder)

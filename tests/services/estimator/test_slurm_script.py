@@ -29,6 +29,15 @@ exec "$@"
 """
 """Takes the place of srun where no cluster is needed: leaves out its options, and becomes the task."""
 
+SAYS = """\
+#!{python}
+import sys
+(end,) = [text[12:] for text in sys.argv if text.startswith("--delimiter=")] or [""]
+for row in {rows}:
+    print(*row, "", sep=end)
+"""
+"""Takes the place of squeue and sacct: writes rows as sacct does."""
+
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
 names = st.from_regex(r"\AGIVEN_[A-Z0-9_]{0,8}\Z")
 
@@ -97,15 +106,15 @@ def test_slurms_words_for_how_a_job_is(state: str, wait_status: int, status: Job
 
 
 def test_accounting_finds_the_last_start_of_a_job_and_no_other_with_its_id() -> None:
-    """As ``sacct --parsable2 --duplicates`` of Slurm 22.05 writes it, with times in seconds."""
+    """As ``sacct --parsable --duplicates`` of Slurm 22.05 writes it, with times in seconds."""
     said = (
-        "7|COMPLETED|0:0|500|c|train\n"
-        "7|NODE_FAIL|0:0|1000|c|train\n"
-        "7|CANCELLED by 1000|0:15|1200|c|train\n"
-        "7|FAILED|3:0|1300|c|a | b\n"
+        "7<>COMPLETED<>0:0<>500<>c<>train<>\n"
+        "7<>NODE_FAIL<>0:0<>1000<>c<>train<>\n"
+        "7<>CANCELLED by 1000<>0:15<>1200<>c<>train<>\n"
+        "7<>FAILED<>3:0<>1300<>c<>a | b\x1f\n8\x1e\u2028c<>\n"
     )
-    rows = read_accounted(said)
-    assert [row.name for row in rows] == ["train", "train", "train", "a | b"]
+    rows = read_accounted(said, "<>")
+    assert [row.name for row in rows] == ["train", "train", "train", "a | b\x1f\n8\x1e\u2028c"]
     found = SlurmIdentity("c", "train", 1000, 0).among_accounted(rows)
     assert found is not None
     assert found.status == JobStatus("cancelled", -15, "CANCELLED")
@@ -132,18 +141,22 @@ def test_a_job_that_the_controller_forgot_is_known_from_accounting_as_it_was_sta
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commands that say what Slurm's do where accounting is kept; the clusters of the other tests keep none."""
-    starts = ["41|REQUEUED|0:0|100|c|night", "41|COMPLETED|0:0|200|c|night"]
-    for name, lines in (("squeue", []), ("sacct", starts)):
-        said = "".join(f"echo '{line}'\n" for line in lines)
-        (tmp_path / name).write_text(f"#!/bin/sh\n{said}")
+
+    def says(name: str, *rows: tuple[str, ...]) -> None:
+        (tmp_path / name).write_text(f"{SAYS.format(python=sys.executable, rows=rows)}")
         (tmp_path / name).chmod(0o755)
+
+    says("squeue")
+    says(
+        "sacct",
+        ("41", "REQUEUED", "0:0", "100", "c", "night"),
+        ("41", "COMPLETED", "0:0", "200", "c", "night"),
+    )
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert [(row.id, row.state, row.submitted) for row in known("--jobs=41")] == [("41", "COMPLETED", 200)]
     found = Slurm().reattach("41")
     assert (found.id, found.identity["submitted"], found.identity["restarts"]) == ("41", 200, 1)
     assert Slurm().find("night") == found
-    (tmp_path / "sacct").write_text(
-        "#!/bin/sh\necho '41|RUNNING|0:0|100|c|n'\necho '42|RUNNING|0:0|100|c|n'\n"
-    )
+    says("sacct", ("41", "RUNNING", "0:0", "100", "c", "n"), ("42", "RUNNING", "0:0", "100", "c", "n"))
     with pytest.raises(JobNotFoundError, match="is an array"):
         Slurm().reattach("41")
