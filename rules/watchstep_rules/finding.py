@@ -29,6 +29,8 @@ class Finding(BaseModel):
         cause_rank: orders the findings of one step by the way data flows: weights, forward, loss, backward.
         upstream: tensors that data came through before, and that were seen to be bad at this step, though they are no finding by
             themselves; the message tells of them.
+        origin: of NaN and infinity, the output that was the first in the order of execution to hold some, as far as outputs of this
+            step, mode and worker were recorded; empty where none did, or where only the input was bad.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -47,6 +49,7 @@ class Finding(BaseModel):
     time_ns: int
     cause_rank: tuple[int, int]
     upstream: tuple[str, ...] = ()
+    origin: str = ""
 
     @field_validator("message")
     @classmethod

@@ -14,6 +14,7 @@ from watchstep.block_view import view
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Advice, Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.first_nonfinite import Origins
 from watchstep_rules.figures.nonfinite import (
     BAD_BATCH,
     CHECK_BATCHES,
@@ -75,6 +76,8 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
     A gradient is judged where its update is made. One that the program or a `torch.amp.GradScaler` skips is not recorded; one that the optimizer
     itself leaves out is recognized by parameters and state that stay finite after the update, in host memory. Of a run that records nothing of
     updates, steps without a finite loss are counted instead.
+
+    The message names what was not finite first in the pass: the input, weights, or the first output in the order of execution.
     """
 
     name = "nan_or_inf"
@@ -89,8 +92,9 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
             tensors.FINITE_CHECKS,
             tensors.INPUTS,
             tensors.METRICS,
+            tensors.ACTIVATIONS,
         ),
-        evidence=(tensors.INPUTS, tensors.METRICS, "updates"),
+        evidence=(tensors.INPUTS, tensors.METRICS, tensors.ACTIVATIONS, "updates"),
         evidence_rows=0,
     )
     merge = "per_worker"
@@ -136,8 +140,15 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         updating, without, losses = _losses(state, block, params.steps_without_update)
         for row, value, threshold, message in (*weights, *losses):
             found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
-        inputs = _Inputs(block, bad) if found else None
-        findings = [found[row] if inputs is None else inputs.told(found[row], row) for row in sorted(found)]
+        findings = [found[row] for row in sorted(found)]
+        if found:
+            inputs, origins = _Inputs(block, bad), Origins(block)
+            findings = [
+                finding
+                if finding.role in _PARAMETERS
+                else origins.of(row).said_with(inputs.told(finding, row))
+                for row, finding in zip(sorted(found), findings, strict=True)
+            ]
         return NanOrInfState(damaged=damaged, updating=updating, without=without), findings
 
     def advice(self, finding: Finding) -> Advice:
@@ -280,7 +291,7 @@ class _Inputs:
     def told(self, finding: Finding, row: int) -> Finding:
         """The finding, with what its step's models were given."""
         rows = self._rows.get(_place(self._block, row))
-        if not rows or finding.role in _PARAMETERS:
+        if not rows:
             return finding
         seen = ", and ".join(counts_of(self._block, one) for one in rows[:_MOST_NAMED])
         names = tuple(self._block.info(one).name for one in rows)

@@ -14,6 +14,7 @@ from watchstep.block_view import view
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Advice, Merge, Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.first_nonfinite import Origins
 from watchstep_rules.figures.nonfinite import (
     BAD_BATCH,
     CHECK_BATCHES,
@@ -126,10 +127,11 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         upstream = _bad_inputs(block, np.flatnonzero(hit))
         if not params.judge_inputs:
             hit = hit & ~rows_where(block, is_given)
-        return state, [
+        findings = [
             self._finding(params, block, row, int(bad[row]), upstream.get(_pass_of(block, row), []))
             for row in np.flatnonzero(hit).tolist()
         ]
+        return state, _with_origins(block, np.flatnonzero(hit).tolist(), findings)
 
     def advice(self, finding: Finding) -> Advice:
         """An output that is the first bad tensor of its step had finite weights: what came into it is the likeliest cause.
@@ -161,6 +163,26 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
             self.name, block, row, value=float(bad), threshold=float(params.max_elements), message=message
         )
         return found.model_copy(update={"upstream": tuple(block.info(one).name for one in upstream)})
+
+
+def _with_origins(block: Block, rows: list[int], findings: list[Finding]) -> list[Finding]:
+    """The findings, with where their pass was first not finite; the output that was executed first is the likeliest cause."""
+    if not findings:
+        return findings
+    origins = Origins(block)
+    first: dict[_Pass, tuple[int, int, str]] = {}
+    for row in rows:
+        if block.info(row).role == "output":
+            when, place = origins.when(row), _pass_of(block, row)
+            first[place] = min(first.get(place, when), when)
+    told = []
+    for row, finding in zip(rows, findings, strict=True):
+        if finding.role in _DOWNSTREAM and not is_given(block.info(row)):
+            finding = origins.of(row).said_with(finding)  # noqa: PLW2901 - the same, with more words
+        if finding.role == "output" and origins.when(row) == first[_pass_of(block, row)]:
+            finding = finding.model_copy(update={"cause_rank": (finding.cause_rank[0], -1)})  # noqa: PLW2901 - as above
+        told.append(finding)
+    return told
 
 
 def _bad_inputs(block: Block, bad: NDArray[np.intp]) -> dict[_Pass, list[int]]:

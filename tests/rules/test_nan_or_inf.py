@@ -16,7 +16,7 @@ from torch.nn import functional
 from tests.rules.runs import all_at_once
 from tests.sdk.blocks import Row, block_of, gradient, tensor
 from tests.sdk.training import recorded
-from watchstep import CaptureConfig, Hook
+from watchstep import Cadence, CaptureConfig, Hook
 from watchstep.block import Block
 from watchstep.tensors import TensorInfo
 from watchstep_rules import nan_or_inf
@@ -298,6 +298,49 @@ def test_weights_that_an_update_makes_nan_are_found_at_its_step(
     assert [finding.step for finding in said.stops] == [BAD]
     assert said.stops[0].upstream == ("model:input",)
     assert "which the optimizer applies; the input held 256 NaN among 256 elements" in said.stops[0].message
+
+
+class Overflows(nn.Module):
+    """Computes scores in float16, whose range they leave at one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.encode, self.drop = nn.Linear(8, 2), nn.Linear(8, 8), nn.Dropout(0.0)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = self.encode(x) * self.scale
+        scores = (encoded.half() @ encoded.half().T).float()
+        shares = self.drop((scores - scores.amax(1, keepdim=True)).exp())
+        out: Tensor = self.head(shares @ encoded)
+        return out
+
+
+def test_the_first_bad_output_is_named_of_a_step_that_is_not_measured(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        model.scale = 1e3 if step == BAD else 1.0  # type: ignore[assignment,unused-ignore]
+        update(model, optimizer, batch(step), hook)
+
+    measured = replace(CONFIG, overhead_budget=None)
+    live = replace(measured, collections={"activations": Cadence(every=1000)})
+    for folder, chosen in (("live", live), ("measured", measured)):
+        (finding,) = train(tmp_path / folder, step_of, model=Overflows(), config=chosen).stops
+        assert (finding.step, finding.mode, finding.worker) == (BAD, "train", 0)
+        assert finding.origin == "drop:output"
+        assert "; first non-finite output: drop:output (Dropout), " in finding.message
+        assert finding.message.endswith("while encode:output was finite") is (folder == "measured")
+
+
+def test_weights_that_were_bad_before_a_step_are_named_by_it(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        if step == BAD:
+            model[2].weight.data[0, 0] = NAN  # type: ignore[index,union-attr,operator,unused-ignore]
+        update(model, optimizer, batch(step), hook)
+
+    (finding,) = train(tmp_path, step_of).stops
+    assert (finding.step, finding.tensor) == (BAD, "2.weight")
+    assert finding.message == "1 NaN among 32 elements of 2.weight, 0 before"
 
 
 def test_a_lone_infinity_in_one_gradient_is_found_at_its_step(tmp_path: Path) -> None:

@@ -25,11 +25,16 @@ def nonfinite(block: Block) -> NDArray[np.int64]:
 
 
 def counts_of(block: Block, row: int) -> str:
-    """The same of one row in words, by kind."""
+    """The same of one row in words, by kind, with the name of its tensor."""
+    return f"{amount_of(block, row)} of {block.info(row).name}"
+
+
+def amount_of(block: Block, row: int) -> str:
+    """The same without the name."""
     held = block.statistics
     kinds = [(held.nan[row], "NaN"), (held.pos_inf[row], "+inf"), (held.neg_inf[row], "-inf")]
     seen = ", ".join(f"{int(number)} {kind}" for number, kind in kinds if number)
-    return f"{seen} among {int(held.count[row])} elements of {block.info(row).name}"
+    return f"{seen} among {int(held.count[row])} elements"
 
 
 def is_given(info: TensorInfo) -> bool:

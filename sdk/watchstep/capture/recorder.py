@@ -135,11 +135,21 @@ class Recorder:
         mode: Mode = "train",
         probes: tuple[Probe, ...] = (),
         condition: Condition | None = None,
+        time_ns: int | None = None,
     ) -> None:
-        """Record statistics at the current step, if a condition holds that is known later."""
+        """Record statistics at the current step.
+
+        Args:
+            group: the tensors.
+            measurement: their statistics.
+            mode: of the rows.
+            probes: figures besides.
+            condition: the rows are recorded if it holds, which is known later; always where it is left out.
+            time_ns: when the tensors were computed, nanoseconds since the epoch; now where it is left out.
+        """
         if not group.tensors:
             return
-        record = self._record(mode, group, measurement, probes, condition)
+        record = self._record(mode, group, measurement, probes, condition, time_ns)
         self._nonfinite |= bool(measurement.nonfinite)
         if self._pending_bytes + record.bytes > _SHARE_OF_STEP * self._queue.room:
             self._health.count("dropped_rows", len(group.tensors))
@@ -303,9 +313,10 @@ class Recorder:
         measurement: Measurement,
         probes: tuple[Probe, ...] = (),
         condition: Condition | None = None,
+        time_ns: int | None = None,
     ) -> Record:
-        now = time.time_ns()
-        return Record(self.step, mode, self.worker, now, group, measurement, probes, condition, self.update)
+        at = time.time_ns() if time_ns is None else time_ns
+        return Record(self.step, mode, self.worker, at, group, measurement, probes, condition, self.update)
 
     def _obey(self, request: StopRequest) -> None:
         if self._on_stop == "ignore":

@@ -170,8 +170,8 @@ class ActivationHooks:
 
     def record_live(self) -> None:
         """Measure the outputs that are still there, unless this pass was measured anyway."""
-        for group, outputs in self.live.alive():
-            self._recorder.add(group, self._kernel.measure(outputs))
+        for group, outputs, time_ns in self.live.alive():
+            self._recorder.add(group, self._kernel.measure(outputs), time_ns=time_ns)
 
     def _hook(self, observed: _Observed) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -13,6 +13,7 @@ as its loss. Other devices are not looked at.
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -202,21 +203,21 @@ class LiveOutputs:
     """Outputs of one forward pass, as long as something else keeps them in memory."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Group, list[weakref.ref[Tensor]]]] = []
+        self._held: list[tuple[Group, list[weakref.ref[Tensor]], int]] = []
 
     def forget(self) -> None:
         """A new step begins."""
         self._held = []
 
     def note(self, group: Group, outputs: list[Tensor]) -> None:
-        """Remember outputs, without keeping them."""
-        self._held.append((group, [weakref.ref(output) for output in outputs]))
+        """Remember outputs and when they were computed, without keeping them."""
+        self._held.append((group, [weakref.ref(output) for output in outputs], time.time_ns()))
 
-    def alive(self) -> list[tuple[Group, list[Tensor]]]:
-        """Those that are still there, in the order of the forward pass."""
+    def alive(self) -> list[tuple[Group, list[Tensor], int]]:
+        """Those that are still there, in the order of the forward pass, each with its time in nanoseconds since the epoch."""
         found = []
-        for group, references in self._held:
+        for group, references, time_ns in self._held:
             outputs = [output for reference in references if (output := reference()) is not None]
             if len(outputs) == len(references):
-                found.append((group, outputs))
+                found.append((group, outputs, time_ns))
         return found
