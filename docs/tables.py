@@ -66,7 +66,7 @@ _VARIABLES = {
     "program's function or its trainer saves one first.",
     "WATCHSTEP_RESUME_FROM": "The checkpoint to go on from, where a stopped run was launched again; `watchstep.resume_from()`.",
     "WATCHSTEP_LAUNCH": "Set by `watchstep run`: what the recorder has to do that the launch could not, such as the registration.",
-    "WATCHSTEP_STORE_ID": "Set by `watchstep run`: the id in the marker of a local store, and the store's URL. The program writes to no other "
+    "WATCHSTEP_STORE_ID": "Set by `watchstep run` and by an `Estimator` whose jobs see this machine's files: the id in the marker of a local store, and the store's URL. The program writes to no other "
     "store at that URL.",
     "WATCHSTEP_FIRST_STEP": "The number of the first step, where `Hook(first_step=…)` does not say.",
 }

@@ -2,8 +2,8 @@
 
 A disk that is unmounted leaves an empty folder, and a folder that is moved away leaves nothing, where a writer would make a new store
 and split a run in two. So the first process that writes to a store puts a marker with a random id at its root, only if there is none;
-every process remembers the id that it found, and takes a missing or another marker for an outage. ``watchstep run`` passes the id
-that it found to the program by an environment variable. A bucket needs no marker: nobody makes it by writing to it.
+every process remembers the id that it found, and takes a missing or another marker for an outage. ``watchstep run`` and an `Estimator`
+pass the id that they found to the program by an environment variable. A bucket needs no marker: nobody makes it by writing to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARKER = ".watchstep-store"
 """Name of the marker at a local store's root; no project can have it."""
 
 STORE_ID = "WATCHSTEP_STORE_ID"
-"""What ``watchstep run`` found of its store: the id, a space, and the store's URL."""
+"""What a launch found of its store: the id, a space, and the store's URL."""
 
 _ID = re.compile(rb"[0-9a-f]{32}")
 _VALUE = re.compile(r"(?P<id>[0-9a-f]{32}) (?P<url>\S.*)")
@@ -69,6 +69,14 @@ class StoreIdentity:
                 "unset it: 'watchstep run' sets it",
             )
         return cls(value["id"] if value["url"] == url else "")
+
+    def variables(self, url: str) -> dict[str, str]:
+        """What `of_launch` reads in a launched program; nothing where no id is known.
+
+        Args:
+            url: of the store, as the program opens it.
+        """
+        return {STORE_ID: f"{self.id} {url}"} if self.id else {}
 
     @property
     def is_known(self) -> bool:

@@ -14,7 +14,7 @@ from watchstep.errors import ConfigError
 from watchstep.hook import STORE
 from watchstep.hook_arguments import ON_STOP, PROBES
 from watchstep.layout import check_name
-from watchstep.store_identity import STORE_ID
+from watchstep.store_identity import STORE_ID, StoreIdentity
 from watchstep.transport import SERVICE, TOKEN, ServiceAddress
 
 INJECTED = Path(__file__).parent / "injected"
@@ -63,8 +63,7 @@ def environment(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
     added[ON_STOP] = launch.on_stop
     if launch.service is not None:
         added[SERVICE], added[TOKEN] = launch.service.url, launch.service.token
-    if launch.store_id:
-        added[STORE_ID] = f"{launch.store_id} {launch.store_url}"
+    added |= StoreIdentity(launch.store_id).variables(launch.store_url)
     if launch.probes:
         added[PROBES] = " ".join(dict.fromkeys([*base.get(PROBES, "").split(), *launch.probes]))
     if launch.state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
-from watchstep.errors import ConfigError
+from watchstep.capture.service_location import local_folder
+from watchstep.errors import ConfigError, StoreError
 from watchstep.hook import STORE
 from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS, PROBES
 from watchstep.launch.environment import LAUNCHED
 from watchstep.layout import check_name
-from watchstep.store import checked_scheme
+from watchstep.store import Store, checked_scheme
+from watchstep.store_identity import StoreIdentity
 from watchstep.transport import SERVICE, TOKEN
 from watchstep_rules.attached import AttachedRule
 from watchstep_rules.capture_needs import element_probes
@@ -113,6 +116,7 @@ class Estimator:
         given = {STORE: store, PROJECT: project, RUN: name, LAUNCHED: attempt, ON_STOP: self._said_of_stops}
         if probes := element_probes(map(config_of, self.rules)):
             given[PROBES] = " ".join(probes)
+        given |= self._identity_of(store).variables(store)
         launch = Launch(
             (self._python(), "-c", _RUN, "run", "--", *words),
             {**self.environment, **given, SERVICE: address.recorder.url},
@@ -158,6 +162,14 @@ class Estimator:
                 )
             words = [self._python(), *words]
         return [*words, *self.arguments]
+
+    def _identity_of(self, store: str) -> StoreIdentity:
+        """The identity of a store that the job sees as this process does; an unknown one where the store is not there yet."""
+        identity = StoreIdentity()
+        if self._shares_files and local_folder(store) is not None:
+            with contextlib.suppress(StoreError):  # the job makes it, or reports what is wrong with it
+                Store.open(store, identity=identity)
+        return identity
 
     @property
     def _said_of_stops(self) -> str:
