@@ -11,7 +11,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,9 @@ def run(command: Sequence[str], seconds: float, folder: Path, environment: Mappi
 
     Raises:
         ConfigError: there is no such program.
-        TimedOutError: it takes longer than so many seconds. Its process group was killed.
+        TimedOutError: it takes longer than so many seconds. It was killed, with its process group and with all processes that
+            descend from it then, whatever their session. A process whose parent had ended before, as a daemon makes sure of,
+            is not known to be the command's, and goes on.
     """
     try:
         child = subprocess.Popen(  # noqa: S603 - running the user's command is what this is for
@@ -145,11 +147,88 @@ def _read(pipe: int, content: bytearray, most: int) -> int:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> bool:
-    """Kill a command with its process group; whether it is gone."""
+    """Kill a command with its process group and its descendants; whether all of them are gone."""
+    stopped: list[int] = []
     try:
         if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)  # not waited for yet: its id is its own
+            os.kill(child.pid, signal.SIGSTOP)  # not waited for yet: its id is its own
+            is_whole = _stop_descendants(child.pid, stopped)
+            os.killpg(child.pid, signal.SIGKILL)
+            for descriptor in stopped:
+                _send(descriptor, signal.SIGKILL)
+            child.wait(_END_SECONDS)
+            return is_whole
         child.wait(_END_SECONDS)
     except (PermissionError, subprocess.TimeoutExpired):
         return False  # another user's, or it waits in the kernel
+    finally:
+        for descriptor in stopped:
+            os.close(descriptor)
     return True
+
+
+def _stop_descendants(root: int, stopped: list[int]) -> bool:
+    """Stop all descendants of a stopped process: a process that is stopped makes no others.
+
+    Args:
+        root: id of the process.
+        stopped: gets a pidfd of each.
+
+    Returns:
+        Whether all could be stopped: those of another user cannot, and go on.
+    """
+    tree, others = {root}, set[int]()
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        fresh = [
+            pid for pid, parent in _parents() if parent in tree and pid not in tree and pid not in others
+        ]
+        if not fresh:
+            return not others
+        for pid in fresh:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            # Its id may have become another's before it was opened.
+            if _parent_of(pid) not in tree:
+                os.close(descriptor)
+            elif _send(descriptor, signal.SIGSTOP):
+                tree.add(pid)
+                stopped.append(descriptor)
+            else:
+                others.add(pid)
+                os.close(descriptor)
+    return False
+
+
+def _send(descriptor: int, number: signal.Signals) -> bool:
+    """Send a signal; False where the process is another user's."""
+    try:
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return True  # it has ended
+    except PermissionError:
+        return False
+    return True
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Id and parent of each process; none where the system has no ``/proc``."""
+    try:
+        names = [place.name for place in Path("/proc").iterdir()]
+    except OSError:
+        return
+    for name in names:
+        parent = _parent_of(int(name)) if name.isdecimal() else None
+        if parent is not None:
+            yield int(name), parent
+
+
+def _parent_of(pid: int) -> int | None:
+    """A process's parent; None where it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return int(stat.rpartition(b")")[2].split()[1])

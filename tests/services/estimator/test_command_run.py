@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,22 @@ def test_a_command_is_ended_in_time_though_its_child_holds_its_outputs(tmp_path:
         pytest.raises(TimedOutError, match=r"no answer in 1 s\n"),
     ):
         answer.result(HANGS_SECONDS / 2)
+
+
+@pytest.mark.parametrize("begin", ["", "setsid "])
+def test_no_process_that_descends_from_a_command_outlives_its_time(tmp_path: Path, begin: str) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # Each process holds the pipe: it ends when all are gone.
+    script = f'exec 3>"$0"; {begin}sh -c \'sh -c "echo up >&3; exec sleep 600"; true\' & exec sleep 600'
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(run, ["sh", "-c", script, str(pipe)], 2.0, tmp_path, {})
+        with pipe.open("rb", buffering=0) as reader:
+            assert isinstance(answer.exception(HANGS_SECONDS), TimedOutError)
+            part = b"up"
+            while part:
+                assert select.select([reader], [], [], HANGS_SECONDS)[0], "a process has outlived it"
+                part = reader.read(100)
 
 
 def test_a_command_that_closes_its_outputs_is_waited_for(tmp_path: Path) -> None:
