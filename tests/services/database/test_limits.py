@@ -25,15 +25,14 @@ from watchstep_services.database.schema import upgrade
 from watchstep_services.settings import load_settings
 
 PATIENCE = 60.0
+IDLE = "idle_in_transaction_session_timeout"
 SHORT = Limits(statement=5.0, lock=0.2, idle=1.0)
 
 
 @contextmanager
-def opened(postgres: Postgres, limits: Limits, tables: bool = False) -> Iterator[Database]:
+def opened(postgres: Postgres, limits: Limits) -> Iterator[Database]:
     with postgres.new_database() as url:
         database = open_database(url, limits)
-        if tables:
-            upgrade(database)
         yield database
         database.close()
 
@@ -105,15 +104,24 @@ def test_an_evaluation_outlives_a_client_that_hangs_with_its_run(
 ) -> None:
     """It gives up, the server ends the other, and when its lease is over the run is judged as if nothing had been."""
     recording = Recording(folder_store).begin()
-    with opened(postgres, SHORT, tables=True) as database, ExitStack() as hung:
+    patient = Limits(statement=PATIENCE, lock=0.2, idle=PATIENCE)
+    with postgres.new_database() as url, ExitStack() as opened_here:
+        database = open_database(url, patient)
+        opened_here.callback(database.close)
+        upgrade(database)
+        hanging = open_database(url, SHORT)
+        opened_here.callback(hanging.close)
+        hung = opened_here.enter_context(ExitStack())
         driven = Driven(make_service(database, folder_store, lease_seconds=1.0))
         run_id = driven.register()
         driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
 
         def hang(point: str, _subject: object) -> None:
             if point == "evaluate.judged" and not held:
-                session = hung.enter_context(database.read())
+                session = hung.enter_context(hanging.read())
                 connection = session.connection(execution_options={"isolation_level": "READ COMMITTED"})
+                # The limit counts from when the evaluation has met the client, however long that takes.
+                connection.execute(text(f"SET {IDLE} = 0"))
                 connection.execute(select(Run.id).where(Run.id == run_id).with_for_update())
                 held.append(connection)
 
@@ -121,6 +129,8 @@ def test_an_evaluation_outlives_a_client_that_hangs_with_its_run(
         with points.listening(hang), pytest.raises(OperationalError, match="lock timeout"):
             driven.evaluate(run_id)
         assert driven.run(run_id).ticks == 0
+        held[0].execute(text(f"RESET {IDLE}"))
+        assert held[0].execute(text(f"SHOW {IDLE}")).scalar_one() == "1s"
         assert outcome_at_last(driven, run_id) == "committed"
         with pytest.raises(DBAPIError, match=r"idle-in-transaction|closed"):
             held[0].execute(text("SELECT 1"))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from sqlalchemy import select
 
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import Recording, healthy, nan_from
 from watchstep.store import Store
-from watchstep_services.database.clock import now_ns
-from watchstep_services.database.engine import open_database
+from watchstep_services.database.clock import replace_clock
+from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Run
 from watchstep_services.database.schema import upgrade
 from watchstep_services.evaluator.claim import (
@@ -28,6 +29,19 @@ from watchstep_services.scheduler.sweep import find_due, note_asked
 from watchstep_services.settings import NANOSECONDS, nanoseconds
 
 LEASE_NS = nanoseconds(60.0)
+NOW_NS = 1_700_000_000 * NANOSECONDS
+
+
+def with_standing_clock(database: Database) -> Database:
+    """A database that has run nothing yet, whose time stands still: how long the test takes changes no order."""
+    replace_clock(database.engine, str(NOW_NS))
+    return database
+
+
+@pytest.fixture
+def driven(database: Database, folder_store: Store) -> Driven:
+    """A service on each kind of database."""
+    return Driven(make_service(with_standing_clock(database), folder_store))
 
 
 def runs(driven: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
@@ -38,12 +52,11 @@ def runs(driven: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
         Recording(store, run=f"run-{number}").begin()
         ids.append(driven.register(f"run-{number}"))
         with driven.service.database.write() as session:
-            now = session.execute(select(now_ns())).scalar_one()
             row = session.get_one(Run, ids[-1])
-            row.due_ns = now - int(state["ago"] * NANOSECONDS)
+            row.due_ns = NOW_NS - int(state["ago"] * NANOSECONDS)
             row.holder = state.get("holder", "")
-            row.urgent_ns = now - int(state["urgent"] * NANOSECONDS) if "urgent" in state else 0
-            row.lease_until_ns = now + int(state["leased"] * NANOSECONDS) if "leased" in state else 0
+            row.urgent_ns = NOW_NS - int(state["urgent"] * NANOSECONDS) if "urgent" in state else 0
+            row.lease_until_ns = NOW_NS + int(state["leased"] * NANOSECONDS) if "leased" in state else 0
     return ids
 
 
@@ -129,6 +142,8 @@ def test_a_message_about_one_run_has_the_bad_step_of_another_judged(
     bad_id, good_id = driven.register("bad"), driven.register("good")
     driven.announce(bad_id, bad.write(0, 0, 7, nan_from(5)))
     driven.announce(good_id, good.write(0, 0, 7, healthy))
+    with driven.service.database.write() as session:
+        session.get_one(Run, bad_id).due_ns = NOW_NS - 1
     done = [evaluate_longest_due(driven.service, good_id) for _ in range(2)]
     assert [(run_id, one.outcome) for run_id, one in done] == [(bad_id, "committed"), (good_id, "committed")]
     assert driven.alerts(bad_id)["non_finite_values"][:2] == ("firing", 5)
@@ -141,7 +156,7 @@ def test_a_run_that_is_being_written_keeps_nobody_from_the_others(
 ) -> None:
     late = 2 * MESSAGE_NS / NANOSECONDS
     with postgres.new_database() as url:
-        database = open_database(url)
+        database = with_standing_clock(open_database(url))
         upgrade(database)
         driven = Driven(make_service(database, folder_store))
         written, other = runs(driven, folder_store, {"ago": late + 1}, {"ago": late})
