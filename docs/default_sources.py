@@ -28,6 +28,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "threshold": "SageMaker's VanishingGradient",
         "relative": "AutoTrainer (Zhang et al., ICSE 2021): ratio of the first to the last layer",
         "converged": "ours: a classifier that is nearly always right and sure; AutoTrainer asks for its accuracy",
+        "settling": "ours: queries and keys of attention begin with hardly any gradient; sizes near the limit wait",
         "min_dimensions": "by construction: gradients of biases before normalisation are zero",
     },
     "dead_relu": {

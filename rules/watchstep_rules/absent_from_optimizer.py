@@ -50,13 +50,16 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
       or a head leaves out most of a model, and who leaves out its beginning leaves out what comes first;
     - it is a bias, or another vector, beside a weight matrix that is held.
 
+    By default `weight_not_updating` inhibits it: that rule reports weight matrices, two records earlier, and one report of a fault is enough. It waits
+    for all workers for that reason alone.
+
     It cannot tell a layer that is left out on purpose between others that learn from one that was forgotten: set ``requires_grad=False``.
     """
 
     name = "absent_from_optimizer"
     summary = "a parameter gets gradients, but no optimizer holds it"
     needs = Needs(collections=("unheld",), roles=("unheld",))
-    merge = "per_worker"
+    merge = "sealed"
     usual_causes = (
         "The layer was made, or put in the place of another, after the optimizer.",
         "The optimizer was given a list of parameters that leaves it out.",

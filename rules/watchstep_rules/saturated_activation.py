@@ -14,15 +14,22 @@ from watchstep.statistics import Floats
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.four_digits import short
 from watchstep_rules.figures.layers import is_weighted
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
+from watchstep_rules.figures.weights_past import HALF
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.judging.of_catalogue import OfCatalogue
 
 _MIDDLE_AND_HALF = {"Sigmoid": (0.5, 0.5), "Tanh": (0.0, 1.0)}
 """Where these activations are steepest, and how far from there their bounds are."""
+_CLOSED = 4.5e-5
+"""Distance of a sigmoid's output from its bounds at an input of 10: weights that saturate units leave some beyond, a bias of 5 none."""
+_LEAST_SLOPE = 1e-3
+_SHUTS = 0.1
+"""Share of its first slope below which a gate that began closed has shut: its input has moved by another 2.3."""
 
 
 class SaturatedActivationParams(Params):
@@ -62,9 +69,13 @@ class Streak(NamedTuple):
 
 
 class SaturatedActivationState(State):
-    """Streaks under way by ``tensor@worker``, losses by ``loss@worker``, and where in the model the last weighted layer stands."""
+    """Streaks under way by ``tensor@worker``, losses by ``loss@worker``, and where in the model the last weighted layer stands.
+
+    ``gates``: of each sigmoid, by ``tensor@worker``, its slope at its first record if that is one of a closed gate; else 0.
+    """
 
     streaks: dict[str, Streak] = Field(default_factory=dict)
+    gates: dict[str, float] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
     last: int = -1
 
@@ -85,9 +96,16 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
     half of its start: units that became switches while the network learnt are how it represents what it learnt, and
     saturation that keeps it from learning is there before that. A layer that was found saturated before stays found until a
     record of it is steep again, however low the loss comes to be.
+
+    *Closed gates.* Highway networks (Srivastava et al. 2015) and long-memory LSTMs begin with gates at a bias of -4 or -5, whose slope
+    is below a tenth on purpose, and which still pass a gradient. A hidden layer of sigmoids counts as such a gate if at its first record it is
+    flat, but no output lies nearer to a bound than that of an input of 10. It is then saturated only where its slope falls below a tenth of
+    what it began with. Weights large enough to make a layer flat spread inputs by 16 and more, so that some outputs lie beyond. Sigmoids
+    that another fault pushed to a steady input between 4 and 10 before the first record are not told from gates.
     """
 
     name = "saturated_activation"
+    version = 2
     summary = "a hidden layer's sigmoids or tanhs stay at their bounds"
     needs = Needs(
         collections=("activations", "losses"),
@@ -130,15 +148,18 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         step = numbers[judged]
         stuck = ~courses.any_converged(params.converged)[step]
         at_start = (courses.known & ~courses.any_converged(params.stuck))[step]
+        hidden = order < last[step]
         flat = (slope[judged] < params.slope) | (share[judged] >= params.share)
-        suspect = np.where(order < last[step], stuck, at_start)
+        gates, first_slope = _gates(state.gates, view(block, judged), slope[judged], params.slope)
+        flat &= ~(hidden & (slope[judged] >= _SHUTS * first_slope) & (first_slope > 0))
+        suspect = np.where(hidden, stuck, at_start)
         streaks, faults = _follow(state.streaks, view(block, judged), flat, suspect, params)
         findings = {}
         for place, streak in faults.items():
             row = int(judged[place])
             findings[row] = self._finding(params, block, row, (slope[row], share[row]), streak)
         state = SaturatedActivationState(
-            streaks=streaks, losses=losses, last=int(last[-1]) if len(last) else state.last
+            streaks=streaks, gates=gates, losses=losses, last=int(last[-1]) if len(last) else state.last
         )
         return state, [findings[row] for row in sorted(findings)]
 
@@ -213,6 +234,32 @@ def _follow(
         if not last:
             streaks.pop(name, None)
     return streaks, faults
+
+
+def _gates(
+    known: dict[str, float], block: Block, slope: Floats, limit: float
+) -> tuple[dict[str, float], Floats]:
+    """The first slope of each sigmoid that began as a closed gate, 0 of others: to be kept, and of each row's series."""
+    sigmoid = rows_where(block, _is_sigmoid)
+    held, rows = block.statistics, SeriesRows.of(block)
+    half = rows_where(block, _is_half)  # in which what is near to 1 is rounded to 1
+    within = (held.min >= _CLOSED) & ((held.max <= 1 - _CLOSED) | (half & (slope >= _LEAST_SLOPE)))
+    closed = sigmoid & (slope < limit) & within & (held.finite == held.count)
+    gates, first_slope = dict(known), np.zeros(len(block))
+    for name, of_series in zip(rows.names, rows.rows(), strict=True):
+        first = of_series[0]
+        if sigmoid[first] and name not in gates:
+            gates[name] = short(float(slope[first])) if closed[first] else 0.0
+        first_slope[of_series] = gates.get(name, 0.0)
+    return gates, first_slope
+
+
+def _is_sigmoid(info: TensorInfo) -> bool:
+    return info.module_type == "Sigmoid"
+
+
+def _is_half(info: TensorInfo) -> bool:
+    return info.dtype in HALF
 
 
 _bounds_of: OfCatalogue[Floats] = OfCatalogue()

@@ -20,6 +20,7 @@ from watchstep_rules.finding import Finding, finding_at
 
 _NOTHING = 1e-6  # of a loss of about 1 it is what float32 rounds away
 _FIRST = 2.0  # times its first size a gradient may have without being one that grows
+_NEAR = 0.1  # share of the limit from which on a size is near to it
 
 
 class VanishingGradientParams(Params):
@@ -42,18 +43,24 @@ class VanishingGradientParams(Params):
         lt=1,
         description="Share of its first value at which a loss has converged: gradients may vanish.",
     )
+    settling: int = Field(
+        50,
+        ge=0,
+        description="Steps after the first record through which a size must be below a tenth of the limit.",
+    )
     min_dimensions: int = Field(2, ge=0, description="Judge parameters with at least so many dimensions.")
 
 
 class VanishingGradientState(State):
     """The largest size so far: of any layer's gradient, by mode, and of each, by ``tensor@worker/mode``; and the losses so far.
 
-    Of each layer it is twice its first size at least.
+    Of each layer it is twice its first size at least. ``began``: step of the first record, None before it.
     """
 
     largest: dict[str, float] = Field(default_factory=dict)
     series: dict[str, float] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
+    began: int | None = None
 
 
 class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
@@ -68,6 +75,10 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     first-to-last-layer ratio of AutoTrainer (Zhang et al., ICSE 2021). The third leaves alone a layer that wakes up,
     whose gradient grows from record to record (zero-initialised branches while the learning rate warms up); twice the
     first is what batches make of a gradient that does not grow.
+
+    In the first ``settling`` steps ``size`` must be below a tenth of the limit: queries and keys of attention begin
+    with hardly any gradient, since small weights make attention uniform, and it grows by orders of magnitude once the
+    learning rate has warmed up.
 
     It also fires for every layer while no layer has ever had a size of ``threshold * relative``: such a training has
     not converged, it never began. That is 1e-10, a hundredth of the epsilon that Adam adds (Kingma and Ba, 2015).
@@ -84,7 +95,7 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     """
 
     name = "vanishing_gradient"
-    version = 3
+    version = 4
     summary = "a layer's gradient is close to nothing while others still learn"
     needs = Needs(collections=("gradients", "losses"), roles=("gradient", "loss"), about=("gradient",))
     merge = "sealed"
@@ -131,7 +142,10 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         never = (ever < floor)[step]
         waits = np.isin(judged.step, at_rest)
         limit = np.where(never, floor, np.minimum(params.threshold, params.relative * largest[step]))
-        return VanishingGradientState(largest=overall, series=kept, losses=losses), [
+        began = int(judged.step.min()) if state.began is None else state.began
+        settles = (judged.step < began + params.settling) & ~never
+        limit = np.where(settles, _NEAR * limit, limit)
+        return VanishingGradientState(largest=overall, series=kept, losses=losses, began=began), [
             self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
             for row in np.flatnonzero((size < limit) & (size <= before) & ~waits)
         ]

@@ -6,7 +6,8 @@ import numpy as np
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.absent_from_optimizer import AbsentFromOptimizer
+from watchstep_rules.contract import Advice, Needs, Params, Rule, State
 from watchstep_rules.figures.layers import is_normalisation, is_weighted
 from watchstep_rules.figures.progress import Progress
 from watchstep_rules.figures.steps import in_training
@@ -142,6 +143,12 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
             past.move(block, figures, updates, params.threshold)
             findings.extend(self._forgotten(block, row) for row in forgotten(block, rows, past.held))
         return WeightNotUpdatingState(**vars(past)), findings
+
+    def advice(self, finding: Finding) -> Advice:
+        """Of a parameter that no optimizer holds, what `AbsentFromOptimizer` says."""
+        if finding.role == "unheld":
+            return Advice(AbsentFromOptimizer.usual_causes, AbsentFromOptimizer.what_to_try)
+        return super().advice(finding)
 
     def _forgotten(self, block: Block, row: int) -> Finding:
         size = float(block.statistics.abs_sum[row])

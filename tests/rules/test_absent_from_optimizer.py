@@ -8,7 +8,9 @@ from torch import nn, optim
 
 from tests.rules.recording import said_of
 from tests.rules.training_parts import Task
-from watchstep import CaptureConfig, Hook
+from watchstep import CaptureConfig, Hook, open_run
+from watchstep_rules.backtesting.backtest import backtest_run
+from watchstep_rules.defaults import DEFAULT_RULES
 
 
 def trained(hook: Hook, *, late: bool, frozen: bool = False, average: bool = False) -> None:
@@ -131,3 +133,16 @@ def test_an_optimizer_of_another_model_in_the_place_of_the_first(tmp_path: Path)
     said = said_of(train, "absent_from_optimizer", tmp_path, config=CaptureConfig())
     assert {finding.tensor for finding in said} >= {"0.weight:unheld", "2.weight:unheld"}
     assert said[0].step == 125
+
+
+def test_one_fault_is_one_report(tmp_path: Path) -> None:
+    with Hook(tmp_path, run="run", config=CaptureConfig()) as hook:
+        trained(hook, late=True)
+    backtest = backtest_run(open_run(hook.run_url), DEFAULT_RULES)
+    told = [
+        (outcome.config.rule, change.step)
+        for outcome in backtest.attempts[0].outcomes
+        for change in outcome.fired
+        if change.finding and change.finding.role == "unheld" and not change.inhibited_by
+    ]
+    assert told == [("weight_not_updating", 50)]

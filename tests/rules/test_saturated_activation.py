@@ -87,3 +87,25 @@ def test_what_was_found_lasts_until_the_layer_is_steep_again_however_low_the_los
     falling = [Row(step, LOSS, [1.0 if step < 10 else 0.01]) for step in range(60)]
     at_its_bounds = [[-0.99, 0.985]] * 50 + [[0.5, -0.5]] * 10
     assert found(layer(at_its_bounds), HEAD, falling) == list(range(2, 50))
+
+
+def test_gates_that_begin_closed_are_left_alone_until_they_shut() -> None:
+    closed, shut = [0.004, 0.009], [0.00002, 0.0005]
+    assert found(layer([closed] * 9, "Sigmoid", at_bounds=10.0), HEAD) == []
+    assert found(layer([[0.996, 0.991]] * 9, "Sigmoid", at_bounds=10.0), HEAD) == []
+    assert found(layer([[0.996, 0.005]] * 9, "Sigmoid", at_bounds=10.0), HEAD) == []
+    assert found(layer([closed] * 5 + [shut] * 4, "Sigmoid", at_bounds=10.0), HEAD) == [7, 8]
+
+
+def test_sigmoids_that_weights_saturate_are_no_gates() -> None:
+    beyond = [0.0, 0.006, 0.007, 0.008]
+    assert found(layer([beyond] * 4, "Sigmoid", at_bounds=10.0), HEAD) == [2, 3]
+    assert found(layer([[0.006], [0.007], [0.006], [0.007]], "Tanh", at_bounds=10.0), HEAD) == [2, 3]
+    later = [[0.5]] + [[0.004, 0.009]] * 4
+    assert found(layer(later, "Sigmoid"), HEAD) == [3, 4]
+
+
+def test_the_output_of_a_model_is_no_gate() -> None:
+    assert found(layer([[0.004]] * 4, "Sigmoid", order=10), HEAD) == []
+    losses = [Row(step, LOSS, [1.0]) for step in range(4)]
+    assert found(layer([[0.004]] * 4, "Sigmoid", order=10), HEAD, losses) == [2, 3]

@@ -156,20 +156,20 @@ def test_modes_are_judged_apart() -> None:
 def test_thresholds_are_the_users_to_set() -> None:
     block = in_steps(norms("first", [2e-5, 1e-5]), norms("last", [1.0, 1.0]))
     assert found(block) == []
-    assert found(block, threshold=1e-4) == [0, 1]
+    assert found(block, threshold=1e-4, settling=0) == [0, 1]
     assert found(block, threshold=1e-4, relative=1e-6) == []
 
 
 def test_the_finding_says_value_and_threshold() -> None:
     said = all_at_once(
         RuleConfig(rule="vanishing_gradient"),
-        in_steps(norms("first", [2e-9, 1e-9]), norms("last", [1e-5, 1e-5])),
+        in_steps(norms("first", [2e-10, 1e-10]), norms("last", [1e-5, 1e-5])),
     )
     finding = said.findings[-1]
-    assert finding.value == 1e-9
-    assert finding.threshold == pytest.approx(1e-8)
+    assert finding.value == 1e-10
+    assert finding.threshold == pytest.approx(1e-9)
     assert finding.message == (
-        "mean |gradient| of first.weight:gradient is 1e-09, below 1e-08, while other layers learn"
+        "mean |gradient| of first.weight:gradient is 1e-10, below 1e-09, while other layers learn"
     )
 
 
@@ -187,3 +187,10 @@ def test_the_finding_says_value_and_threshold() -> None:
 def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         VanishingGradientParams.model_validate(params)
+
+
+def test_a_size_near_the_limit_is_said_only_once_the_first_steps_are_over() -> None:
+    last = norms("last", [1e-2] * 60)
+    assert found(in_steps(norms("first", [9e-8] * 60), last)) == list(range(50, 60))
+    assert found(in_steps(norms("first", [9e-8] * 20 + [3e-7] * 40), last)) == []
+    assert found(in_steps(norms("first", [9e-9] * 3), norms("last", [1e-2] * 3))) == [0, 1, 2]

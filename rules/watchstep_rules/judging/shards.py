@@ -11,13 +11,17 @@ from watchstep.block_view import LazyBlock, LazyStatistics, together, view
 from watchstep.sort_key import sort_key
 from watchstep.statistics import Merge
 
+_FLAGS = ("changed", "was_held", "held_share", "after_held", "beside_held")
+"""Probes of parameters that no optimizer holds: what holds of one shard holds of the parameter."""
+
 
 def merge_shards(block: Block) -> Block:
     """Merge the shards of each (step, mode, tensor, replica, stage); replicas and whole tensors stay as they are.
 
     Workers merge in ascending order, whatever order they arrived in. The merged row takes the number of its replica as
-    its worker, so that it belongs to the same series whichever of its shards are there, and the latest time. It has no
-    probes: they do not merge. The result is in canonical order, and makes its columns when they are read.
+    its worker, so that it belongs to the same series whichever of its shards are there, and the latest time. Of probes it has
+    those of `_FLAGS`, the largest of all shards; others do not merge. The result is in canonical order, and makes its columns when
+    they are read.
     """
     sharded = block.places.shard_count > 1
     if not sharded.any():
@@ -51,6 +55,12 @@ def _merged(block: Block) -> Block:
             return Places(np.zeros_like(ones), ones, places.replica[first], places.stage[first])
         if name == "statistics":
             return LazyStatistics.of(len(first), merge.column)
-        return {} if name == "probes" else getattr(block, name)[first]
+        if name == "probes":
+            return {
+                probe: np.maximum.reduceat(values[order], starts)
+                for probe, values in block.probes.items()
+                if probe in _FLAGS
+            }
+        return getattr(block, name)[first]
 
     return LazyBlock.of(len(first), column)

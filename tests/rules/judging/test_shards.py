@@ -29,6 +29,19 @@ def test_shards_of_one_step_become_one_row() -> None:
     assert merged.places.shard_index.tolist() == [0, 0]
 
 
+def test_what_holds_of_one_shard_of_an_unheld_parameter_holds_of_the_parameter() -> None:
+    rows = [shard(1, 0, [1.0]), shard(1, 1, [1.0]), shard(2, 0, [1.0]), shard(2, 1, [1.0])]
+    changed = [0.0, 1.0, 0.0, 0.0]
+    probes = [{"changed": one, "held_share": 0.5, "update_ratio": 1.0} for one in changed]
+    merged = merge_shards(
+        block_of([replace(row, probes=held) for row, held in zip(rows, probes, strict=True)])
+    )
+    assert {name: values.tolist() for name, values in merged.probes.items()} == {
+        "changed": [1.0, 0.0],
+        "held_share": [0.5, 0.5],
+    }
+
+
 def test_replicas_and_stages_and_modes_stay_apart() -> None:
     rows = [shard(1, worker, [1.0], replica=worker // 2) for worker in range(4)]
     rows.append(Row(1, A, [1.0], worker=0, place=Placement(0, 2, 0, "reduced")))
