@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +57,14 @@ def cloud_backend(url: str, scheme: str, access: S3Access | None) -> Any:
     except Exception as error:
         reason = str(error).strip().split("\n", 1)[0][:300] or type(error).__name__
         raise ConfigError(f"store {url!r}: {reason}", "correct the URL, e.g. s3://bucket/prefix") from error
+
+
+def load_libraries(scheme: str) -> None:
+    """Import what `cloud_backend` imports for a scheme, so that it imports nothing later, on another thread."""
+    if scheme in {"s3", "s3a"}:
+        with contextlib.suppress(ImportError):
+            import boto3  # noqa: F401
+            import obstore.auth.boto3  # noqa: F401
 
 
 def _s3_options(client: Any, access: S3Access) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from watchstep.capture.snapshots import SnapshotWriter
 from watchstep.capture.spill import Spill
 from watchstep.capture.spill_folder import About
 from watchstep.capture.upload import Uploader
+from watchstep.cloud_store import load_libraries
+from watchstep.store import checked_scheme
 
 _DENSE_SECONDS = 60.0
 _SHORTEST_FLUSH = 2.0
@@ -101,7 +103,7 @@ class Writer:
 
     def start(self) -> None:
         """Start the threads, once the libraries that they need are loaded."""
-        _load_libraries()
+        _load_libraries(checked_scheme(self._target.store_url))
         for thread in self._threads:
             thread.start()
 
@@ -309,16 +311,18 @@ class Writer:
 
 
 @functools.cache
-def _load_libraries() -> None:
-    """Import what writing needs: once a process, on the calling thread, before the first step.
+def _load_libraries(scheme: str) -> None:
+    """Import what writing to a store needs: once a process, on the calling thread, before the first step.
 
-    Beside training an import would hold the interpreter's lock while a shared library is loaded, and when the program ends it
-    would undo the exit code of an interrupt. The objects that imports make bring a full run of the collector of cycles, which
-    stops all threads for some tenths of a second: it is made here, too, and not at some step.
+    Beside training an import would hold the interpreter's lock while a shared library is loaded. When Ctrl-C ends the program, it
+    would undo its exit code: Python forgets that it was interrupted when it runs a text as code, as the imports of boto3 and pyarrow
+    do, and exits with 1. The objects that imports make bring a full run of the collector of cycles, which stops all threads for some
+    tenths of a second: it is made here, too, and not at some step.
     """
     import obstore.store  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
+    load_libraries(scheme)
     if gc.isenabled():
         gc.collect()
 
