@@ -194,6 +194,31 @@ def service_at(home: Path, store_url: str) -> FoundService | None:
     )
 
 
+def make_home(home: Path) -> None:
+    """Make the folder of a service, for its user alone, or see that the one there is not another user's.
+
+    A home may lie in a store that other users write to. Whoever owns it can exchange what the service keeps there: its database, its key, and the
+    commands that stop jobs. Root may serve from the folder of any user, as in a container with a mounted folder.
+
+    Raises:
+        ConfigError: it cannot be made, is no folder, or belongs to another user.
+    """
+    user = os.geteuid()
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = home.stat().st_uid
+    except OSError as error:
+        raise ConfigError(
+            f"home {home}: the folder cannot be made ({error.strerror})",
+            "name a folder that you may write to, in WATCHSTEP_HOME or as the store",
+        ) from error
+    if user != _ROOT and owner not in {user, _ROOT}:
+        raise ConfigError(
+            f"home {home}: the folder belongs to another user ({owner})",
+            "remove it, or start 'watchstep serve' with a WATCHSTEP_HOME of your own",
+        )
+
+
 def local_folder(store_url: str) -> Path | None:
     """The folder of a store on this machine; None for a bucket.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from watchstep.capture.service_location import HOME, FoundService, local_folder, service_at
+from watchstep.capture.service_location import HOME, FoundService, local_folder, make_home, service_at
 from watchstep.errors import ConfigError, ServiceError
 from watchstep.transport import TOKEN, ServiceAddress
 
@@ -88,7 +88,7 @@ def _start(home: Path, store_url: str) -> FoundService:
             f"store {store_url}: no service watches it, and none is installed here to judge the rules",
             "pip install 'watchstep[server]', or name a service by Estimator(service=…) and WATCHSTEP_TOKEN",
         )
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_home(home)
     log = home / "beside.log"
     store = str(local_folder(store_url) or store_url)
     command = (

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 import uvicorn
 
-from watchstep.capture.service_location import SERVICE_NOTE
+from watchstep.capture.service_location import SERVICE_NOTE, make_home
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store, checked_scheme
@@ -122,15 +122,7 @@ class EmbeddedService:
 
     def _start(self) -> None:
         home = self.settings.home_folder
-        try:
-            home.mkdir(
-                mode=0o700, parents=True, exist_ok=True
-            )  # hashes of tokens and addresses of webhooks lie there
-        except OSError as error:
-            raise ConfigError(
-                f"home {home}: the folder cannot be made ({error.strerror})",
-                "name a folder that you may write to, in WATCHSTEP_HOME or as the store",
-            ) from error
+        make_home(home)  # hashes of tokens and addresses of webhooks lie there
         self._lock(home)
         rules, receivers = owner_rules(self.settings), owner_receivers(self.settings)
         store = _own_store(self.settings.store, home)

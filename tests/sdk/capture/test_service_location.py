@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ import watchstep
 from tests.services.jobs import eventually
 from watchstep.capture.health import Health
 from watchstep.capture.registration import LAUNCH, LaunchState
-from watchstep.capture.service_location import HOME, ServiceLocation, find_service
+from watchstep.capture.service_location import HOME, ServiceLocation, find_service, make_home
 from watchstep.errors import ConfigError
 from watchstep.process_identity import ProcessIdentity
 
@@ -143,3 +144,16 @@ def test_a_recorder_that_looks_for_a_moved_service_reports_a_damaged_note(store:
     state = LaunchState(ServiceLocation.of("", store.as_uri()))
     assert state.recorder_address(health) is None
     assert "the note of a service" in health.as_data()["faults"]["service note"]
+
+
+def test_a_home_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "store" / ".watchstep"
+    make_home(home)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    make_home(home)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
+    if home.stat().st_uid == 0:
+        make_home(home)  # root is trusted by all
+        os.chown(home, OTHER_USER + 1, -1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        make_home(home)
