@@ -14,7 +14,6 @@ from dataclasses import replace
 from celery.signals import worker_process_shutdown
 
 from watchstep.errors import WatchstepError
-from watchstep_services.dispatcher.dispatch import posts_of
 from watchstep_services.points import reach
 from watchstep_services.retention.upkeep import upkeep as keep_ended
 from watchstep_services.scheduler import celery_processes, work
@@ -45,11 +44,11 @@ def service() -> Service:
 
 
 @functools.lru_cache(maxsize=1)
-def _posts_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads do not outlive a fork
-    posts = WorkQueue(_POSTS_AT_ONCE)
-    posts.start(service())
-    worker_process_shutdown.connect(lambda **_signal: posts.close(), weak=False)
-    return posts
+def _actions_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads do not outlive a fork
+    actions = WorkQueue(_POSTS_AT_ONCE)
+    actions.start(service())
+    worker_process_shutdown.connect(lambda **_signal: actions.close(), weak=False)
+    return actions
 
 
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
@@ -63,15 +62,11 @@ def evaluate_run(run_id: int) -> None:
 
 @app.task(name=DISPATCH)  # type: ignore[untyped-decorator]
 def dispatch_action(action_id: int) -> None:
-    """Try an action. What goes out to receivers is tried by threads, so that no evaluation and no stop waits for them.
+    """Have an action tried by threads: a receiver or a backend that hangs keeps no evaluation and no other stop waiting.
 
     Its message is acknowledged before: what such a thread does not come to, a sweep finds.
     """
-    post = posts_of(service(), [action_id]).get(action_id)
-    if post is None:
-        work.do_action(service(), action_id)
-    else:
-        _posts_in(os.getpid()).action_due(action_id, post)
+    _actions_in(os.getpid()).action_due(action_id)
 
 
 @app.task(name=BACKTEST)  # type: ignore[untyped-decorator]

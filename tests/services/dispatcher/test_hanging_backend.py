@@ -23,6 +23,7 @@ from watchstep_services.estimator.backend import JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.registration import register
+from watchstep_services.scheduler import celery_app
 from watchstep_services.scheduler.queue import WorkQueue
 
 
@@ -178,3 +179,21 @@ def test_stops_at_a_backend_that_hangs_delay_no_other_projects_stop(
     finally:
         backend.released.set()
         work.close()
+
+
+def test_a_backend_that_hangs_keeps_no_process_of_production_from_other_work(
+    driven_sqlite: Driven, folder_store: Store, backend: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, _, _, stop = stopping(driven_sqlite, folder_store, backend, "ignore")
+    monkeypatch.setattr(celery_app, "service", lambda: driven.service)
+    work = WorkQueue(1)
+    work.start(driven.service)
+    monkeypatch.setattr(celery_app, "_actions_in", lambda _process: work)
+    try:
+        celery_app.dispatch_action(stop)
+        assert backend.asked.acquire(timeout=60)
+        assert driven.tries(stop) == [], "it waits for the backend in a thread"
+    finally:
+        backend.released.set()
+        work.close()
+    assert backend.state == "ended"
