@@ -119,6 +119,7 @@ SOURCES: dict[str, dict[str, str]] = {
     "frozen_batch_norm": {
         "records": "ours: not one batch alone",
         "batches": "ours: running statistics move at the first batch, unless their momentum is zero",
+        "drift": "ours: three times what layers before it that learn on make of it in healthy fine-tuning (3.5)",
     },
     "symmetric_units": {
         "share": "ours: between what rounding parts (1e-6) and what learning parts (1)",

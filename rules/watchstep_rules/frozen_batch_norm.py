@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +12,14 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep.block_view import view
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.four_digits import short
 from watchstep_rules.figures.in_a_row import in_a_row, probe
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
 
 _VARIANCE = "running_var"
+_ROLES = ("weight", "bias", "output")
+"""Rows of a layer that show whether its running statistics fit, in the order in which those of one step are taken."""
 
 
 class FrozenBatchNormParams(Params):
@@ -25,18 +29,51 @@ class FrozenBatchNormParams(Params):
     batches: int = Field(
         20, ge=1, description="Batches in training mode that must have left running statistics untouched."
     )
+    drift: float = Field(
+        10.0,
+        gt=1,
+        description="Root mean square of an output over that of data with the running statistics, from which on they do not fit.",
+    )
+
+
+class Fit(NamedTuple):
+    """How the output of a layer in evaluation mode compares with what its scale and shift make of data with its running statistics.
+
+    Attributes:
+        scale, shift: mean square of these parameters, negative before they were seen.
+        ratio: root mean square of the last output over the expected one; 0 before it is known.
+        records: of the running statistics in a row at which the ratio was too large.
+    """
+
+    scale: float = -1.0
+    shift: float = -1.0
+    ratio: float = 0.0
+    records: int = 0
+
+    def after(self, role: str, mean_square: float) -> Fit:
+        """With a row of the layer."""
+        if role == "weight":
+            return self._replace(scale=short(mean_square))
+        if role == "bias":
+            return self._replace(shift=short(mean_square))
+        expected = self.scale + self.shift
+        if min(self.scale, self.shift) < 0 or expected <= 0:
+            return self
+        return self._replace(ratio=short((mean_square / expected) ** 0.5))
 
 
 class FrozenBatchNormState(State):
-    """Layers that were seen in training mode, by ``tensor@worker``."""
+    """Layers that were seen in training mode, by ``tensor@worker``, and the fit of those in evaluation mode, by ``module@worker``."""
 
     trained: tuple[str, ...] = ()
+    fits: dict[str, Fit] = Field(default_factory=dict)
 
 
 class _Why(IntEnum):
     UNTRAINED = 1
     UNTOUCHED = 2
     FORGOTTEN = 3
+    DRIFTED = 4
 
 
 class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
@@ -48,6 +85,9 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
       same: with a momentum of 0 evaluation will normalise by nothing.
     - **Forgotten in evaluation mode**: its scale learns, the layer was in training mode earlier in this run, and now the
       whole model is in evaluation mode at updates: after an evaluation nobody called ``train()``.
+    - **Drifted**: it is in evaluation mode, and the root mean square of its output is ``drift`` times ``sqrt(mean(scale²) + mean(shift²))``,
+      which is that of data with its running statistics: its input has become another. Layers before it that learn on move that ratio to 3.5 in
+      healthy fine-tuning; inputs that are no longer scaled move it to hundreds. Layers without a scale and a shift are not judged by this.
 
     ``x̂ = (x - running_mean) / sqrt(running_var + eps)`` in evaluation mode; a batch in training mode moves the running
     statistics by ``momentum`` times the distance (Ioffe and Szegedy, 2015; PyTorch's BatchNorm2d). A variance of exactly
@@ -55,21 +95,29 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
 
     Deliberate freezing is left alone: layers whose scale does not require a gradient or no optimizer holds, pretrained
     layers that are in evaluation mode from the start, and single layers that are frozen while the rest of the model
-    stays in training mode.
+    stays in training mode, as long as their running statistics fit.
     """
 
     name = "frozen_batch_norm"
     summary = "a normalisation layer learns while its running statistics stand still"
-    needs = Needs(collections=("buffers",), roles=("buffer",))
-    merge = "per_worker"
+    version = 2
+    needs = Needs(
+        collections=("buffers", "weights", "biases", "activations"),
+        roles=("buffer", "weight", "bias", "output"),
+        about=("buffer",),
+        evidence_rows=0,
+    )
+    merge = "sealed"
     usual_causes = (
         "model.eval() was called for an evaluation, and model.train() not after it.",
         "The model was built or loaded in evaluation mode, and never put into training mode.",
         "The layer's momentum is 0, as other frameworks' momentum of 1 means.",
+        "The layer is frozen with statistics of other data, or of inputs that were scaled.",
     )
     what_to_try = (
         "Call model.train() after each evaluation, before the next batch.",
         "Set the layer's momentum to 0.1, or None for a plain mean.",
+        "Compare the inputs' mean and deviation with those of the training that left the statistics, or let the layer take in batches.",
         "To freeze a layer on purpose, also take its scale and shift from the optimizer.",
     )
     params_type = FrozenBatchNormParams
@@ -88,19 +136,27 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[FrozenBatchNormState, list[Finding]]:
         """Judge each layer by its running variance."""
+        fits, drifted = _follow_fits(params, state.fits, block)
         context, block = _variances(context), _variances(block)
         if not len(block):
-            return state, []
+            return state.model_copy(update={"fits": fits}), []
         trained, was_trained = _trained(state.trained, block)
         found = np.zeros(len(block), np.int64)
         for why in _Why:
+            if why is _Why.DRIFTED:
+                continue
             hit = in_a_row(context, block, lambda rows, why=why: _holds(rows, why, params), params.records)  # type: ignore[misc]  # mypy does not infer a lambda with a default
             found[hit & (was_trained | (why is not _Why.FORGOTTEN)) & (found == 0)] = why
-        return FrozenBatchNormState(trained=trained), [
-            self._finding(params, block, int(row), _Why(int(found[row]))) for row in np.flatnonzero(found)
+        ratio = np.array([drifted.get(_key(block, row), 0.0) for row in range(len(block))])
+        found[(ratio > 0) & (found == 0)] = _Why.DRIFTED
+        return FrozenBatchNormState(trained=trained, fits=fits), [
+            self._finding(params, block, int(row), _Why(int(found[row])), float(ratio[row]))
+            for row in np.flatnonzero(found)
         ]
 
-    def _finding(self, params: FrozenBatchNormParams, block: Block, row: int, why: _Why) -> Finding:
+    def _finding(
+        self, params: FrozenBatchNormParams, block: Block, row: int, why: _Why, ratio: float
+    ) -> Finding:
         info = block.info(row)
         layer = info.module or "the model"
         said = {
@@ -113,8 +169,14 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
                 f"{layer} learns while the whole model is in evaluation mode, in which {info.name} stands still; earlier it "
                 "was in training mode"
             ),
+            _Why.DRIFTED: (
+                f"the output of {layer}, which is in evaluation mode, has {ratio:.3g} times the root mean square that its running "
+                f"statistics promise, {params.drift:g} is the limit: {info.name} does not fit its input"
+            ),
         }[why]
         message = f"{said}, at {params.records} records in a row"
+        if why is _Why.DRIFTED:
+            return finding_at(self.name, block, row, value=ratio, threshold=params.drift, message=message)
         value = float(block.statistics.mean[row])
         return finding_at(
             self.name, block, row, value=value if np.isfinite(value) else 0.0, threshold=1.0, message=message
@@ -131,6 +193,56 @@ def _holds(rows: Block, why: _Why, params: FrozenBatchNormParams) -> NDArray[np.
         _Why.FORGOTTEN: evaluating & (probe(rows, "model_training") == 0),
     }[why]
     return holds
+
+
+def _key(block: Block, row: int) -> tuple[int, str]:
+    return int(block.step[row]), f"{block.info(row).module}@{block.worker[row]}"
+
+
+def _follow_fits(
+    params: FrozenBatchNormParams, known: dict[str, Fit], block: Block
+) -> tuple[dict[str, Fit], dict[tuple[int, str], float]]:
+    """The fit of each layer in evaluation mode, and the ratio of those that drifted, by step and ``module@worker``.
+
+    A layer is followed from the first record that shows it in evaluation mode until one shows it in training mode, so that models whose
+    layers train cost nothing here.
+    """
+    is_variance = block.mask_of_tensors([info.name.endswith(_VARIANCE) for info in block.catalogue])
+    variances = np.flatnonzero(is_variance & (block.mode == 0))
+    evaluating = probe(block, "training")[variances] == 0
+    if not known and not evaluating.any():
+        return known, {}
+    modules = {name.rpartition("@")[0] for name in known}
+    modules |= {block.info(row).module for row in variances[evaluating].tolist()}
+    chosen = block.mask_of_tensors(
+        [info.module in modules and info.role in _ROLES for info in block.catalogue]
+    )
+    evidence = np.flatnonzero(chosen & (block.mode == 0) & (block.statistics.finite > 0))
+    mean_square = block.statistics.square_sum[evidence] / block.statistics.finite[evidence]
+    events = [
+        (int(block.step[row]), _ROLES.index(block.info(row).role), row, float(value))
+        for row, value in zip(evidence.tolist(), mean_square, strict=True)
+    ]
+    events += [
+        (int(block.step[row]), len(_ROLES), row, float(here))
+        for row, here in zip(variances.tolist(), evaluating, strict=True)
+    ]
+    fits, drifted = dict(known), {}
+    for step, order, row, value in sorted(events):
+        name = f"{block.info(row).module}@{block.worker[row]}"
+        before = fits.get(name)
+        if order < len(_ROLES):
+            if before is not None:
+                fits[name] = before.after(_ROLES[order], value)
+        elif not value:
+            fits.pop(name, None)
+        else:
+            before = before or Fit()
+            records = min(before.records + 1, params.records) if before.ratio >= params.drift else 0
+            fits[name] = before._replace(records=records)
+            if records >= params.records:
+                drifted[step, name] = before.ratio
+    return fits, drifted
 
 
 def _trained(known: tuple[str, ...], block: Block) -> tuple[tuple[str, ...], NDArray[np.bool_]]:
