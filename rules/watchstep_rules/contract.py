@@ -19,6 +19,8 @@ from watchstep_rules.finding import Finding
 
 Merge = Literal["per_worker", "sealed"]
 Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+"""The least severe first."""
 
 
 class Params(BaseModel):

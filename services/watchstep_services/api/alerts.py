@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from fastapi import APIRouter
 from sqlalchemy import ColumnElement, select
@@ -24,7 +25,7 @@ from watchstep_services.api.filters import (
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import AlertList, AlertOutput
 from watchstep_services.api.paging import Order, Paged, Paging
-from watchstep_services.database.models import Alert, Run
+from watchstep_services.database.models import Alert, Incident, Run
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["alerts"])
 
@@ -86,9 +87,14 @@ def _list(session: Session, paging: Paging, conditions: Iterable[ColumnElement[b
     rows, token = paging.fetch(session, Alert, conditions, Order(Alert.id, descending=True))
     named = select(Run.id, Run.run).where(Run.id.in_({row.run_id for row in rows}))
     names = {held.id: held.run for held in session.execute(named)}
-    return AlertList(alerts=[_alert(row, names[row.run_id]) for row in rows], next_page_token=token)
+    keys = {row.incident for row in rows if row.incident}
+    incidents = session.execute(select(Incident).where(Incident.key.in_(keys))).scalars() if keys else ()
+    summaries = {(one.run_id, one.key): one.summary for one in incidents}
+    alerts = [_alert(row, names[row.run_id], summaries.get((row.run_id, row.incident))) for row in rows]
+    return AlertList(alerts=alerts, next_page_token=token)
 
 
-def _alert(row: Alert, run: str) -> AlertOutput:
-    held = {name: getattr(row, name) for name in AlertOutput.model_fields if name != "run"}
-    return AlertOutput.model_validate({**held, "run": run})
+def _alert(row: Alert, run: str, incident: dict[str, Any] | None) -> AlertOutput:
+    apart = {"run": run, "incident": incident}
+    held = {name: getattr(row, name) for name in AlertOutput.model_fields if name not in apart}
+    return AlertOutput.model_validate({**held, **apart})

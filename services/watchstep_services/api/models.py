@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from watchstep_rules.explanation import Explanation
+from watchstep_rules.incident import IncidentSummary
 from watchstep_services.api.paging import PageOutput
 from watchstep_services.events import CloudEvent
 
@@ -237,6 +238,9 @@ class AlertOutput(BaseModel):
     resolved_ns: int | None
     finding: dict[str, Any] | None
     details: AlertDetails | None = Field(description="Once it has fired.")
+    incident: IncidentSummary | None = Field(
+        description="The alerts of the attempt that began close to it, and the likeliest cause among them; null for none."
+    )
 
 
 class AlertList(PageOutput):

@@ -9,6 +9,7 @@ import typer
 
 from watchstep.client import Client
 from watchstep_rules.explanation import Explanation
+from watchstep_rules.incident import IncidentSummary
 from watchstep_rules.judging.judge import Health
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console, moment
@@ -35,6 +36,11 @@ def alerts(
     fired = [alert for alert in found if alert["details"] is not None]
     if not fired:
         out.print(f"{run}: no alert has fired")
+    incidents = {alert["incident"]["id"]: alert["incident"] for alert in fired if alert["incident"]}
+    for incident in incidents.values():
+        if len(incident["alerts"]) > 1:
+            for line in IncidentSummary.model_validate(incident).as_lines():
+                out.print(line, highlight=False, soft_wrap=True)
     for alert in fired:
         details = alert["details"]
         quiet = f"; kept quiet by {details['inhibited_by']}" if details["inhibited_by"] else ""

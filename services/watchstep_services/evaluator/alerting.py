@@ -24,6 +24,7 @@ from watchstep_services.dispatcher.grouping.silences import Active, active, cove
 from watchstep_services.evaluator import standing
 from watchstep_services.evaluator.evidence import evidence_of
 from watchstep_services.evaluator.fingerprint import fingerprint
+from watchstep_services.evaluator.incidents import Incidents, update_incidents
 from watchstep_services.evaluator.judging import Judged
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.stopping import Cause, stop, wants_stop
@@ -58,16 +59,19 @@ def publish(
     actions: list[int] = []
     changed: list[Standing] = []
     began: set[int] = set()
-    for one in judged:
-        for transition in as_told(one.transitions):
+    changes = [as_told(one.transitions) for one in judged]
+    incidents = update_incidents(session, place, judged, changes)
+    for one, transitions in zip(judged, changes, strict=True):
+        for transition in transitions:
             _move(session, place, one, transition)
             if transition.revised:
-                _revise(session, place, one, transition, silences)
+                _revise(session, place, one, transition, silences, incidents)
             elif transition.phase in _EVENTS:
-                told = _Told(session, place, one, transition, silences)
+                told = _Told(session, place, one, transition, silences, incidents)
                 actions += told.tell()
                 changed += told.changed
                 began |= told.began
+    incidents.assign(session, place)
     for row, why in standing.left_behind(session, place, list(judged), sealed):
         actions += _end(session, place, row, sealed, why)
         changed.append(row)
@@ -85,6 +89,7 @@ class _Told:
         judged: Judged,
         transition: Transition,
         silences: Sequence[Active],
+        incidents: Incidents,
     ) -> None:
         assert judged.config is not None  # a config that cannot be read judges nothing
         self._session = session
@@ -93,6 +98,7 @@ class _Told:
         self._config = judged.config
         self._transition = transition
         self._silences = silences
+        self._incidents = incidents
         self.changed: list[Standing] = []
         """The alert, where something is new for those who are to be told."""
         self.began: set[int] = set()
@@ -103,6 +109,8 @@ class _Told:
         before = standing.find(self._session, self._place, self._judged)
         earlier = before.attempt if before is not None and before.phase == Phase.FIRING.value else ""
         data = _data(self._session, self._place, self._judged, self._transition)
+        if self._transition.phase is Phase.FIRING:
+            data["incident"] = self._incidents.as_data(self._judged.row.id)
         if earlier not in ("", self._place.attempt):
             data["continues"] = earlier
         event = make_event(
@@ -161,10 +169,16 @@ class _Told:
 
 
 def _revise(
-    session: Session, place: Place, judged: Judged, transition: Transition, silences: Sequence[Active]
+    session: Session,
+    place: Place,
+    judged: Judged,
+    transition: Transition,
+    silences: Sequence[Active],
+    incidents: Incidents,
 ) -> None:
     """Publish that an alert names a likelier cause. It fires already: nobody is told anew, and nothing is stopped again."""
     data = _data(session, place, judged, transition)
+    data["incident"] = incidents.as_data(judged.row.id)
     row = standing.revise(session, place, judged, transition, data)
     if row is not None:
         silence = covering(silences, labels_of(row, place.project, place.run))

@@ -1,7 +1,14 @@
 """The tables."""
 
 from watchstep_services.database.models.access import Token
-from watchstep_services.database.models.alert_life import AlertGroup, GroupMember, Muted, Silence, Standing
+from watchstep_services.database.models.alert_life import (
+    AlertGroup,
+    GroupMember,
+    Incident,
+    Muted,
+    Silence,
+    Standing,
+)
 from watchstep_services.database.models.api_requests import ApiRequest, ProjectRule
 from watchstep_services.database.models.backtests import Backtest, BacktestResult
 from watchstep_services.database.models.base import NAME_LENGTH, Base, ClockMark
@@ -39,6 +46,7 @@ __all__ = [
     "Event",
     "FindingRow",
     "GroupMember",
+    "Incident",
     "Job",
     "JobHolder",
     "Memory",

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from watchstep_services.database.models.base import NAME_LENGTH, Base, RowId
 
 FINGERPRINT_LENGTH = 32
+INCIDENT_LENGTH = 16
 WHO_LENGTH = 256
 
 
@@ -44,9 +45,26 @@ class Standing(Base):
     message: Mapped[str] = mapped_column(Text)
     explanation: Mapped[dict[str, Any]]
     finding: Mapped[dict[str, Any]]
+    incident: Mapped[str] = mapped_column(String(INCIDENT_LENGTH), default="", server_default="")
     acknowledged_by: Mapped[str] = mapped_column(String(WHO_LENGTH), default="")
     acknowledged_ns: Mapped[int | None] = mapped_column(default=None)
     acknowledgement: Mapped[str] = mapped_column(Text, default="")
+
+
+class Incident(Base):
+    """Alerts of an attempt that begin close together: their ``onsets``, from which it was made, and what is said of it."""
+
+    __tablename__ = "incidents"
+    __table_args__ = (UniqueConstraint("run_id", "key"), Index("incidents_by_step", "run_id", "last_step"))
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    attempt: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    key: Mapped[str] = mapped_column(String(INCIDENT_LENGTH))
+    first_step: Mapped[int]
+    last_step: Mapped[int]
+    onsets: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    summary: Mapped[dict[str, Any]]
 
 
 class Silence(Base):

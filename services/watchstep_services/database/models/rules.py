@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from watchstep_services.database.models.alert_life import FINGERPRINT_LENGTH
+from watchstep_services.database.models.alert_life import FINGERPRINT_LENGTH, INCIDENT_LENGTH
 from watchstep_services.database.models.base import NAME_LENGTH, Base, RowId
 from watchstep_services.database.sealed_addresses import AddressJson
 
@@ -59,6 +59,7 @@ class Alert(Base):
     since_step: Mapped[int]
     since_ns: Mapped[int]
     fired_ns: Mapped[int | None] = mapped_column(default=None)
+    incident: Mapped[str] = mapped_column(String(INCIDENT_LENGTH), default="", server_default="")
     resolved_ns: Mapped[int | None] = mapped_column(default=None)
 
 

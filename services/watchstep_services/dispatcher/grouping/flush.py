@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import delete, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from watchstep_rules.contract import SEVERITIES
+from watchstep_rules.incident import IncidentSummary
 from watchstep_services import metrics
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import is_of_all
-from watchstep_services.database.models import AlertGroup, GroupMember, Run, Standing
+from watchstep_services.database.models import AlertGroup, GroupMember, Incident, Run, Standing
 from watchstep_services.database.records import add_action
 from watchstep_services.dispatcher.grouping import silences
 from watchstep_services.dispatcher.grouping.labels import labels_of
@@ -42,6 +44,9 @@ class _Seen:
     row: Standing
     run: Run
     silence: silences.Active | None
+    incident: IncidentSummary | None = None
+    joins: bool = False
+    """Its incident was told of in this group by alerts that are as severe: it is told with the next notification."""
 
     @property
     def fires(self) -> bool:
@@ -55,7 +60,21 @@ class _Seen:
     @property
     def is_news(self) -> bool:
         """It began to fire and that was not told; it may be over by now."""
+        return self.is_untold and not self.joins
+
+    @property
+    def is_untold(self) -> bool:
         return not self.hidden and self.member.told_episode != self.row.episode
+
+    @property
+    def is_joined(self) -> bool:
+        """It fires and is told with the next notification, of which it is no reason."""
+        return self.is_untold and self.joins and self.fires and self.run.state not in ENDED
+
+    @property
+    def is_cause(self) -> bool:
+        """It is the likeliest cause of its incident."""
+        return self.incident is not None and self.incident.cause == self.row.name
 
     @property
     def is_over(self) -> bool:
@@ -71,7 +90,7 @@ class _Seen:
     @property
     def matters(self) -> bool:
         """There is something to tell of it, now or again."""
-        return self.is_news or self.is_over or self.lasts
+        return self.is_news or self.is_over or self.lasts or self.is_joined
 
 
 def due_groups(service: Service, limit: int = 100) -> list[int]:
@@ -178,16 +197,39 @@ def flush(service: Service, group_id: int) -> int | None:
 
 def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
     rows = session.execute(
-        select(GroupMember, Standing, Run)
+        select(GroupMember, Standing, Run, Incident.summary)
         .join(Standing, Standing.id == GroupMember.standing_id)
         .join(Run, Run.id == Standing.run_id)
+        .outerjoin(Incident, (Incident.run_id == Standing.run_id) & (Incident.key == Standing.incident))
         .where(GroupMember.group_id == group.id)
         .order_by(Standing.fired_ns, Standing.id)
     ).all()
     held = silences.active(session, group.project, now)
+    seen = [
+        _Seen(
+            member,
+            row,
+            run,
+            silences.covering(held, labels_of(row, run.project, run.run)),
+            None if summary is None else IncidentSummary.model_validate(summary),
+        )
+        for member, row, run, summary in rows
+    ]
+    return seen if group.refresh else _joined(seen)
+
+
+def _joined(seen: Sequence[_Seen]) -> list[_Seen]:
+    """Mark alerts of incidents that were told of; one that is more severe than all that was told of its incident is news."""
+    told: dict[str, int] = {}
+    for one in seen:
+        if one.incident is not None and one.member.told_phase == "firing" and not one.is_untold:
+            severity = SEVERITIES.index(one.row.severity)
+            told[one.incident.id] = max(told.get(one.incident.id, -1), severity)
     return [
-        _Seen(member, row, run, silences.covering(held, labels_of(row, run.project, run.run)))
-        for member, row, run in rows
+        replace(one, joins=True)
+        if one.incident is not None and SEVERITIES.index(one.row.severity) <= told.get(one.incident.id, -1)
+        else one
+        for one in seen
     ]
 
 
@@ -206,7 +248,7 @@ class _Told:
 def _to_tell(group: AlertGroup, seen: Sequence[_Seen], now: int) -> _Told:
     heard = [one for one in seen if one.silence is None]
     news = [one for one in heard if one.is_news]
-    lasting = [one for one in heard if one.lasts]
+    lasting = [one for one in heard if one.lasts or one.is_joined]
     over = [one for one in heard if one.is_over]
     if news or (over and group.send_resolved):
         return _Told([*news, *lasting], over if group.send_resolved else [], has_news=True)
@@ -222,8 +264,9 @@ def _tell(service: Service, session: Session, group: AlertGroup, told: _Told, no
     group.generation += 1
     group.repeats = 0 if told.has_news else group.repeats + 1
     group.told_ns = now
-    alerts = [alert_of(one.row, one.run, "firing", now) for one in told.firing]
-    alerts += [alert_of(one.row, one.run, "resolved", now) for one in told.over]
+    firing = sorted(told.firing, key=lambda one: not one.is_cause)
+    alerts = [alert_of(one.row, one.run, "firing", now, one.incident) for one in firing]
+    alerts += [alert_of(one.row, one.run, "resolved", now, one.incident) for one in told.over]
     runs = {one.run.id: one.run for one in (*told.firing, *told.over)}
     notification = notification_of(service.base_url, group, list(runs.values()), alerts, now)
     first = (*told.firing, *told.over)[0]
@@ -238,10 +281,12 @@ def _mute(session: Session, group: AlertGroup, seen: Sequence[_Seen], now: int) 
     for one in seen:
         if one.silence is not None and one.matters:
             mute(session, one.row, group.receiver, ("silenced", f"silence {one.silence.id}"), now)
+        elif one.is_joined and one.incident is not None:
+            mute(session, one.row, group.receiver, ("incident", one.incident.id), now)
 
 
 def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
-    group.open = any(one.lasts or (one.silence is None and one.is_over) for one in seen)
+    group.open = any(one.lasts or one.is_joined or (one.silence is None and one.is_over) for one in seen)
     moments = []
     for one in seen:
         if one.silence is not None:
@@ -250,7 +295,7 @@ def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
         elif one.is_over:
             # It was over before it was told: that it fired is said first, and this after the interval.
             moments.append(group.told_ns + group.interval_ns)
-        elif one.lasts and (group.refresh or not one.row.acknowledged_by):
+        elif (one.lasts or one.is_joined) and (group.refresh or not one.row.acknowledged_by):
             moments.append((now if one.run.state == "lost" else group.told_ns) + group.repeat_ns)
     group.due_ns = max(now, min(moments)) if moments else None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from watchstep_rules.contract import SEVERITIES
 from watchstep_services.database.models import AlertGroup, GroupMember, Standing
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.dispatcher.grouping.labels import labels_of
@@ -92,7 +93,7 @@ def regroup(
                 GroupMember,
                 {"group_id": group.id, "standing_id": entry.row.id, "told_episode": 0, "told_phase": ""},
             )
-        wake(group, now_ns)
+        wake(group, now_ns, urgent=_escalates(session, group, entered, began))
 
 
 def _locked(session: Session, named: Named, key: str, entered: list[_Entry]) -> AlertGroup | None:
@@ -107,9 +108,23 @@ def _locked(session: Session, named: Named, key: str, entered: list[_Entry]) -> 
             return group
 
 
-def wake(group: AlertGroup, now_ns: int) -> None:
-    """Have a group looked at: a new one when it has gathered, one that was told after its interval."""
-    at = max(now_ns, group.told_ns + group.interval_ns) if group.open else now_ns + group.wait_ns
+def _escalates(session: Session, group: AlertGroup, entered: list[_Entry], began: Container[int]) -> bool:
+    """Whether an alert begins to fire that is more severe than all that its receiver was told to fire."""
+    new = [entry.row.severity for entry in entered if entry.row.id in began]
+    if not new or not group.open:
+        return False
+    told = session.execute(
+        select(Standing.severity)
+        .join(GroupMember, GroupMember.standing_id == Standing.id)
+        .where(GroupMember.group_id == group.id, GroupMember.told_phase == "firing")
+    ).scalars()
+    return max(map(SEVERITIES.index, new)) > max(map(SEVERITIES.index, told), default=-1)
+
+
+def wake(group: AlertGroup, now_ns: int, *, urgent: bool = False) -> None:
+    """Have a group looked at: a new one, or one with a more severe alert, when it has gathered; one that was told after its interval."""
+    waits = group.open and not urgent
+    at = max(now_ns, group.told_ns + group.interval_ns) if waits else now_ns + group.wait_ns
     group.due_ns = at if group.due_ns is None else min(group.due_ns, at)
 
 

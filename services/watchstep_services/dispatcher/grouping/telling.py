@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from watchstep_rules.explanation import Explanation
+from watchstep_rules.incident import IncidentSummary
 from watchstep_services.database.models import AlertGroup, Run, Standing
 from watchstep_services.dispatcher.grouping.labels import labels_of
 from watchstep_services.dispatcher.receivers.notification import Notification, NotifiedAlert, Status
 from watchstep_services.events import run_url
 
 
-def alert_of(row: Standing, run: Run, said: Status, now_ns: int) -> NotifiedAlert:
+def alert_of(
+    row: Standing, run: Run, said: Status, now_ns: int, incident: IncidentSummary | None = None
+) -> NotifiedAlert:
     """An alert as it stands; of one that is told to fire and is over by now, ``resolved_ns`` says since when."""
     ended = row.resolved_ns
     if said == "resolved" and ended is None:
@@ -32,6 +35,7 @@ def alert_of(row: Standing, run: Run, said: Status, now_ns: int) -> NotifiedAler
         resolved_ns=ended,
         event_id=row.event_id,
         acknowledged_by=row.acknowledged_by,
+        incident=incident,
     )
 
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from watchstep.errors import FormatError
 from watchstep_rules.explanation import Explanation
+from watchstep_rules.incident import IncidentSummary
 
 Status = Literal["firing", "resolved"]
 
@@ -48,6 +49,7 @@ class NotifiedAlert:
         resolved_ns: when it was resolved; None while it fires.
         event_id: of the CloudEvent of its last change.
         acknowledged_by: who has taken it up; empty for nobody.
+        incident: which incident it belongs to; None for none.
     """
 
     name: str
@@ -65,6 +67,7 @@ class NotifiedAlert:
     resolved_ns: int | None = None
     event_id: str = ""
     acknowledged_by: str = ""
+    incident: IncidentSummary | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,11 +53,15 @@ FIELDS: dict[str, str] = {
 }
 """What may stand in a title."""
 
-TEXT_FIELDS = {**FIELDS, "alerts": "each alert, by the template for one"}
+TEXT_FIELDS = {
+    **FIELDS,
+    "alerts": "each alert, by the template for one",
+    "incidents": "each incident of several alerts: what the likeliest cause is, what to check first, what speaks against",
+}
 """What may stand in a text."""
 
 DEFAULT_TITLE = "[{STATUS}] {name} ({severity}) {project}/{run}{more}"
-DEFAULT_TEXT = "{alerts}\n\n{command}\n{run_url}"
+DEFAULT_TEXT = "{incidents}\n\n{alerts}\n\n{command}\n{run_url}"
 DEFAULT_ALERT = (
     "{title}\n  message {message}\n  seen    {seen}\n  where   {where}\n  against {against}\n  since   {since}\n"
     "  usually {causes}\n  try     {try}"
@@ -108,7 +112,11 @@ def word(notification: Notification, templates: Templates) -> tuple[str, str]:
     told = [message_template.fill(alert, _of_alert(one)) for one in notification.alerts[:MOST_ALERTS]]
     left = len(notification.alerts) - len(told)
     told += [f"and {left} more"] if left else []
-    values = {**shared, "alerts": "\n\n".join(told)[:MOST_TEXT]}
+    values = {
+        **shared,
+        "alerts": "\n\n".join(told)[:MOST_TEXT],
+        "incidents": _incidents(notification)[:MOST_TEXT],
+    }
     text = message_template.fill(templates.text or DEFAULT_TEXT, values, MOST_TEXT)
     return " ".join(_plain(title).split()), _plain(text).strip()
 
@@ -134,6 +142,12 @@ def _values(notification: Notification) -> dict[str, str]:
         "repeat": str(notification.repeat),
         "more": f", and {more} more" if more else "",
     }
+
+
+def _incidents(notification: Notification) -> str:
+    """The incidents of several alerts that a notification is about."""
+    found = {alert.incident.id: alert.incident for alert in notification.alerts if alert.incident is not None}
+    return "\n\n".join("\n".join(one.as_lines()) for one in found.values() if len(one.alerts) > 1)
 
 
 def _of_alert(alert: NotifiedAlert) -> dict[str, str]:

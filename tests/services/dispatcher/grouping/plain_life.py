@@ -18,6 +18,12 @@ SOURCE, TARGET = "loss", "follows"
 REPLACED = {"first": (1, 3), "follows": (2, 1)}
 """Rule configs that are changed as time goes by, and how many clean steps end their alerts: first, and then by turns."""
 
+NEAR = 50
+"""Steps after an incident was last extended at which another alert still belongs to it."""
+
+Onset = tuple[int, tuple[str, int]]
+"""The first step of the findings that made an alert fire, and the rule config: its name, and how often that was replaced."""
+
 Said = tuple[str, tuple[tuple[str, str, bool], ...], int, int]
 
 
@@ -52,6 +58,8 @@ class Known:
     step: int = -1
     times: int = 0
     acknowledged: bool = False
+    config: tuple[str, int] = ("", 0)
+    incident: tuple[str, int] = ("", -1)
 
 
 @dataclass
@@ -61,6 +69,7 @@ class Heard:
     alert: Known
     times: int = 0
     firing: bool = False
+    joins: bool = False
 
     @property
     def fires(self) -> bool:
@@ -68,7 +77,15 @@ class Heard:
 
     @property
     def is_news(self) -> bool:
+        return self.is_untold and not self.joins
+
+    @property
+    def is_untold(self) -> bool:
         return not self.alert.hidden and self.times != self.alert.times
+
+    @property
+    def is_joined(self) -> bool:
+        return self.is_untold and self.joins and self.fires
 
     @property
     def is_over(self) -> bool:
@@ -76,11 +93,11 @@ class Heard:
 
     @property
     def lasts(self) -> bool:
-        return self.fires and self.firing and not self.is_news
+        return self.fires and self.firing and not self.is_untold
 
     @property
     def matters(self) -> bool:
-        return self.is_news or self.is_over or self.lasts
+        return self.is_news or self.is_over or self.lasts or self.is_joined
 
 
 @dataclass
@@ -138,17 +155,24 @@ class Group:
         """What is due is told; silences are by name, when each ends."""
         if self.due_ns is None or self.due_ns > now_ns:
             return
+        told = {one.alert.incident for one in self.heard.values() if one.firing and not one.is_untold}
+        for one in self.heard.values():
+            one.joins = one.alert.incident in told and not self.way.refresh
         loud = {name: one for name, one in self.heard.items() if name not in silences}
         news = [name for name, one in loud.items() if one.is_news]
         over = [name for name, one in loud.items() if one.is_over]
-        lasting = [name for name, one in loud.items() if one.lasts]
+        lasting = [name for name, one in loud.items() if one.lasts or one.is_joined]
         ends = over if self.way.ends else []
         again = any(self.way.refresh or not loud[name].alert.acknowledged for name in lasting)
         if news or ends:
             self._tell(news + lasting, ends, 0, now_ns)
+            told_of = news + lasting
         elif again and now_ns >= self.told_ns + self.way.repeat * SECOND:
             self._tell(lasting, [], self.repeats + 1, now_ns)
-        for name in news:
+            told_of = lasting
+        else:
+            told_of = []
+        for name in told_of:
             loud[name].times, loud[name].firing = loud[name].alert.times, True
         for name in over:
             loud[name].firing = False
@@ -166,13 +190,13 @@ class Group:
         moments = []
         self.is_open = False
         for name, one in self.heard.items():
-            self.is_open |= one.lasts or (one.is_over and name not in silences)
+            self.is_open |= one.lasts or one.is_joined or (one.is_over and name not in silences)
             if name in silences:
                 if one.matters:
                     moments.append(silences[name])
             elif one.is_over:
                 moments.append(self.told_ns + self.way.interval * SECOND)
-            elif one.lasts and (self.way.refresh or not one.alert.acknowledged):
+            elif (one.lasts or one.is_joined) and (self.way.refresh or not one.alert.acknowledged):
                 moments.append(self.told_ns + self.way.repeat * SECOND)
         self.due_ns = max(now_ns, min(moments)) if moments else None
 
@@ -191,6 +215,8 @@ class Life:
     silences: list[Mute] = field(default_factory=list)
     allowed: bool = False
     stops: list[tuple[str, str]] = field(default_factory=list)
+    onsets: dict[str, set[Onset]] = field(default_factory=dict)
+    replacements: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, 0))
 
     def judge(self, rows: list[frozenset[str]]) -> None:
         """Steps that arrive together; of each, the names that are bad."""
@@ -207,6 +233,9 @@ class Life:
                     False  # of an earlier attempt or rule config, and this one came past it without
                 )
                 changed.add(name)
+        for alert in self.known.values():
+            if alert.times:
+                alert.incident = self._incident(alert)
         for name in changed.intersection(TOLD):
             alert = self.known[name]
             told = (alert.firing or name in began) and not alert.hidden
@@ -218,6 +247,8 @@ class Life:
         change = watched.judge(is_bad, HOLD[name], self.keep[name])
         kept_quiet = name == TARGET and self.watched[SOURCE].firing
         if change == "fires":
+            onset = (step - watched.bad + 1, (name, self.replacements[name]))
+            self.onsets.setdefault(self.attempt, set()).add(onset)
             watched.quiet = kept_quiet
             self._fires(name, step, began)
             changed.add(name)
@@ -240,8 +271,23 @@ class Life:
         else:
             alert.hidden = alert.hidden and quiet  # what is known of stays known
         alert.attempt, alert.step = self.attempt, step
+        alert.config = (name, self.replacements[name])
         if name == "loss":
             self.stops.append((self.attempt, self._stop()))
+
+    def _incident(self, alert: Known) -> tuple[str, int]:
+        """The incident of the newest onset of an alert: its attempt and first step."""
+        incident, first, extended = ("", -1), -1, -1
+        members: set[tuple[str, int]] = set()
+        for step, config in sorted(self.onsets[alert.attempt]):
+            if first < 0 or step > extended + NEAR:
+                first, members = step, set()
+            if config not in members:
+                members.add(config)
+                extended = step
+            if config == alert.config:
+                incident = (alert.attempt, first)
+        return incident
 
     def _stop(self) -> str:
         if not self.allowed:
@@ -271,6 +317,7 @@ class Life:
         """A rule config is another: it begins anew, its alert goes on; returns how many clean steps end it now."""
         self.keep[name] = next(keep for keep in REPLACED[name] if keep != self.keep[name])
         self.watched[name] = Watched()
+        self.replacements[name] += 1
         return self.keep[name]
 
     def expires(self, name: str) -> None:
