@@ -45,7 +45,7 @@ class AllZero(Rule[AllZeroParams, AllZeroState]):
         "The loss does not depend on it: detached, multiplied by zero, or frozen.",
     )
     what_to_try = (
-        "Look at the first tensor in the flow of data that is all zero; what is before it is sound.",
+        "Look at the first of the recorded tensors that is all zero, in the flow of data; those recorded before it are sound.",
         "Look at the weights' initialisation.",
         "Look for detach(), no_grad() and masks between it and the loss.",
     )

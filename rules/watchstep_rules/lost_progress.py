@@ -102,7 +102,7 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
         "The sign of the loss, or its reduction, was changed.",
     )
     what_to_try = (
-        "Look at the batches of the step at which the loss rose, and at the learning rate and weight decay there.",
+        "Look at the batches of the step at which the loss rose, and at the learning rate and weight decay that the program set there.",
         "Restart from a checkpoint before that step.",
         "If the task was changed on purpose, silence the alert for this run.",
     )

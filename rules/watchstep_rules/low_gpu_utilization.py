@@ -59,7 +59,7 @@ class LowGpuUtilization(Rule[LowGpuUtilizationParams, LowGpuUtilizationState]):
     )
     what_to_try = (
         "enlarge the batch, or use a smaller GPU",
-        "look at system/data_wait and system/node_cpu at the same steps",
+        "look at system/data_wait and system/node_cpu at the same steps, if the run records them",
         "read losses every so many steps only",
     )
     params_type = LowGpuUtilizationParams

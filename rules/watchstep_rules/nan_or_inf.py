@@ -105,7 +105,7 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         "Half precision overflows: float16 ends at 65504.",
     )
     what_to_try = (
-        "Look at the first tensor of this step in the order of the flow; what comes after it follows.",
+        "Look at the first of the recorded tensors of this step that is not finite, in the order of the flow; what comes after it follows.",
         "Lower the learning rate, warm it up, or clip gradients with torch.nn.utils.clip_grad_norm_.",
         "Use losses on logits, such as cross_entropy and binary_cross_entropy_with_logits; add an epsilon under roots and logarithms.",
         LOOK_AT_INPUT,

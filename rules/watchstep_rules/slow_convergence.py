@@ -95,8 +95,8 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
     )
     what_to_try = (
         "Raise the learning rate by threes; updates near a thousandth of the weights' size are usual.",
-        "Look at the schedule's rate at this step.",
-        "Look at the bound of clipping beside the gradients' norm.",
+        "Print the rate that the program's schedule gives at this step.",
+        "Compare the program's bound of clipping with the norm of the gradients that it clips.",
     )
     params_type = SlowConvergenceParams
     state_type = SlowConvergenceState

@@ -82,7 +82,7 @@ class StepOutlier(Rule[StepOutlierParams, StepOutlierState]):
         "another rank or program holds this one up",
     )
     what_to_try = (
-        "compare the steps with system/data_wait and system/node_io_stall",
+        "compare the steps with system/data_wait and system/node_io_stall, if the run records them",
         "write checkpoints more rarely, or beside training",
         "set TORCH_LOGS=recompiles, and pad batches to a few shapes",
         "compare the step times of all workers",

@@ -108,7 +108,7 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     what_to_try = (
         "Use ReLU-like activations, residual connections or normalisation.",
         "Initialise by fan-in with the activation's gain: torch.nn.init.kaiming_normal_ or xavier_normal_.",
-        "Look at the outputs of the layers between this one and the loss.",
+        "Look at the outputs of the layers between this one and the loss; record the collection activations if this run does not.",
         "Check that the layer's output reaches the loss; look for detach and torch.no_grad.",
     )
     params_type = VanishingGradientParams
