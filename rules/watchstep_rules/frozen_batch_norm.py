@@ -87,7 +87,8 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
       whole model is in evaluation mode at updates: after an evaluation nobody called ``train()``.
     - **Drifted**: it is in evaluation mode, and the root mean square of its output is ``drift`` times ``sqrt(mean(scale²) + mean(shift²))``,
       which is that of data with its running statistics: its input has become another. Layers before it that learn on move that ratio to 3.5 in
-      healthy fine-tuning; inputs that are no longer scaled move it to hundreds. Layers without a scale and a shift are not judged by this.
+      healthy fine-tuning; inputs that are no longer scaled move it to hundreds. Layers whose scale and
+      shift are missing or frozen are not judged by this: these are not recorded then.
 
     ``x̂ = (x - running_mean) / sqrt(running_var + eps)`` in evaluation mode; a batch in training mode moves the running
     statistics by ``momentum`` times the distance (Ioffe and Szegedy, 2015; PyTorch's BatchNorm2d). A variance of exactly
