@@ -34,8 +34,10 @@ _MISSING = "updates:missing"
 _CHECK = ":finite_check"
 _GRADIENT = ":gradient"
 _PARAMETERS = ("weight", "bias")
-_OF_UPDATES = ("weight", "bias", "gradient", "update", "finite_check")
+_OF_UPDATES = ("weight", "bias", "gradient", "update", "finite_check", "buffer_check")
 _MOST_NAMED = 3
+_LOOKS = 3
+_STATISTICS = ("running", "moving", "mean", "avg", "average", "var", "std", "ema")
 
 _Place = tuple[int, int]
 """Step and worker."""
@@ -56,11 +58,16 @@ class NanOrInfState(State):
 
     Attributes:
         damaged: of each series of weights that is damaged, how many non-finite elements it had before.
+        nan_since: of each series of weights that held NaN when it was first recorded and does so since, that first step.
+        buffers: of each running statistic of the program's own modules that is not finite, how many elements at the last look, and at how
+            many looks in a row there were no fewer than before.
         updating: workers of which something was recorded that only updates show.
         without: of each other worker, how many steps in a row had no finite loss, and the last of them.
     """
 
     damaged: dict[str, float] = Field(default_factory=dict)
+    nan_since: dict[str, int] = Field(default_factory=dict)
+    buffers: dict[str, tuple[int, int]] = Field(default_factory=dict)
     updating: tuple[int, ...] = ()
     without: dict[int, tuple[int, int]] = Field(default_factory=dict)
 
@@ -70,7 +77,8 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
 
     That is: the optimizer applies a gradient that is not finite; a trained parameter, what the optimizer keeps for it, or a running statistic
     of a normalization layer holds more non-finite elements than before; or ``steps_without_update`` training steps in a row had no finite
-    update. A loss or an output that is not finite is no damage (`non_finite_values` reports it): a batch without labels has the loss NaN and the
+    update, also of a single trained parameter that holds NaN from the start. Of normalization modules of the program's own,
+    known by their names, buffers count that change in training, were finite and hold no fewer non-finite elements at three looks in a row. A loss or an output that is not finite is no damage (`non_finite_values` reports it): a batch without labels has the loss NaN and the
     gradient zero, programs and gradient scalers skip updates, and masks are infinite on purpose.
 
     A gradient is judged where its update is made. One that the program or a `torch.amp.GradScaler` skips is not recorded; one that the optimizer
@@ -136,9 +144,10 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
             *_missing(block, params.steps_without_update),
         ):
             found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
-        damaged, weights = _weights(state, context, block, bad)
+        weights = _Weights(state, context, block, bad, params.steps_without_update)
+        buffers, own = _own_buffers(state, block)
         updating, without, losses = _losses(state, block, params.steps_without_update)
-        for row, value, threshold, message in (*weights, *losses):
+        for row, value, threshold, message in (*weights.hits, *own, *losses):
             found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
         findings = [found[row] for row in sorted(found)]
         if found:
@@ -149,7 +158,14 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
                 else origins.of(row).said_with(inputs.told(finding, row))
                 for row, finding in zip(sorted(found), findings, strict=True)
             ]
-        return NanOrInfState(damaged=damaged, updating=updating, without=without), findings
+        state = NanOrInfState(
+            damaged=weights.damaged,
+            nan_since=weights.nan_since,
+            buffers=buffers,
+            updating=updating,
+            without=without,
+        )
+        return state, findings
 
     def advice(self, finding: Finding) -> Advice:
         """Where the model's input was measured and was bad, that comes first."""
@@ -201,36 +217,98 @@ def _missing(block: Block, most: int) -> Iterator[_Hit]:
             )
 
 
-def _weights(
-    state: NanOrInfState, context: Block, block: Block, bad: NDArray[np.int64]
-) -> tuple[dict[str, float], list[_Hit]]:
-    """Weights and biases that hold more than the row before, until they hold no more than that again."""
-    damaged = dict(state.damaged)
-    parameters = rows_where(block, has_role, *_PARAMETERS)
-    if not damaged and not (bad[parameters] > 0).any():
-        return damaged, []
-    rows = np.flatnonzero(parameters)
-    chosen = view(block, rows)
-    trail = Trail.of(context, chosen)
-    before = trail.back(trail.column(nonfinite), 1)
-    by_series = SeriesRows.of(chosen)
-    hits: list[_Hit] = []
-    for name, places in zip(by_series.names, by_series.rows(), strict=True):
-        if name not in damaged and not (bad[rows[places]] > 0).any():
-            continue
-        for place in places.tolist():
-            row = int(rows[place])
-            if name not in damaged:
-                if not bad[row] > before[place] or not _is_trained(context, block, row):
-                    continue
-                damaged[name] = float(before[place])
-            if bad[row] <= damaged[name]:
-                del damaged[name]
-                continue
-            hits.append(
-                (row, float(bad[row]), damaged[name], f"{counts_of(block, row)}, {damaged[name]:g} before")
+class _Weights:
+    """Weights and biases that hold more than the row before, until they hold no more than that again; and those that never were finite.
+
+    A trained parameter that holds NaN when it is first recorded gets no finite update, so its steps count as such. Infinity
+    may be there on purpose: a table of transitions forbids some by it.
+
+    Attributes:
+        damaged, nan_since: as the state has them, after the block.
+        hits: rows that are damage.
+    """
+
+    def __init__(
+        self, state: NanOrInfState, context: Block, block: Block, bad: NDArray[np.int64], most: int
+    ) -> None:
+        self.damaged, self.nan_since = dict(state.damaged), dict(state.nan_since)
+        self.hits: list[_Hit] = []
+        self._context, self._block, self._bad, self._most = context, block, bad, most
+        parameters = rows_where(block, has_role, *_PARAMETERS)
+        if not self.damaged and not self.nan_since and not (bad[parameters] > 0).any():
+            return
+        rows = np.flatnonzero(parameters)
+        chosen = view(block, rows)
+        trail = Trail.of(context, chosen)
+        before = trail.back(trail.column(nonfinite), 1)
+        by_series = SeriesRows.of(chosen)
+        for name, places in zip(by_series.names, by_series.rows(), strict=True):
+            if name in self.damaged or name in self.nan_since or (bad[rows[places]] > 0).any():
+                for place in places.tolist():
+                    self._judge(name, int(rows[place]), float(before[place]))
+
+    def _judge(self, name: str, row: int, before: float) -> None:
+        bad, block = float(self._bad[row]), self._block
+        if name not in self.damaged:
+            if bad > before and _is_trained(self._context, block, row):
+                self.damaged[name] = before
+            else:
+                self._judge_start(name, row, is_first=bool(np.isnan(before)))
+                return
+        if bad <= self.damaged[name]:
+            del self.damaged[name]
+            return
+        self.hits.append(
+            (row, bad, self.damaged[name], f"{counts_of(block, row)}, {self.damaged[name]:g} before")
+        )
+
+    def _judge_start(self, name: str, row: int, *, is_first: bool) -> None:
+        block, step = self._block, int(self._block.step[row])
+        if not block.statistics.nan[row]:
+            self.nan_since.pop(name, None)
+            return
+        if is_first:
+            self.nan_since[name] = step
+        if name not in self.nan_since:
+            return
+        steps = step - self.nan_since[name] + 1
+        if steps >= self._most and _is_trained(self._context, block, row):
+            message = (
+                f"{counts_of(block, row)}, of which some were NaN from the start: {steps} training steps in a row "
+                f"without a finite update of it, {self._most} make it damage"
             )
-    return damaged, hits
+            self.hits.append((row, float(steps), float(self._most), message))
+
+
+def _own_buffers(state: NanOrInfState, block: Block) -> tuple[dict[str, tuple[int, int]], list[_Hit]]:
+    """Running statistics of the program's own modules that were finite, and are not at several looks in a row, each after they changed.
+
+    A running statistic never comes back from NaN. A buffer that holds the figures of one batch does. Infinity counts where the
+    buffer's name says that it is a statistic: others may be masks.
+    """
+    buffers, hits = dict(state.buffers), []
+    for row in np.flatnonzero(rows_where(block, has_role, "buffer_check")).tolist():
+        name = f"{block.info(row).name}@{int(block.worker[row])}"
+        held = block.statistics
+        bad = int(held.nan[row])
+        if _is_statistic(block.info(row)):
+            bad += int(held.pos_inf[row] + held.neg_inf[row])
+        before, looks = buffers.pop(name, (0, 0))
+        if not bad:
+            continue
+        looks = looks + 1 if bad >= before else 1
+        buffers[name] = (bad, looks)
+        if looks >= _LOOKS:
+            counted = counts_of(block, row).removesuffix(_CHECK)
+            message = f"{counted}, 0 at the start, and no fewer at {looks} looks in a row, each after it had changed"
+            hits.append((row, float(bad), 0.0, message))
+    return buffers, hits
+
+
+def _is_statistic(info: TensorInfo) -> bool:
+    """Whether a buffer's name says that it holds a statistic."""
+    leaf = info.name.removesuffix(_CHECK).rpartition(".")[2].lower()
+    return any(word in leaf for word in _STATISTICS)
 
 
 def _is_trained(context: Block, block: Block, row: int) -> bool:

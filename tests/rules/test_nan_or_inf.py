@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.rules.runs import all_at_once
+from tests.rules.runs import Event, Rows, Seal, all_at_once, follow
 from tests.sdk.blocks import Row, block_of, gradient, tensor
 from tests.sdk.training import recorded
 from watchstep import Cadence, CaptureConfig, Hook
@@ -441,6 +441,99 @@ def test_running_statistics_that_a_skipped_batch_made_nan_are_found(
     assert BAD <= finding.step <= BAD + delay
 
 
+class OwnNorm(nn.Module):
+    """A normalization of the program's own, which uses its running statistics in evaluations only."""
+
+    def __init__(self, *, in_place: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.in_place = nn.Linear(8, 2), in_place
+        self.running_var: Tensor
+        self.register_buffer("running_var", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = x.detach().var(0)
+        if self.in_place:
+            self.running_var.lerp_(spread, 0.1)
+        else:
+            self.running_var = 0.9 * self.running_var + 0.1 * spread
+        out: Tensor = self.head((x - x.mean(0)) / (x.std(0) + 1e-3))
+        return out
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("looks", "delay"), [("backward", 8), ("nothing", 28)])
+def test_running_statistics_of_a_module_of_the_programs_own(
+    tmp_path: Path, looks: str, delay: int, in_place: bool
+) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step, bad=BAD)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        if looks == "backward" or torch.isfinite(loss):
+            loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if torch.isfinite(loss):
+            optimizer.step()
+
+    (finding,) = train(tmp_path, step_of, model=OwnNorm(in_place=in_place), steps=40).stops
+    assert finding.tensor == "running_var:finite_check"
+    assert BAD + 2 <= finding.step <= BAD + delay
+    assert finding.message.startswith("8 NaN among 8 elements of running_var, 0 at the start")
+
+
+class Odd(nn.Module):
+    """Buffers that are NaN or infinite now and then: figures of one batch, a mask that is made anew, a statistic that is restored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = network(), OwnNorm()
+        self.recalls: Tensor
+        self.norm.bias_mask: Tensor  # type: ignore[misc]
+        self.register_buffer("recalls", torch.zeros(2))
+        self.norm.register_buffer("bias_mask", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recalls.copy_(torch.tensor([NAN, 1.0]))
+        self.norm.bias_mask.fill_(-INF)[0] = 0.0  # type: ignore[operator,union-attr,unused-ignore]
+        out: Tensor = self.inner(x) + self.norm(x)
+        return out
+
+
+def test_buffers_of_a_programs_own_that_are_no_running_statistics_are_left_alone(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        kept = model.get_buffer("norm.running_var").clone()
+        x, y = batch(step, bad=step if step % 10 == 9 else None)
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        if torch.isfinite(loss):
+            optimizer.step()
+        else:
+            model.get_buffer("norm.running_var").copy_(kept)
+        optimizer.zero_grad()
+
+    assert train(tmp_path, step_of, model=Odd(), steps=60).stops == []
+
+
+def test_weights_that_are_nan_from_the_start_are_damage_after_fifty_steps(tmp_path: Path) -> None:
+    model = network()
+    model[2].weight.data[0, 0] = NAN  # type: ignore[index,union-attr,operator,unused-ignore]
+
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_(0.0)  # type: ignore[union-attr]
+        optimizer.step()
+
+    config = replace(CONFIG, overhead_budget=None)
+    said = train(tmp_path, step_of, model=model, optimizer=torch.optim.SGD, steps=60, config=config)
+    assert [(finding.step, finding.tensor, finding.value) for finding in said.stops] == [
+        (49, "2.weight", 50.0)
+    ]
+    assert said.warnings
+
+
 def test_fifty_steps_that_a_scaler_skips_in_a_row_are_damage(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
 
@@ -548,6 +641,53 @@ def test_weights_are_damaged_from_where_they_hold_more_until_they_hold_no_more_t
     values = [[-INF, 1.0], [-INF, NAN], [-INF, NAN], [-INF, 2.0], [NAN, NAN]]
     rows = [Row(step, WEIGHT, held) for step, held in enumerate(values)]
     assert [finding.step for finding in findings(*rows)] == [1, 2, 4]
+
+
+def test_weights_that_held_nan_when_they_were_first_recorded_get_fifty_steps() -> None:
+    rows = [
+        Row(step, info, held)
+        for step in range(60)
+        for info, held in ((WEIGHT, [NAN, 1.0]), (gradient("a"), [0.0]))
+    ]
+    assert [finding.step for finding in findings(*rows)] == list(range(49, 60))
+    forbidden = [replace(row, values=[-INF, 1.0]) if row.info is WEIGHT else row for row in rows]
+    assert findings(*forbidden) == []  # a transition that is never taken
+    mended = [
+        *rows[:60],
+        Row(30, WEIGHT, [1.0, 1.0]),
+        *(replace(row, step=row.step + 1) for row in rows[60:]),
+    ]
+    assert [finding.step for finding in findings(*mended)] == list(range(31, 61))  # finite before
+    frozen = [replace(row, info=gradient("b")) if row.info is not WEIGHT else row for row in rows]
+    assert findings(*frozen) == []
+
+
+def test_buffers_of_a_modules_own_are_damaged_at_the_third_look_that_shows_no_less() -> None:
+    seen = [[NAN, 1.0], [NAN, NAN], [NAN, 1.0], [NAN, 1.0], [NAN, 1.0], [1.0, 1.0], [NAN, 1.0]]
+    for name, bad, steps in (("own", NAN, [4]), ("own", INF, []), ("running_max", INF, [4])):
+        info = replace(CHECK, name=f"{name}:finite_check", role="buffer_check")
+        rows = [
+            Row(step, info, [bad if value != 1.0 else 1.0 for value in held])
+            for step, held in enumerate(seen)
+        ]
+        assert [finding.step for finding in findings(*rows)] == steps
+
+
+def test_steps_that_arrive_one_by_one_are_judged_as_those_that_arrive_together() -> None:
+    own = replace(CHECK, name="own:finite_check", role="buffer_check")
+    rows = [
+        Row(step, info, held, worker=worker)
+        for worker in (0, 1)
+        for step in range(60)
+        for info, held in ((WEIGHT, [NAN]), (gradient("a"), [0.0]), (own, [NAN if step % 7 else 1.0]))
+    ]
+    config = RuleConfig(rule="nan_or_inf")
+    steps: list[list[Event]] = [
+        [Rows(block_of([row for row in rows if row.step == step])), Seal(step)] for step in range(60)
+    ]
+    said = follow(config, steps)
+    assert said.findings == all_at_once(config, block_of(rows).ordered()).findings
+    assert {finding.tensor for finding in said.findings} == {"a.weight", "own:finite_check"}
 
 
 def test_a_parameter_without_a_gradient_is_a_mask() -> None:

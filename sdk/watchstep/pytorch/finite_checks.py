@@ -4,16 +4,21 @@ A non-finite loss is no damage by itself: a program may skip the update, and the
 a loss, a gradient or a gradient norm was non-finite, what the update wrote is looked at after it. In host memory all of it is
 scanned, and only tensors that are non-finite are recorded; on a CUDA device all are measured, for nothing is waited for there.
 Besides, a slice of everything is scanned every hundredth step: an overflow in the optimizer's second moments shows nowhere else.
+
+Normalization modules of the program's own keep running statistics, too. They are known by name, of the class or of the buffer: a buffer that holds
+figures of one batch, say, may be NaN now and then. Recorded is what was finite at the start, has changed at least twice since, and has changed since the last
+look, of modules in training mode. Rows of them have the role ``buffer_check``, and the rule asks for more than one.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; has no public name
 from torch.optim import Optimizer
 
@@ -22,8 +27,8 @@ from watchstep.capture.record import Group
 from watchstep.capture.session import Session
 from watchstep.kernels.interface import Kernel
 from watchstep.kernels.once import Once
-from watchstep.pytorch.gate import GradientGate, hold_any_on_host
-from watchstep.pytorch.names import NamedParameter, Names, dtype_name
+from watchstep.pytorch.gate import GradientGate, hold_any, hold_any_on_host
+from watchstep.pytorch.names import NamedParameter, Names, bases_of, dtype_name
 from watchstep.pytorch.parameters import Updated
 from watchstep.pytorch.placement import standing
 from watchstep.statistics import Floats
@@ -34,6 +39,10 @@ _MOST_IN_A_ROW = 3
 _SWEEP = 100  # steps from scan to scan where nothing is suspected
 _BUFFER_SWEEP = 20  # the same for buffers, which are small
 _LONGEST_GAP = 128  # steps between checks that follow one another up
+_OWN_CLASSES = re.compile("norm|whiten|running|moving|standardi[sz]", re.IGNORECASE)
+_OWN_BUFFERS = re.compile("(^|_)(running|moving|ema)(_|$)", re.IGNORECASE)
+_MOST_ELEMENTS = 2**20
+"""Of a buffer of the program's own: running statistics are small, and queues of examples are not."""
 
 _Key = tuple[int, str]
 
@@ -50,6 +59,54 @@ class _Checked:
     @property
     def on_host(self) -> bool:
         return self.values.device.type == "cpu"
+
+
+class _OwnBuffer:
+    """A running statistic of a module of the program's own."""
+
+    def __init__(
+        self, module: nn.Module, leaf: str, info: TensorInfo, place: Placement, values: Tensor
+    ) -> None:
+        self.key = (id(module), leaf)
+        self._module, self._leaf, self._info, self._place = module, leaf, info, place
+        self._shape = values.shape
+        self._seen = self._first = _Version.of(values)
+
+    def checked(self) -> _Checked | None:
+        """As it is, if the module trains and the buffer has changed since the last look, and not only once since the start."""
+        values = getattr(self._module, self._leaf, None)
+        if not self._module.training or not isinstance(values, Tensor) or values.shape != self._shape:
+            return None
+        # One change in place is how a program restores it.
+        if self._seen.changes_to(values) == 0 or self._first.changes_to(values) == 1:
+            return None
+        return _Checked(self.key, self._info, self._place, values)
+
+    def looked_at(self) -> None:
+        """A row of it is recorded, or it was seen to be finite."""
+        values = getattr(self._module, self._leaf, None)
+        if isinstance(values, Tensor):
+            self._seen = _Version.of(values)
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Which tensor a buffer is, and how often it was changed in place; of an inference tensor that is not counted."""
+
+    tensor: weakref.ref[Tensor]
+    changes: int
+
+    @classmethod
+    def of(cls, values: Tensor) -> _Version:
+        return cls(weakref.ref(values), _changes(values))
+
+    def changes_to(self, values: Tensor) -> int:
+        """How many changes lie between, as far as they are counted: -1 where it is another tensor."""
+        return _changes(values) - self.changes if self.tensor() is values else -1
+
+
+def _changes(values: Tensor) -> int:
+    return 0 if values.is_inference() else values._version  # noqa: SLF001 - has no public name
 
 
 @dataclass(frozen=True)
@@ -96,6 +153,7 @@ class FiniteChecks:
         self._suspected, self._in_a_row, self._due = -2, 0, -1
         self._gap, self._follow_up = 0, -1
         self._buffers = list(self._normalization_buffers()) if self._wanted else []
+        self._own = list(self._own_buffers()) if self._wanted else []
         self._note_starts(list(self._current_buffers()))
 
     def suspect(self, step: int) -> None:
@@ -122,7 +180,8 @@ class FiniteChecks:
         """Record what an update wrote, if that is due."""
         if self._wanted and (self._is_due(step) or self._finds(optimizer, updated, step)):
             since = self._schedule.now()
-            self._record([*self._written(optimizer, updated), *self._current_buffers()], step)
+            written = [*self._written(optimizer, updated), *self._current_buffers()]
+            self._record([*written, *self._changed_buffers(step)], step)
             self._schedule.asked(since)
 
     def holds_damage(self, optimizer: Optimizer, updated: Updated) -> bool | None:
@@ -139,9 +198,9 @@ class FiniteChecks:
 
     def check_buffers(self, step: int) -> None:
         """A forward pass has changed buffers, and its update may never be made: look at them where that is due."""
-        if self._buffers and self._is_due(step):
+        if (self._buffers or self._own) and self._is_due(step):
             since = self._schedule.now()
-            self._record(list(self._current_buffers()), step)
+            self._record([*self._current_buffers(), *self._changed_buffers(step)], step)
             self._schedule.asked(since)
 
     def _is_due(self, step: int) -> bool:
@@ -150,9 +209,9 @@ class FiniteChecks:
     def _finds(self, optimizer: Optimizer, updated: Updated, step: int) -> bool:
         """Whether a slice of what is written at this step holds NaN or infinity, where it is its turn to be scanned."""
         if step % _SWEEP == _SWEEP - 1:
-            gate, written = self._sweep, [*self._written(optimizer, updated), *self._current_buffers()]
-        elif step % _BUFFER_SWEEP == _BUFFER_SWEEP - 1 and self._buffers:
-            gate, written = self._buffer_sweep, list(self._current_buffers())
+            gate, written = self._sweep, [*self._written(optimizer, updated), *self._scanned_buffers(step)]
+        elif step % _BUFFER_SWEEP == _BUFFER_SWEEP - 1 and (self._buffers or self._own):
+            gate, written = self._buffer_sweep, list(self._scanned_buffers(step))
         elif self._sweep.pending or self._buffer_sweep.pending:
             return self._sweep.holds_nonfinite([]) | self._buffer_sweep.holds_nonfinite([])
         else:
@@ -176,12 +235,16 @@ class FiniteChecks:
         mended = [checked for checked in on_host if checked.key in self._nonfinite - keys]
         self._nonfinite -= {checked.key for checked in on_host}
         self._nonfinite |= keys
-        if mended:
+        if any(checked.info.role != "buffer_check" for checked in mended):
             self._schedule.demand(step + 1)  # what is judged otherwise is then seen to be finite, too
         self._add([*bad, *mended, *elsewhere], step)
-        self._follow(
-            step, goes_on=any(checked.key not in self._starts for checked in bad), asked=bool(elsewhere)
-        )
+        looked_at = {checked.key for checked in written}
+        for buffer in self._own:
+            if buffer.key in looked_at:
+                buffer.looked_at()
+        damaged = any(checked.key not in self._starts for checked in bad)
+        unsettled = any(buffer.key in self._nonfinite for buffer in self._own)
+        self._follow(step, goes_on=damaged or unsettled, asked=bool(elsewhere))
 
     def _follow(self, step: int, *, goes_on: bool, asked: bool) -> None:
         """Say when to look again: soon, then ever later, for a program may restore what was damaged.
@@ -245,6 +308,38 @@ class FiniteChecks:
                     if isinstance(values, Tensor) and (stands := standing(values, self._names.whole)).records:
                         info = _described(self._names.buffer(path, leaf, module, order))
                         yield module, leaf, info, stands.weight
+
+    def _own_buffers(self) -> Iterator[_OwnBuffer]:
+        """Of modules that are not PyTorch's: named as running statistics are, saved with the model, and finite now."""
+        found: list[tuple[_OwnBuffer, Tensor]] = []
+        for order, (path, module) in enumerate(self._names.model.named_modules()):
+            if isinstance(module, _NormBase) or type(module).__module__.startswith("torch."):
+                continue
+            normalizes = any(_OWN_CLASSES.search(base) for base in bases_of(module))
+            for leaf, values in module.named_buffers(recurse=False):
+                if not (normalizes or _OWN_BUFFERS.search(leaf)):
+                    continue
+                is_saved = leaf not in module._non_persistent_buffers_set  # noqa: SLF001 - has no public name
+                is_small = 0 < values.numel() <= _MOST_ELEMENTS and values.device.type in ("cpu", "cuda")
+                stands = standing(values, self._names.whole)
+                if is_saved and is_small and values.is_floating_point() and stands.records:
+                    described = _described(self._names.buffer(path, leaf, module, order))
+                    info = replace(described, role="buffer_check")
+                    found.append((_OwnBuffer(module, leaf, info, stands.weight, values), values.detach()))
+        any_bad = hold_any([values for _, values in found])
+        for buffer, values in found:
+            if not (any_bad and hold_any([values])):
+                yield buffer
+
+    def _scanned_buffers(self, step: int) -> Iterator[_Checked]:
+        yield from self._current_buffers()
+        yield from self._changed_buffers(step)
+
+    def _changed_buffers(self, step: int) -> Iterator[_Checked]:
+        """Buffers of the program's own that training has changed since they were last looked at, in an earlier step."""
+        at, keys = self._recorded
+        found = (buffer.checked() for buffer in self._own if at != step or buffer.key not in keys)
+        return (checked for checked in found if checked is not None)
 
     def _current_buffers(self) -> Iterable[_Checked]:
         for module, leaf, info, place in self._buffers:

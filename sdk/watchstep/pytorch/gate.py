@@ -51,7 +51,7 @@ class GradientGate:
             at_once: look at all of them, whole, and wait for devices: the answer decides whether that update is made.
         """
         if at_once:
-            return _hold_any(gradients)
+            return hold_any(gradients)
         native = native_kernel.load()
         memory = native_memory(gradients) if native is not None else None
         seen = False
@@ -87,7 +87,7 @@ class GradientGate:
         return self._losses.arrived
 
 
-def _hold_any(tensors: Sequence[Tensor]) -> bool:
+def hold_any(tensors: Sequence[Tensor]) -> bool:
     """Whether some element is NaN or infinite, of all of them; waits for devices."""
     bad = hold_any_on_host([tensor for tensor in tensors if tensor.device.type == "cpu"])
     return bad or _hold_any_on_devices([tensor for tensor in tensors if tensor.device.type != "cpu"])
