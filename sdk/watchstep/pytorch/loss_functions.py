@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -36,11 +37,19 @@ def loss_function(loss: Tensor) -> str:
         product or anything else of a function's value.
     """
     node: Any = loss.grad_fn
+    if node is None:
+        return ""
     for _ in range(_MOST_NODES):
-        name = _NUMBERED.sub("", type(node).__name__)
+        name = _operation(type(node).__name__)
         if name not in _KEEPS_THE_VALUE:
             kind = name.removesuffix("Backward")
             is_plain = getattr(node, "_saved_reduction", _MEAN) != _SUM
             return kind if is_plain and ("Loss" in kind or "CrossEntropy" in kind) else ""
         node = node.next_functions[0][0]
     return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _operation(node: str) -> str:
+    """The name of a node's class without its number; cached, because it is needed at each ``backward()``."""
+    return _NUMBERED.sub("", node)

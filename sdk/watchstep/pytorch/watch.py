@@ -545,7 +545,7 @@ class Watch:
         self._recorder.about_to_update()
 
     def _holds_nonfinite(self, optimizer: Optimizer, updated: Updated) -> bool:
-        gradients = [p.parameter.grad for p in updated.parameters if p.parameter.grad is not None]
+        gradients = [grad for p in updated.parameters if (grad := p.parameter.grad) is not None]
         if self._fewest.is_fewer(optimizer, len(gradients)):
             self._schedule.onset(self._recorder.step, 1.0)
         return self._gate.holds_nonfinite(gradients, at_once=self._recorder.guarding is not None)
