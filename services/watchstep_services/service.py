@@ -26,6 +26,7 @@ from watchstep_services.estimator.job_looks import JobLooks
 from watchstep_services.estimator.kinds import IN_SERVICE, open_backend
 from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.history import HistoryCache
+from watchstep_services.evaluator.listing_times import ListingTimes
 from watchstep_services.evaluator.refused_documents import RefusedDocuments
 from watchstep_services.evaluator.remembered import RememberedCache
 from watchstep_services.fair_threads import FairThreads
@@ -36,6 +37,7 @@ from watchstep_services.stores.patience import Patience
 
 _INTAKE_THREADS = 2
 _STATUS_THREADS = 16
+_LOOK_THREADS = 4
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +89,14 @@ class Service:
         histories: earlier rows of runs that this process has judged.
         remembered: what their rules remember.
         refused_documents: damaged documents of runs that this process has read.
+        listing_times: how long this process's listings of runs took.
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
         known: (project, run) of runs that listings need not ask the database for.
         intake: threads that take in runs whose rules take long to check.
         status_threads: threads that ask backends how jobs are, where nobody waits for an answer for long.
+        look_threads: threads that look at runs on local stores.
         in_intake: (project, run) of runs that wait for these threads, or are taken in by them, and sizes of their documents.
     """
 
@@ -111,6 +115,7 @@ class Service:
     histories: HistoryCache = field(default_factory=HistoryCache)
     remembered: RememberedCache = field(default_factory=RememberedCache)
     refused_documents: RefusedDocuments = field(default_factory=RefusedDocuments)
+    listing_times: ListingTimes = field(default_factory=ListingTimes)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)
@@ -122,6 +127,9 @@ class Service:
         default_factory=lambda: FairThreads(
             _STATUS_THREADS, "watchstep-status", per_project=_STATUS_THREADS // 4
         )
+    )
+    look_threads: FairThreads = field(
+        default_factory=lambda: FairThreads(_LOOK_THREADS, "watchstep-look", per_project=1)
     )
     in_intake: dict[tuple[str, str], int] = field(default_factory=dict)
 

@@ -165,8 +165,8 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
         return Tried(
             "done", "no job bound: asked cooperatively; the workers did not confirm", UNCONFIRMED, facts=facts
         )
-    look = listing_due(service, target.place, target.run.listed_ns, due.now_ns)
-    if look and at_store(service, target, lambda _: discover(service, due.run_id)):
+    look = listing_due(service, target.place, due.run_id, target.run.listed_ns, due.now_ns)
+    if look and at_store(service, target, lambda _: discover(service, due.run_id)).fresh:
         return _again(due, 0)
     # Of several, answers are waited for.
     return _again(due, max(_ENDS_NS, _later(due)) if target.is_alone else None)

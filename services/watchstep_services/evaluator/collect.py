@@ -129,7 +129,8 @@ def collect(service: Service, held: Claim, source: RunSource) -> Collected:
         if _may_list(service, held, found.waiting):
             read = [entry.key for entry, _ in found.blocks]
             # What was left out is looked up next, without those that the listing shows to be absent.
-            found.more |= discover(service, held.run_id, held, read, forget_at_once=source.absent.limited)
+            listing = discover(service, held.run_id, held, read, forget_at_once=source.absent.limited)
+            found.more |= listing.fresh
     return found
 
 
@@ -205,8 +206,8 @@ def _plan(service: Service, held: Claim) -> tuple[Plan, Inbox]:
     if not plan.waiting or not _may_list(service, held, plan.waiting):
         return plan, inbox
     # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
-    discover(service, held.run_id, held)
-    return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=True))
+    listing = discover(service, held.run_id, held)
+    return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=listing.complete))
 
 
 def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
@@ -215,7 +216,7 @@ def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
         return True
     with service.database.read() as session:
         listed_ns = session.get_one(Run, held.run_id).listed_ns
-    return listing_due(service, held.place, listed_ns, held.now_ns)
+    return listing_due(service, held.place, held.run_id, listed_ns, held.now_ns)
 
 
 def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan, Inbox]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import heapq
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -33,6 +35,13 @@ _DOCUMENT_BYTES = 32 * 1024 * 1024
 _RANK_DIGITS = len(str(attempts.MOST_RANKS))
 _ENDS_AT_ONCE = attempts.MOST_RANKS
 """End documents that one listing reads; the next one reads on."""
+_SEGMENTS_AT_ONCE = 2_000
+"""Segments that one listing puts into the database; the next one goes on."""
+_MOST_WAITING = 4_000
+"""Segments that wait to be read, from which on a listing puts only a few more into the database: every evaluation sorts all of them."""
+_LEAST_SEGMENTS = 200
+UNLISTED = "unlisted_segments"
+"""In a run's health: how many segments on the store the last listing left to the next ones."""
 
 
 _Document = TypeVar("_Document", AttemptDocument, EndDocument)
@@ -47,12 +56,26 @@ class _Found:
 
 
 @dataclass(frozen=True)
+class Listing:
+    """What a listing of a run came to.
+
+    Attributes:
+        fresh: there is something new to read, or, where that was asked for, some announcements were forgotten.
+        complete: the database now has every segment that is on the store.
+    """
+
+    fresh: bool
+    complete: bool
+
+
+@dataclass(frozen=True)
 class _Known:
     """What the database knew before the listing, and when that was by its clock."""
 
     attempts: set[str]
     ends: set[tuple[str, int]]
     segments: set[SegmentKey]
+    waiting: int
     at_ns: int
 
 
@@ -63,8 +86,8 @@ def discover(
     read: Collection[SegmentKey] = (),
     *,
     forget_at_once: bool = False,
-) -> bool:
-    """List a run and put what was not known into the database.
+) -> Listing:
+    """List a run and put what was not known into the database, up to some thousands of segments.
 
     Announcements of segments that do not exist are forgotten if they were older than the gap time when the listing began.
     Segments that an evaluation may have read already are not: their rows are needed for its commit.
@@ -77,13 +100,11 @@ def discover(
         forget_at_once: younger announcements of segments that do not exist are forgotten, too. A segment that was announced
             before it was written is found by a later listing.
 
-    Returns:
-        Whether there is something new to read, or, with ``forget_at_once``, some announcements were forgotten.
-
     Raises:
         FencedError: another worker has taken the run.
         StoreError: the store did not answer.
     """
+    began = time.monotonic()
     with service.database.read() as session:
         run = session.get_one(Run, run_id)
         place = session.get_one(Project, run.project).place
@@ -93,9 +114,11 @@ def discover(
     reach("discover.listed", run_id)
     found.segments.update(read)
     gap_ns = 0 if forget_at_once else nanoseconds(service.settings.gap_seconds)
-    fresh, forgotten = _record(service, (run_id, held), known, found, gap_ns)
+    chosen, left = _chosen(known, found)
+    fresh, forgotten = _record(service, (run_id, held), chosen, left, found, known.at_ns - gap_ns)
+    service.listing_times.put(run_id, time.monotonic() - began)
     reach("discover.recorded", run_id)
-    return fresh or (forget_at_once and forgotten > 0)
+    return Listing(fresh or (forget_at_once and forgotten > 0), complete=not left)
 
 
 def _known(service: Service, run_id: int) -> _Known:
@@ -104,10 +127,15 @@ def _known(service: Service, run_id: int) -> _Known:
         segments = session.execute(
             select(Segment).where(Segment.run_id == run_id, Segment.state != "missing")
         ).scalars()
+        keys, waiting = set(), 0
+        for row in segments:
+            keys.add(key_of(row))
+            waiting += row.state == "announced"
         return _Known(
             {row.attempt for row in rows if row.world_size},
             {(row.attempt, int(rank)) for row in rows for rank in row.ends},
-            {key_of(row) for row in segments},
+            keys,
+            waiting,
             read_clock(session),
         )
 
@@ -202,13 +230,28 @@ def _key_of_end(attempt: str, end: EndDocument) -> str:
     return layout.end_document(attempt, end.worker)
 
 
+def _chosen(known: _Known, found: _Found) -> tuple[list[SegmentKey], int]:
+    """The new segments that this listing puts into the database, and how many it leaves to the next ones.
+
+    Those of all writers come by turns, each writer's in its order, so that none of them waits for another's backlog.
+    """
+    fresh = found.segments - known.segments
+    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, _MOST_WAITING - known.waiting))
+    chosen = heapq.nsmallest(room, fresh, key=lambda key: (key.seq, key))
+    return sorted(chosen), len(fresh) - len(chosen)
+
+
 def _record(
-    service: Service, of: tuple[int, Claim | None], known: _Known, found: _Found, gap_ns: int
+    service: Service,
+    of: tuple[int, Claim | None],
+    fresh: list[SegmentKey],
+    left: int,
+    found: _Found,
+    before_ns: int,
 ) -> tuple[bool, int]:
     """Returns whether there is something new to read, and how many announcements were forgotten."""
     run_id, held = of
     forgotten = 0
-    fresh = sorted(found.segments - known.segments)
     something = bool(found.attempts or found.ends)
     # In portions, so that a long backlog does not hold SQLite's one writer.
     for start in range(0, len(fresh), _ROWS_AT_ONCE):
@@ -234,12 +277,15 @@ def _record(
         run = lock_run(session, run_id, held)
         now = read_clock(session)
         if held is not None or run.lease_until_ns <= now:
-            forgotten = _forget_bogus(session, run, known.at_ns - gap_ns, found, claimed=held is not None)
+            forgotten = _forget_bogus(session, run, before_ns, found, claimed=held is not None)
         run.listed_ns = now
-        if found.segments - known.segments:
+        if fresh:
             run.heard_ns = now
         if found.problems:
             run.health = {**run.health, "documents": dict(sorted(found.problems.items())[:20])}
+        if left or UNLISTED in run.health:
+            others = {name: value for name, value in run.health.items() if name != UNLISTED}
+            run.health = {**others, UNLISTED: left} if left else others
         if something:
             session.flush()
             hint(session, run_id)
@@ -274,6 +320,7 @@ def _forget_bogus(session: Session, run: Run, before_ns: int, found: _Found, *, 
     return len(bogus)
 
 
-def listing_due(service: Service, place: StorePlace, quiet_since_ns: int, now_ns: int) -> bool:
+def listing_due(service: Service, place: StorePlace, run_id: int, quiet_since_ns: int, now_ns: int) -> bool:
     """Whether a run has been quiet for so long that its store is worth a listing."""
-    return now_ns - quiet_since_ns >= service.settings.listing_ns(local=place.is_local)
+    pause_ns = max(service.settings.listing_ns(local=place.is_local), service.listing_times.pause_ns(run_id))
+    return now_ns - quiet_since_ns >= pause_ns

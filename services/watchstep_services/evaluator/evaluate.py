@@ -246,7 +246,7 @@ def _collect(service: Service, held: Claim, source: RunSource) -> Collected:
         return collected
     silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
     # A lost announcement is as silent as a training that stands still; only the store can tell which.
-    if silent and discover(service, held.run_id, held):
+    if silent and discover(service, held.run_id, held).fresh:
         collected = collect(service, held, source)
         silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
     if not collected.attempt:

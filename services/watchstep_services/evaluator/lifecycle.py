@@ -18,6 +18,7 @@ from watchstep_services.dispatcher.request import stop_key
 from watchstep_services.dispatcher.stages import KILLED, TERMINATED
 from watchstep_services.estimator.backend import OVER, JobState, JobStatus
 from watchstep_services.estimator.errors import BackendError
+from watchstep_services.evaluator.discover import UNLISTED
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.rule_health import tell_silent
 from watchstep_services.events import make_event
@@ -207,7 +208,7 @@ def _facts_of(
         heard=attempt is not None and attempt.largest >= 0,
         world_size=max(1, attempt.world_size if attempt else 1),
         ends=tuple(str(end["state"]) for end in attempt.ends.values()) if attempt else (),
-        unread=bool(unread),
+        unread=bool(unread or run.health.get(UNLISTED)),
         job=status,
         gone_for_ns=gone_for,
         stopping=stop is not None and stop.state == "pending",

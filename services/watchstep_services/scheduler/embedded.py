@@ -148,6 +148,7 @@ class EmbeddedService:
         self._undo.append(self.service.patience.close)
         self._undo.append(self.service.intake.shutdown)
         self._undo.append(self.service.status_threads.shutdown)
+        self._undo.append(self.service.look_threads.shutdown)
         self._queue.start(self.service)
         self._undo.append(self._queue.close)
         self._serve(listener)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from sqlalchemy import select, update
@@ -36,6 +37,9 @@ _LONGEST_ENDED_NS = 86_400 * NANOSECONDS
 _JOB_NS = NANOSECONDS
 _HEALTH = "store"
 _TAKEN_NS = 30 * NANOSECONDS
+_PUT_OFF_NS = NANOSECONDS
+_LOCAL_SECONDS = 2.0
+"""How long a sweep waits for looks at runs on local stores."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +121,7 @@ def _look(service: Service, one: Look) -> None:
     run, fresh, listed = one.run, False, False
     try:
         if wants_listing(service, one):
-            listed, fresh = True, discover(service, run.id)
+            listed, fresh = True, discover(service, run.id).fresh
         if run.state not in ENDED:
             advance_run(service, run.id)
         if listed and _HEALTH in run.health:
@@ -165,7 +169,7 @@ def wants_listing(service: Service, one: Look) -> bool:
     if run.state in ENDED or run.state == "lost":
         # It may still get a late segment or another attempt, but that is rare.
         return quiet >= nanoseconds(service.settings.silent_seconds)
-    base = service.settings.listing_ns(local=one.place.is_local)
+    base = max(service.settings.listing_ns(local=one.place.is_local), service.listing_times.pause_ns(run.id))
     return quiet >= base if one.has_job else quiet >= max(base, run.quiet_ns)
 
 
@@ -199,16 +203,44 @@ def do_looks(service: Service, seconds: float) -> None:
     """Take looks and do them, portion by portion, until none is due or the time is up.
 
     A store that does not answer keeps the runs on others from their turn for `Settings.store_wait_seconds`, and that once until it
-    answers. Its own runs wait for each other; those that do not come to their turn are taken again later.
+    answers. Its own runs wait for each other; those that do not come to their turn are taken again later. Runs on local stores
+    are looked at by threads that projects share: a run whose folder takes long to list keeps only its project's runs waiting.
     """
     began = time.monotonic()
-    patience = service.settings.store_wait_seconds
     while taken := take(service):
-        for one in taken:
-            store = one.place.registration
-            service.patience.ask(store, functools.partial(look, service, one), patience, None)
+        _do_portion(service, taken)
         if time.monotonic() - began >= seconds or len(taken) < AT_ONCE:
             return
+
+
+def _do_portion(service: Service, taken: list[Look]) -> None:
+    patience = service.settings.store_wait_seconds
+    local: dict[Future[None], Look] = {}
+    for one in taken:
+        work = functools.partial(look, service, one)
+        if one.place.is_local:
+            local[service.look_threads.submit(one.run.project, work)] = one
+        else:
+            service.patience.ask(one.place.registration, work, patience, None)
+    done, late = wait(local, _LOCAL_SECONDS)
+    # Those that began go on in their threads; the others are taken again, behind what is due by then.
+    _put_off(service, [local[future] for future in late if future.cancel()])
+    for future in done:
+        if not future.cancelled():  # as those are that wait while the service closes
+            future.result()
+
+
+def _put_off(service: Service, looks: list[Look]) -> None:
+    if not looks:
+        return
+    with service.database.once() as session:
+        for one in looks:
+            session.execute(
+                update(Run)
+                .where(Run.id == one.run.id, Run.look_ns == one.taken_ns)
+                .values(look_ns=now_ns() + _PUT_OFF_NS)
+                .execution_options(synchronize_session=False)
+            )
 
 
 def tell(service: Service, run_id: int, error: WatchstepError | None) -> None:

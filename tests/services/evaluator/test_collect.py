@@ -141,7 +141,7 @@ def test_a_writer_that_ended_with_fewer_segments_than_it_wrote(driven: Driven, r
     recording.store.delete(second.path)
     driven.announce(run_id, first)
     hasty = driven.with_settings(gap_seconds=0.0)
-    assert discover(hasty.service, run_id)
+    assert discover(hasty.service, run_id).fresh
     hasty.settle(run_id)
     hasty.settle(run_id)
     assert driven.segments(run_id) == {("w0", 0): "read", ("w0", 1): "missing"}
@@ -162,11 +162,11 @@ def test_discovery_finds_what_nobody_announced(driven: Driven, recording: Record
     recording.write_all([3, 7], nan_from(5))
     recording.end(last_step=7)
     recording.store.put("stats/rubbish.txt", b"")
-    assert discover(driven.service, run_id)
+    assert discover(driven.service, run_id).fresh
     driven.settle(run_id)
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
     assert list(driven.run(run_id).health["documents"]) == ["stats/rubbish.txt"]
-    assert not discover(driven.service, run_id)
+    assert not discover(driven.service, run_id).fresh
 
 
 def test_an_earlier_attempt_that_is_uploaded_late_is_not_the_newest(

@@ -60,7 +60,7 @@ def test_the_ends_of_an_attempt_are_written_once(driven: Driven, folder_store: S
     discover.discover(driven.service, run_id)
     write_ends(recording.store, "a1", range(200))
     with transactions(driven) as seen:
-        assert discover.discover(driven.service, run_id)
+        assert discover.discover(driven.service, run_id).fresh
     assert sum(map(len, seen)) == 1
     assert ends_of(driven, "a1").keys() == {str(rank) for rank in range(200)}
     write_ends(recording.store, "a1", range(200, 201))

@@ -42,7 +42,7 @@ def test_a_damaged_document_is_read_once(
         assert set(driven_sqlite.run(run_id).health["documents"]) == {key, layout.end_document("a1", 3)}
     assert (reads[key], reads[layout.end_document("a1", 3)]) == (1, 1)
     recording.store.put(key, documents.encode(AttemptDocument("bad", 5)))
-    assert discover.discover(driven_sqlite.service, run_id)
+    assert discover.discover(driven_sqlite.service, run_id).fresh
     assert reads[key] == 2
 
 

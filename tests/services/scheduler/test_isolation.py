@@ -185,7 +185,7 @@ def test_a_run_that_is_deleted_while_it_is_looked_at_keeps_no_other_from_its_tur
     gone, stays = driven.register("gone"), driven.register("stays")
     discover = discovering.discover
 
-    def deleting(service: Service, run_id: int) -> bool:
+    def deleting(service: Service, run_id: int) -> discovering.Listing:
         if run_id != gone:
             return discover(service, run_id)
         with service.database.write() as session:

@@ -171,7 +171,7 @@ def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
 ) -> None:
     bad, good = driven.register("bad"), driven.register("good")
 
-    def discover(service: Service, run_id: int) -> bool:
+    def discover(service: Service, run_id: int) -> discovering.Listing:
         if run_id == bad:
             raise KeyError("nobody expected it")
         return found(service, run_id)
