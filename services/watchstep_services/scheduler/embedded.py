@@ -32,6 +32,7 @@ from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.estimator.backends_file import BACKENDS_FILE
 from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.rule_configs import apply_owner_rules
+from watchstep_services.scheduler.leases import end_leases
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service import Service, owner_receivers, owner_rules
@@ -130,6 +131,10 @@ class EmbeddedService:
         database = open_sealed_database(self.settings)
         self._undo.append(database.close)
         upgrade(database)
+        if not self.settings.database_url.get_secret_value():
+            end_leases(
+                database
+            )  # the database is the home's, and the home is locked: whoever had them has ended
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
         with database.write() as session:

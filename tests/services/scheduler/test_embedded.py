@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from tests.services.jobs import STUBBORN, launch
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
@@ -17,10 +17,14 @@ from watchstep.capture.service_location import ServiceNote
 from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError, MissingStoreError
 from watchstep.store import Store
-from watchstep_services.database.models import Event
+from watchstep_services.database.clock import read_clock
+from watchstep_services.database.models import Action, Event, Run
+from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.estimator.local import Local
+from watchstep_services.evaluator.claim import claim
 from watchstep_services.scheduler.embedded import EmbeddedService, pause_before
-from watchstep_services.settings import Settings, load_settings
+from watchstep_services.scheduler.leases import end_leases
+from watchstep_services.settings import NANOSECONDS, Settings, load_settings
 
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
 WAIT = 60.0
@@ -125,6 +129,28 @@ def test_what_was_not_done_is_done_after_a_restart(settings: Settings, folder_st
         assert second.wait_until(lambda: happened(second, "stop.done"), WAIT)
         (action,) = call(second, "GET", f"{RUN}/actions")["actions"]
         assert action["state"] in {"done", "skipped"}
+
+
+def test_what_a_killed_service_had_claimed_waits_for_no_lease(
+    settings: Settings, folder_store: Store
+) -> None:
+    recording = Recording(folder_store).begin()
+    recording.write(0, 0, 3)
+    with EmbeddedService(settings) as first:
+        assert first.wait_until(lambda: happened(first, "run.started"), WAIT)
+        call(first, "POST", f"{RUN}/stop", {"reason": "enough"})
+        assert first.wait_until(lambda: happened(first, "stop.requested"), WAIT)
+    database = open_sealed_database(settings)
+    with database.write() as session:
+        later = read_clock(session) + 3600 * NANOSECONDS
+        (run_id,) = session.execute(update(Run).values(lease_until_ns=later).returning(Run.id)).scalars()
+        session.execute(update(Action).values(state="pending", next_ns=later))
+    end_leases(database)
+    assert claim(database, run_id, NANOSECONDS) is not None
+    with database.read() as session:
+        (due_ns,) = session.execute(select(Action.next_ns).filter_by(kind="stop")).scalars()
+        assert due_ns <= read_clock(session)
+    database.close()
 
 
 def test_the_service_file_is_for_its_owner_only(settings: Settings) -> None:
