@@ -121,6 +121,9 @@ SOURCES: dict[str, dict[str, str]] = {
         "batches": "ours: running statistics move at the first batch, unless their momentum is zero",
         "drift": "ours: three times what layers before it that learn on make of it in healthy fine-tuning (3.5)",
     },
+    "running_statistics_frozen": {
+        "records": "as of `frozen_batch_norm`",
+    },
     "symmetric_units": {
         "share": "ours: between what rounding parts (1e-6) and what learning parts (1)",
         "records": "ours: not one update alone",

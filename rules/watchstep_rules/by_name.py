@@ -37,6 +37,7 @@ from watchstep_rules.overfit import OverfitParams
 from watchstep_rules.overtraining import OvertrainingParams
 from watchstep_rules.poor_initialization import PoorInitializationParams
 from watchstep_rules.replica_divergence import ReplicaDivergenceParams
+from watchstep_rules.running_statistics_frozen import RunningStatisticsFrozenParams
 from watchstep_rules.sagemaker.all_zero import SagemakerAllZeroParams
 from watchstep_rules.sagemaker.check_input_images import SagemakerCheckInputImagesParams
 from watchstep_rules.sagemaker.class_imbalance import SagemakerClassImbalanceParams
@@ -101,6 +102,7 @@ dead_relu = attachable("dead_relu", DeadReluParams)
 exploding_gradient = attachable("exploding_gradient", ExplodingGradientParams)
 feature_importance = attachable("feature_importance", FeatureImportanceParams)
 frozen_batch_norm = attachable("frozen_batch_norm", FrozenBatchNormParams)
+running_statistics_frozen = attachable("running_statistics_frozen", RunningStatisticsFrozenParams)
 gpu_memory_increase = attachable("gpu_memory_increase", GpuMemoryIncreaseParams)
 gradient_norm_spike = attachable("gradient_norm_spike", GradientNormSpikeParams)
 gradients_cease = attachable("gradients_cease", GradientsCeaseParams)
@@ -222,6 +224,7 @@ __all__ = [
     "overtraining",
     "poor_initialization",
     "replica_divergence",
+    "running_statistics_frozen",
     "sagemaker_all_zero",
     "sagemaker_batch_size",
     "sagemaker_check_input_images",

@@ -62,6 +62,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="replica_divergence", severity="critical"),
     RuleConfig(rule="scaler_skips", severity="warning"),
     RuleConfig(rule="frozen_batch_norm", severity="warning"),
+    RuleConfig(rule="running_statistics_frozen", severity="info"),
     RuleConfig(rule="symmetric_units", severity="warning"),
     RuleConfig(rule="missing_zero_grad", severity="warning"),
     RuleConfig(rule="unlike_earlier_runs", severity="warning", hold=Hold(steps=5), keep_firing=_LAYERS),

@@ -18,8 +18,6 @@ from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.finding import Finding, finding_at
 
 _VARIANCE = "running_var"
-_ROLES = ("weight", "bias", "output")
-"""Rows of a layer that show whether its running statistics fit, in the order in which those of one step are taken."""
 
 
 class FrozenBatchNormParams(Params):
@@ -40,26 +38,16 @@ class Fit(NamedTuple):
     """How the output of a layer in evaluation mode compares with what its scale and shift make of data with its running statistics.
 
     Attributes:
-        scale, shift: mean square of these parameters, negative before they were seen.
-        ratio: root mean square of the last output over the expected one; 0 before it is known.
-        records: of the running statistics in a row at which the ratio was too large.
+        output: mean square of the last output, negative before the first.
+        records: of the running statistics in a row at which that was too large.
     """
 
-    scale: float = -1.0
-    shift: float = -1.0
-    ratio: float = 0.0
+    output: float = -1.0
     records: int = 0
 
-    def after(self, role: str, mean_square: float) -> Fit:
-        """With a row of the layer."""
-        if role == "weight":
-            return self._replace(scale=short(mean_square))
-        if role == "bias":
-            return self._replace(shift=short(mean_square))
-        expected = self.scale + self.shift
-        if min(self.scale, self.shift) < 0 or expected <= 0:
-            return self
-        return self._replace(ratio=short((mean_square / expected) ** 0.5))
+    def ratio(self, affine_square: float) -> float:
+        """Root mean square of the last output over the expected one; 0 where one of them is not known."""
+        return (self.output / affine_square) ** 0.5 if self.output >= 0 and affine_square > 0 else 0.0
 
 
 class FrozenBatchNormState(State):
@@ -79,7 +67,7 @@ class _Why(IntEnum):
 class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
     """Fires for a layer with running statistics when one of these holds at ``records`` records in a row.
 
-    - **Never in training mode**: its scale learns, it is in evaluation mode, and ``running_var`` is exactly 1 for all
+    - **Never in training mode**: its scale learns, the whole model is in evaluation mode, and ``running_var`` is exactly 1 for all
       channels, as it begins: it normalises by nothing.
     - **Untouched**: in training mode it has taken in ``batches`` batches, and ``running_var`` is exactly 1 all the
       same: with a momentum of 0 evaluation will normalise by nothing.
@@ -87,24 +75,24 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
       whole model is in evaluation mode at updates: after an evaluation nobody called ``train()``.
     - **Drifted**: it is in evaluation mode, and the root mean square of its output is ``drift`` times ``sqrt(mean(scale²) + mean(shift²))``,
       which is that of data with its running statistics: its input has become another. Layers before it that learn on move that ratio to 3.5 in
-      healthy fine-tuning; inputs that are no longer scaled move it to hundreds. Layers whose scale and
-      shift are missing or frozen are not judged by this: these are not recorded then.
+      healthy fine-tuning; inputs that are no longer scaled move it to hundreds. A frozen scale and shift count as well, and a layer without
+      them makes 1 of it. An input that becomes much smaller than the statistics is not seen.
 
     ``x̂ = (x - running_mean) / sqrt(running_var + eps)`` in evaluation mode; a batch in training mode moves the running
     statistics by ``momentum`` times the distance (Ioffe and Szegedy, 2015; PyTorch's BatchNorm2d). A variance of exactly
     1 in every channel is what no batch leaves.
 
     Deliberate freezing is left alone: layers whose scale does not require a gradient or no optimizer holds, pretrained
-    layers that are in evaluation mode from the start, and single layers that are frozen while the rest of the model
-    stays in training mode, as long as their running statistics fit.
+    layers that are in evaluation mode from the start, and single layers that are in evaluation mode while the model
+    is in training mode, as long as their running statistics fit. `running_statistics_frozen` notes them.
     """
 
     name = "frozen_batch_norm"
     summary = "a normalisation layer learns while its running statistics stand still"
-    version = 2
+    version = 3
     needs = Needs(
-        collections=("buffers", "weights", "biases", "activations"),
-        roles=("buffer", "weight", "bias", "output"),
+        collections=("buffers", "activations"),
+        roles=("buffer", "output"),
         about=("buffer",),
         evidence_rows=0,
     )
@@ -161,7 +149,7 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
         info = block.info(row)
         layer = info.module or "the model"
         said = {
-            _Why.UNTRAINED: f"{layer} learns in evaluation mode, and {info.name} is 1 everywhere, as it begins",
+            _Why.UNTRAINED: f"{layer} learns while the whole model is in evaluation mode, and {info.name} is 1 everywhere, as it begins",
             _Why.UNTOUCHED: (
                 f"{layer} has taken in {probe(block, 'batches_tracked')[row]:.0f} batches, and {info.name} is 1 everywhere, "
                 "as it begins"
@@ -186,12 +174,12 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
 
 def _holds(rows: Block, why: _Why, params: FrozenBatchNormParams) -> NDArray[np.bool_]:
     held, training = rows.statistics, probe(rows, "training")
-    evaluating = (probe(rows, "learns") == 1) & (training == 0)
+    forgotten = (probe(rows, "learns") == 1) & (training == 0) & (probe(rows, "model_training") == 0)
     untouched = (held.min == 1) & (held.max == 1) & (held.nonfinite == 0)
     holds: NDArray[np.bool_] = {
-        _Why.UNTRAINED: evaluating & untouched,
+        _Why.UNTRAINED: forgotten & untouched,
         _Why.UNTOUCHED: untouched & (training == 1) & (probe(rows, "batches_tracked") >= params.batches),
-        _Why.FORGOTTEN: evaluating & (probe(rows, "model_training") == 0),
+        _Why.FORGOTTEN: forgotten,
     }[why]
     return holds
 
@@ -216,33 +204,38 @@ def _follow_fits(
     modules = {name.rpartition("@")[0] for name in known}
     modules |= {block.info(row).module for row in variances[evaluating].tolist()}
     chosen = block.mask_of_tensors(
-        [info.module in modules and info.role in _ROLES for info in block.catalogue]
+        [info.module in modules and info.role == "output" for info in block.catalogue]
     )
-    evidence = np.flatnonzero(chosen & (block.mode == 0) & (block.statistics.finite > 0))
-    mean_square = block.statistics.square_sum[evidence] / block.statistics.finite[evidence]
+    outputs = np.flatnonzero(chosen & (block.mode == 0) & (block.statistics.finite > 0))
+    mean_square = block.statistics.square_sum[outputs] / block.statistics.finite[outputs]
+    affine_square = probe(block, "affine_square")[variances]
+    # Of one step the outputs come first.
     events = [
-        (int(block.step[row]), _ROLES.index(block.info(row).role), row, float(value))
-        for row, value in zip(evidence.tolist(), mean_square, strict=True)
+        (int(block.step[row]), 0, row, value)
+        for row, value in zip(outputs.tolist(), mean_square.tolist(), strict=True)
     ]
     events += [
-        (int(block.step[row]), len(_ROLES), row, float(here))
-        for row, here in zip(variances.tolist(), evaluating, strict=True)
+        (int(block.step[row]), 1, row, value if here else None)
+        for row, value, here in zip(
+            variances.tolist(), affine_square.tolist(), evaluating.tolist(), strict=True
+        )
     ]
     fits, drifted = dict(known), {}
-    for step, order, row, value in sorted(events):
+    for step, is_statistic, row, value in sorted(events, key=lambda event: event[:3]):
         name = f"{block.info(row).module}@{block.worker[row]}"
-        before = fits.get(name)
-        if order < len(_ROLES):
-            if before is not None:
-                fits[name] = before.after(_ROLES[order], value)
-        elif not value:
+        fit = fits.get(name)
+        if not is_statistic:
+            if fit is not None:
+                fits[name] = fit._replace(output=short(value))
+        elif value is None:
             fits.pop(name, None)
         else:
-            before = before or Fit()
-            records = min(before.records + 1, params.records) if before.ratio >= params.drift else 0
-            fits[name] = before._replace(records=records)
+            fit = fit or Fit()
+            ratio = fit.ratio(value)
+            records = min(fit.records + 1, params.records) if ratio >= params.drift else 0
+            fits[name] = fit._replace(records=records)
             if records >= params.records:
-                drifted[step, name] = before.ratio
+                drifted[step, name] = ratio
     return fits, drifted
 
 

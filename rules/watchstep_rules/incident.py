@@ -40,6 +40,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
         "poor_initialization",
         "symmetric_units",
         "frozen_batch_norm",
+        "running_statistics_frozen",
     ),
     ("input_image_mean", "class_imbalance", "batch_size", "token_ratio", "replica_divergence"),
     (

@@ -39,6 +39,7 @@ from watchstep_rules.overtraining import Overtraining
 from watchstep_rules.poor_initialization import PoorInitialization
 from watchstep_rules.python_rule import Python
 from watchstep_rules.replica_divergence import ReplicaDivergence
+from watchstep_rules.running_statistics_frozen import RunningStatisticsFrozen
 from watchstep_rules.sagemaker.all_zero import SagemakerAllZero
 from watchstep_rules.sagemaker.check_input_images import SagemakerCheckInputImages
 from watchstep_rules.sagemaker.class_imbalance import SagemakerClassImbalance
@@ -130,6 +131,7 @@ RULES: dict[str, AnyRule] = {
         MissingZeroGrad(),
         SymmetricUnits(),
         FrozenBatchNorm(),
+        RunningStatisticsFrozen(),
         AbsentFromOptimizer(),
         Confusion(),
         TokenRatio(),

@@ -24,6 +24,7 @@ WAIT_BY_THEMSELVES = {
     "class_imbalance",
     "symmetric_units",
     "frozen_batch_norm",
+    "running_statistics_frozen",
     "hyperparameter_jump",
     "absent_from_optimizer",
     "loss_spike",

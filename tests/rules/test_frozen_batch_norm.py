@@ -10,6 +10,7 @@ from torch import nn, optim
 from tests.rules.recording import said_of
 from tests.rules.training_parts import Task
 from watchstep import CaptureConfig, Hook
+from watchstep_rules.defaults import DEFAULT_RULES
 
 STEPS = 160
 Each = Callable[[int, nn.Sequential], None]
@@ -45,11 +46,18 @@ def found(
     return {finding.step: finding.message for finding in findings}
 
 
+def noted(folder: Path, each: Each, make: Callable[[nn.Sequential], None] = lambda _: None) -> dict[int, str]:
+    findings = said_of(
+        lambda hook: trained(hook, each, make), "running_statistics_frozen", folder, config=CaptureConfig()
+    )
+    return {finding.step: finding.message for finding in findings}
+
+
 def test_a_model_that_is_never_in_training_mode(tmp_path: Path) -> None:
     said = found(tmp_path, never_in_training)
     assert min(said) == 25
     assert said[25] == (
-        "1 learns in evaluation mode, and 1.running_var is 1 everywhere, as it begins, at 2 records in a row"
+        "1 learns while the whole model is in evaluation mode, and 1.running_var is 1 everywhere, as it begins, at 2 records in a row"
     )
 
 
@@ -84,6 +92,11 @@ def frozen_layer(step: int, model: nn.Sequential) -> None:
     model[1].train(step < 60)
 
 
+def frozen_from_the_start(step: int, model: nn.Sequential) -> None:
+    model.train()
+    model[1].eval()
+
+
 def frozen(model: nn.Sequential) -> None:
     """Its statistics and its scale."""
     model[1].requires_grad_(requires_grad=False)
@@ -101,6 +114,9 @@ def pretrained(model: nn.Sequential) -> None:
         (nothing, lambda _: None),
         (evaluates_now_and_then, lambda _: None),
         (frozen_layer, lambda _: None),
+        (frozen_from_the_start, lambda _: None),
+        (frozen_from_the_start, frozen),
+        (frozen_from_the_start, pretrained),
         (never_in_training, frozen),
         (never_in_training, pretrained),
     ],
@@ -111,15 +127,43 @@ def test_what_is_as_it_should_be_or_frozen_on_purpose(
     assert found(tmp_path, each, make) == {}
 
 
-def test_a_layer_in_evaluation_mode_whose_input_becomes_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("each", "make", "first"),
+    [
+        (frozen_from_the_start, pretrained, 25),
+        (frozen_from_the_start, frozen, 25),
+        (never_in_training, pretrained, 25),
+        (frozen_layer, lambda _: None, 100),
+    ],
+)
+def test_a_layer_in_evaluation_mode_on_purpose_is_noted_without_a_warning(
+    each: Each, make: Callable[[nn.Sequential], None], first: int, tmp_path: Path
+) -> None:
+    said = noted(tmp_path, each, make)
+    assert min(said) == first
+    assert said[first] == (
+        "1 is in evaluation mode, at 2 records in a row: its running statistics (1.running_var) are frozen; "
+        "sound when deliberate, e.g. fine-tuning"
+    )
+    assert {config.rule: config.severity for config in DEFAULT_RULES}["running_statistics_frozen"] == "info"
+
+
+@pytest.mark.parametrize("each", [nothing, evaluates_now_and_then])
+def test_a_layer_that_trains_is_not_noted(each: Each, tmp_path: Path) -> None:
+    assert noted(tmp_path, each) == {}
+
+
+@pytest.mark.parametrize("affine", ["learns", "frozen", "none"])
+def test_a_layer_in_evaluation_mode_whose_input_becomes_another(affine: str, tmp_path: Path) -> None:
     def train(hook: Hook, times: float) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+        norm = nn.BatchNorm1d(16, affine=affine != "none")
+        model = nn.Sequential(nn.Linear(20, 16), norm, nn.ReLU(), nn.Linear(16, 5))
         with torch.no_grad():
             for _ in range(40):
                 model[:2](torch.randn(64, 20))
-        model[1].eval()
-        optimizer = optim.SGD(model.parameters(), 1e-7)
+        norm.requires_grad_(requires_grad=affine == "learns").eval()
+        optimizer = optim.SGD([one for one in model.parameters() if one.requires_grad], 1e-7)
         hook.watch(model, optimizer)
         for step in range(STEPS):
             x = torch.randn(32, 20) * (times if step >= 60 else 1.0)

@@ -20,6 +20,7 @@ from watchstep.statistics import Floats
 from watchstep.tensors import Placement, TensorInfo
 
 _RUNNING = ("running_mean", "running_var")
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class _States:
 
     The columns: ``training``, whether the layer is in training mode; ``model_training``, whether the model is; ``learns``,
     whether an optimizer updates the layer's scale, which has a gradient; ``batches_tracked``, how many batches its running
-    statistics have taken in, NaN where it does not count them.
+    statistics have taken in, NaN where it does not count them; ``affine_square``, of a layer in evaluation mode
+    ``mean(scale²) + mean(shift²)``, also where these are frozen and have no rows of their own, NaN in training mode.
     """
 
     training: Floats
@@ -59,15 +61,21 @@ class _States:
     learns: Floats
     counted: list[int]
     batches: OnTheWay | None
+    affine: list[int]
+    squares: OnTheWay | None
 
     def collect(self) -> dict[str, Floats]:
         numbers = [] if self.batches is None else self.batches.numbers().tolist()
-        batches = np.array([*numbers, np.nan])[self.counted]  # the place of none is the last one
+        squares = [] if self.squares is None else self.squares.numbers().tolist()
+        # The place of none is the last one.
+        batches = np.array([*numbers, np.nan])[self.counted]
+        affine_square = np.array([*squares, np.nan])[self.affine]
         return {
             "training": self.training,
             "model_training": self.model_training,
             "learns": self.learns,
             "batches_tracked": batches,
+            "affine_square": affine_square,
         }
 
 
@@ -121,10 +129,29 @@ class Buffers:
         counts = {key: layer.num_batches_tracked for key, layer in layers.items()}
         numbers = {key: count.reshape(()) for key, count in counts.items() if isinstance(count, Tensor)}
         place = {key: number for number, key in enumerate(numbers)}
+        squares = {key: _affine_square(layer) for key, layer in layers.items() if not layer.training}
+        place_of_square = {key: number for number, key in enumerate(squares)}
         return _States(
             training=np.array([float(one.module.training) for one in buffers]),
             model_training=np.full(len(buffers), float(self._model.training)),
             learns=np.array([float(one.learns(held)) for one in buffers]),
             counted=[place.get(id(one.module), -1) for one in buffers],
             batches=OnTheWay(torch.stack(list(numbers.values()))) if numbers else None,
+            affine=[place_of_square.get(id(one.module), -1) for one in buffers],
+            squares=OnTheWay(torch.stack(list(squares.values()))) if squares else None,
         )
+
+
+@torch.no_grad()
+def _affine_square(layer: _NormBase) -> Tensor:
+    """``mean(scale²) + mean(shift²)``, float32 of no dimensions: the mean square of what a layer makes of data with its statistics."""
+    statistic = next(held for held in (layer.running_var, layer.running_mean) if isinstance(held, Tensor))
+    total = torch.zeros((), device=statistic.device)
+    for parameter, of_none in ((layer.weight, 1.0), (layer.bias, 0.0)):
+        if parameter is None:
+            total = total + of_none
+        elif type(parameter) in _PLAIN:
+            total = total + parameter.float().square().mean()
+        else:  # of a shard nobody knows the mean
+            total = total + float("nan")
+    return total

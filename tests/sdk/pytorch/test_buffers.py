@@ -56,6 +56,7 @@ def test_a_layer_in_evaluation_mode(tmp_path: Path) -> None:
     rows = said(trained(tmp_path, normalised(), EVERY_STEP, model_in=False), "1.running_var")
     assert set(rows["training"]) == set(rows["model_training"]) == {0.0}
     assert set(rows["learns"]) == {1.0}
+    assert rows["affine_square"][0] == pytest.approx(1.0)
     assert (set(rows["min"]), set(rows["batches_tracked"])) == ({1.0}, {0.0})
 
 
