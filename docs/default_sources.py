@@ -112,6 +112,15 @@ SOURCES: dict[str, dict[str, str]] = {
         "back": "ours: a guess may begin somewhat above what a constant gives",
         "lasting": "ours: or as long as it took to learn at first",
     },
+    "validation_loss_jump": {
+        "window": "ours: enough to say where the loss was, and few enough for a run of ten evaluations",
+        "lasting": "ours: a spike of a healthy recurrent network took two; or as many as it took to learn at first",
+        "warmup": "ours: two of them say how the loss scatters",
+        "fallen": "as of `lost_progress`",
+        "rise": "ours: of 786 healthy trainings, high rates, restarts of the rate and batches of one among them, 25 came so far, for two evaluations at most",
+        "of_first": "ours: a loss close to zero may be many times its level and still be learned",
+        "falls": "ours: a recovery falls by more from evaluation to evaluation",
+    },
     "scaler_skips": {
         "skips": "`torch.amp.GradScaler`: 17 halvings bring its first scale, 2^16, below one",
         "window": "ours: a twentieth of the 2000 good steps after which it doubles the scale",

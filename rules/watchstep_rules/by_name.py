@@ -87,6 +87,7 @@ from watchstep_rules.token_ratio import TokenRatioParams
 from watchstep_rules.tree_depth import TreeDepthParams
 from watchstep_rules.unchanged_tensor import UnchangedTensorParams
 from watchstep_rules.unlike_earlier_runs import UnlikeEarlierRunsParams
+from watchstep_rules.validation_loss_jump import ValidationLossJumpParams
 from watchstep_rules.vanishing_gradient import VanishingGradientParams
 from watchstep_rules.weight_not_updating import WeightNotUpdatingParams
 from watchstep_rules.weight_update_ratio import WeightUpdateRatioParams
@@ -185,6 +186,7 @@ token_ratio = attachable("token_ratio", TokenRatioParams)
 tree_depth = attachable("tree_depth", TreeDepthParams)
 unchanged_tensor = attachable("unchanged_tensor", UnchangedTensorParams)
 unlike_earlier_runs = attachable("unlike_earlier_runs", UnlikeEarlierRunsParams)
+validation_loss_jump = attachable("validation_loss_jump", ValidationLossJumpParams)
 vanishing_gradient = attachable("vanishing_gradient", VanishingGradientParams)
 weight_not_updating = attachable("weight_not_updating", WeightNotUpdatingParams)
 weight_update_ratio = attachable("weight_update_ratio", WeightUpdateRatioParams)
@@ -270,6 +272,7 @@ __all__ = [
     "tree_depth",
     "unchanged_tensor",
     "unlike_earlier_runs",
+    "validation_loss_jump",
     "vanishing_gradient",
     "weight_not_updating",
     "weight_update_ratio",

@@ -58,6 +58,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="oscillating_loss", severity="warning", hold=Hold(steps=3), keep_firing=_LOSSES),
     RuleConfig(rule="loss_spike", severity="warning", keep_firing=_LOSSES),
     RuleConfig(rule="lost_progress", severity="warning", hold=Hold(steps=3), keep_firing=_LOSSES),
+    RuleConfig(rule="validation_loss_jump", severity="warning"),
     RuleConfig(rule="overfit", severity="warning", hold=Hold(steps=2)),
     RuleConfig(rule="replica_divergence", severity="critical"),
     RuleConfig(rule="scaler_skips", severity="warning"),

@@ -62,6 +62,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
     (
         "loss_spike",
         "lost_progress",
+        "validation_loss_jump",
         "oscillating_loss",
         "loss_not_decreasing",
         "slow_convergence",

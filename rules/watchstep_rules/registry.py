@@ -90,6 +90,7 @@ from watchstep_rules.token_ratio import TokenRatio
 from watchstep_rules.tree_depth import TreeDepth
 from watchstep_rules.unchanged_tensor import UnchangedTensor
 from watchstep_rules.unlike_earlier_runs import UnlikeEarlierRuns
+from watchstep_rules.validation_loss_jump import ValidationLossJump
 from watchstep_rules.vanishing_gradient import VanishingGradient
 from watchstep_rules.weight_not_updating import WeightNotUpdating
 from watchstep_rules.weight_update_ratio import WeightUpdateRatio
@@ -120,6 +121,7 @@ RULES: dict[str, AnyRule] = {
         NumberFormatHeadroom(),
         LossSpike(),
         LostProgress(),
+        ValidationLossJump(),
         GradientNormSpike(),
         ReplicaDivergence(),
         ScalerSkips(),

@@ -29,6 +29,7 @@ WAIT_BY_THEMSELVES = {
     "absent_from_optimizer",
     "loss_spike",
     "gradients_cease",
+    "validation_loss_jump",
 }
 """They fire after several records, or when chance is ruled out."""
 ONCE = {"poor_initialization"}

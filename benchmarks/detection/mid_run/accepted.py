@@ -4,6 +4,7 @@ LOSS_RISES = frozenset(
     {
         "loss_spike",
         "lost_progress",
+        "validation_loss_jump",
         "loss_not_decreasing",
         "oscillating_loss",
         "slow_convergence",
@@ -45,7 +46,14 @@ NOT_IN_OPTIMIZER = STANDS_STILL
 NOT_FINITE = frozenset({"nan_or_inf", "non_finite_values", "exploding_gradient"})
 
 SORTED = frozenset(
-    {"oscillating_loss", "class_imbalance", "loss_spike", "lost_progress", "loss_not_decreasing"}
+    {
+        "oscillating_loss",
+        "class_imbalance",
+        "loss_spike",
+        "lost_progress",
+        "validation_loss_jump",
+        "loss_not_decreasing",
+    }
 )
 """Batches of one class after the other."""
 

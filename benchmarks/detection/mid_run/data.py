@@ -162,7 +162,7 @@ def labels_off_by_one(run: Training) -> None:
     "one_class_alone",
     "a filter leaves one class",
     150,
-    {"class_imbalance", "overfit", *accepted.STANDS_STILL},
+    {"class_imbalance", "overfit", "validation_loss_jump", *accepted.STANDS_STILL},
 )
 def one_class_alone(run: Training) -> None:
     """350 steps."""
