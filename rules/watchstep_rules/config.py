@@ -215,7 +215,10 @@ class RuleConfig(_Model):
         None,
         description="How long without findings before the alert is resolved; as long as 'for' if left out.",
     )
-    severity: Severity = Field("warning", description="How bad it is; it changes nothing by itself.")
+    severity: Severity = Field(
+        "warning",
+        description="How bad it is. Alerts of severity info are notes: they stop nothing, notify nobody and inhibit nothing.",
+    )
     labels: dict[LabelName, Word] = Field(
         default_factory=dict, max_length=_MOST_LABELS, description="Words of your own, given with each event."
     )
@@ -269,6 +272,20 @@ class RuleConfig(_Model):
         if value and rule is not None and find_rule(rule).clock:
             raise ValueError(f"{rule} watches the clock, not steps, and cannot inhibit")
         return value
+
+    @model_validator(mode="after")
+    def _notes_cause_nothing(self) -> RuleConfig:
+        if self.severity != "info":
+            return self
+        causes: list[str] = sorted({action.kind for action in self.actions} - {"snapshot"})
+        if self.inhibits:
+            causes.append("inhibits")
+        if causes:
+            raise ValueError(
+                f"severity info with {', '.join(causes)}: an alert of severity info is a note, which stops, notifies and inhibits "
+                "nothing; use severity warning or critical"
+            )
+        return self
 
     @model_validator(mode="after")
     def _named(self) -> RuleConfig:

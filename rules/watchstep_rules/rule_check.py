@@ -142,8 +142,6 @@ def _of_timing(config: RuleConfig, where: Loc) -> Iterator[_Warning]:
 
 def _of_actions(config: RuleConfig, where: Loc) -> Iterator[_Warning]:
     stops = any(action.kind == "stop" for action in config.actions)
-    if stops and config.severity == "info":
-        yield (*where, "severity"), "it stops the job, and is called 'info'"
     if stops and config.implementation.clock:
         yield (
             (*where, "actions"),

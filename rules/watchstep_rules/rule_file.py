@@ -139,6 +139,9 @@ def faults_between(file: RuleFile) -> list[Fault]:
         elif any(config.implementation.clock for config in sources):
             text = f"{one.source} watches the clock, not steps, and cannot inhibit"
             faults.append(Fault(("inhibit", place, "source"), text))
+        elif notes := [config.name for config in sources if config.severity == "info"]:
+            text = f"{', '.join(notes)} has severity info: notes inhibit nothing; use severity warning or critical"
+            faults.append(Fault(("inhibit", place, "source"), text))
         for number, name in enumerate(one.target):
             faults += _of_target(name, configs, ("inhibit", place, "target", number))
     for circle in circles(configs):

@@ -77,6 +77,10 @@ def test_each_step_of_writing_leaves_the_one_before_it_alone() -> None:
         (lambda: nan_or_inf().on(include="("), "nan_or_inf, tensors"),
         (lambda: nan_or_inf().saying("{no_such_field}"), "nan_or_inf, message"),
         (lambda: nan_or_inf().lasting(steps=0), "nan_or_inf, for"),
+        (
+            lambda: nan_or_inf().stop().severe("info"),
+            "severity info with stop: .* use severity warning or critical",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_where_it_is_written(wrong: object, said: str) -> None:

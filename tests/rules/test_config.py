@@ -129,6 +129,16 @@ def test_actions_name_addresses_and_receivers() -> None:
         ({"message": "{"}, "a brace stands alone at character 1: write {{"),
         ({"message": "x" * 1001}, "at most 1000 characters"),
         ({"rule": "stalled_training", "params": {}, "inhibits": ["overfit"]}, "cannot inhibit"),
+        ({"severity": "info", "actions": ["stop"]}, "severity info with stop: "),
+        ({"severity": "info", "actions": [{"notify": "phone"}]}, "severity info with notify: "),
+        (
+            {"severity": "info", "actions": [{"webhook": "https://a.example/"}]},
+            "severity info with webhook: ",
+        ),
+        (
+            {"severity": "info", "actions": ["snapshot"], "inhibits": ["overfit"]},
+            "severity info with inhibits: ",
+        ),
     ],
 )
 def test_a_wrong_config_names_the_place(change: dict[str, Any], reason: str) -> None:

@@ -64,7 +64,6 @@ def test_a_preset_raises_no_warning() -> None:
 @pytest.mark.parametrize(
     ("rule", "place", "says"),
     [
-        ("{rule: overfit, severity: info, actions: [stop]}", "severity", "called 'info'"),
         ("{rule: overfit, tensors: {exclude: '.*'}}", "tensors.exclude", "matches every name"),
         ("{rule: overfit, tensors: {exclude: ''}}", "tensors.exclude", "matches every name"),
         ("{rule: overfit, tensors: {include: 'a$b'}}", "tensors.include", "in its middle"),

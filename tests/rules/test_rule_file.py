@@ -170,6 +170,10 @@ inhibit:
             "inhibit: [{source: nan_or_inf, target: [nothing]}]",
             "inhibit.0.target.0: no rule config and no rule",
         ),
+        (
+            "inhibit: [{source: slow_convergence, target: [overfit]}]",
+            "inhibit.0.source: slow_convergence has severity info: notes inhibit nothing",
+        ),
         ("inhibit: [{source: late, target: [overfit]}]", "inhibit.0.source: no rule config is named 'late'"),
         (
             "inhibit: [{source: overfit, target: [nan_or_inf]}]",
@@ -185,7 +189,8 @@ inhibit:
     ],
 )
 def test_what_does_not_fit_together_is_refused(text: str, fault: str) -> None:
-    rules = "rules: [{rule: nan_or_inf}, {rule: overfit}, {rule: dead_relu}]\n"
+    note = "{rule: slow_convergence, severity: info}"
+    rules = f"rules: [{{rule: nan_or_inf}}, {{rule: overfit}}, {{rule: dead_relu}}, {note}]\n"
     with pytest.raises(RuleError, match=r"^rule file rules.yaml: line 2: " + re.escape(fault)) as caught:
         parse(rules + text, "rules.yaml") if "circle" not in fault else parse(
             text + "\n" + rules, "rules.yaml"

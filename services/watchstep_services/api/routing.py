@@ -77,7 +77,7 @@ class RouteOutput(BaseModel):
 
 
 class RoutePreviewOutput(BaseModel):
-    """Whom an alert reaches, in order; nobody where it is empty."""
+    """Whom an alert reaches, in order; nobody where it is empty, as for a note of severity info."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{**_EXAMPLE, "routes": [_REACHED], "unknown": []}]}
@@ -146,7 +146,8 @@ def preview_routing(project: str, body: RoutePreviewInput, service: Served) -> R
             told = samples.of_alert(service, session, run, body.name, read_clock(session))
             labels = dict(told.alerts[0].labels)
             notify += samples.named_receivers(session, run, body.name)
-        found = routes_of(service, session, project, labels, notify, body.route)
+        is_note = labels.get("severity") == "info"
+        found = () if is_note else routes_of(service, session, project, labels, notify, body.route)
         known = known_receivers(service, session, project)
     routes = [
         RouteOutput(

@@ -50,7 +50,7 @@ class MutedOutput(BaseModel):
         description="Empty: nobody at all was told. 'webhook': the addresses in the rule config."
     )
     reason: str = Field(
-        description="dry_run, inhibited, silenced, acknowledged (not repeated), known (it fired on an earlier attempt already), "
+        description="info (a note of that severity), dry_run, inhibited, silenced, acknowledged (not repeated), known (it fired on an earlier attempt already), "
         "unknown (there is no such receiver), or incident (its incident was notified of; the next notification names it)."
     )
     detail: str = Field(description="Which rule config, which silence, who, which attempt.")

@@ -146,12 +146,15 @@ class _Told:
 
     def _mute_hidden(self, row: Standing) -> bool:
         """Whether nobody at all is told."""
+        is_note = self._config.severity == "info"
+        if is_note:
+            mute(self._session, row, NOBODY, ("info", ""), self._place.now_ns)
         if self._config.dry_run:
             mute(self._session, row, NOBODY, ("dry_run", ""), self._place.now_ns)
         if self._transition.inhibited_by:
             why = self._transition.inhibited_by
             mute(self._session, row, NOBODY, ("inhibited", why), self._place.now_ns)
-        return self._config.dry_run or bool(self._transition.inhibited_by)
+        return is_note or self._config.dry_run or bool(self._transition.inhibited_by)
 
     def _follow(self, event: CloudEvent, silence: Active | None) -> list[int]:
         """The stop and the snapshot of an alert that fires and is not kept quiet, on this attempt for itself."""
@@ -218,7 +221,7 @@ def _end(session: Session, place: Place, row: Standing, step: int, why: str) -> 
     standing.close_left_behind(session, row, step, place.now_ns, event.id)
     add_event(session, place.run_id, event, place.now_ns)
     urls = [] if config is None else _webhook_urls(config.data)
-    if row.dry_run or row.inhibited_by or not urls:
+    if row.is_hidden or not urls:
         return []
     silence = covering(active(session, place.project, place.now_ns), labels_of(row, *place.named))
     if silence is not None:

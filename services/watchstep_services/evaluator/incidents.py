@@ -73,7 +73,8 @@ def update_incidents(
 ) -> Incidents:
     """Take alerts that begin, or are revised, into the incidents of the attempt.
 
-    What a recorder asks for belongs to no incident: it could keep an alert of the owner's from being notified of.
+    What a recorder asks for belongs to no incident: it could keep an alert of the owner's from being notified of. Neither do notes of
+    severity info: they would be named as causes, and would join incidents that are apart.
 
     Args:
         session: the transaction, before it moves these alerts.
@@ -112,7 +113,10 @@ def _changes(
     fired = [
         (one, transitions)
         for one, transitions in zip(judged, told, strict=True)
-        if one.row.origin != RECORDER and any(change.phase is Phase.FIRING for change in transitions)
+        if one.row.origin != RECORDER
+        and one.config is not None
+        and one.config.severity != "info"
+        and any(change.phase is Phase.FIRING for change in transitions)
     ]
     if not fired:
         return changes

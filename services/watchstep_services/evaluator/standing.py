@@ -119,7 +119,7 @@ def _again(
     said: dict[str, Any],
 ) -> Change:
     """It fires already: on this attempt, where it was kept quiet, or on another."""
-    was_hidden = row.dry_run or bool(row.inhibited_by)
+    was_hidden = row.is_hidden
     same = (row.config_id, row.attempt) == (judged.row.id, place.attempt)
     newest = session.get_one(Run, place.run_id).attempt
     if not same and place.attempt != newest and row.attempt == newest:
@@ -127,7 +127,7 @@ def _again(
     _hold(row, place, judged, transition, said)
     # What people know of stays known: that it follows from something else on a later attempt takes nothing back.
     row.inhibited_by = transition.inhibited_by if was_hidden else ""
-    if was_hidden and not (row.dry_run or row.inhibited_by):
+    if was_hidden and not row.is_hidden:
         return "revealed"
     return "continued"
 

@@ -211,9 +211,10 @@ def test_the_tree_is_the_owners_until_a_project_has_its_own(keyed: Api, folder_s
     assert [route["receiver"] for route in seen["routes"]] == ["hook"]
     assert (seen["labels"]["team"], seen["unknown"]) == ("vision", ["gone"])
     assert seen["routes"][0]["group_labels"] == {"project": PROJECT, "run": "run-1"}
-    labels = {"labels": {"severity": "info"}, "notify": ["hook"]}
-    seen = keyed.call("POST", f"{ROUTING}/preview", labels).json()
-    assert [route["receiver"] for route in seen["routes"]] == ["owned", "hook"]
+    for severity, reached in (("warning", ["owned", "hook"]), ("info", [])):
+        labels = {"labels": {"severity": severity}, "notify": ["hook"]}
+        seen = keyed.call("POST", f"{ROUTING}/preview", labels).json()
+        assert [route["receiver"] for route in seen["routes"]] == reached
     tried = keyed.call("POST", f"{ROUTING}/preview", {"labels": {}, "route": {"receiver": "hook"}}).json()
     assert [route["receiver"] for route in tried["routes"]] == ["hook"]
     assert keyed.call("DELETE", ROUTING).json()["origin"] == "owner"

@@ -75,7 +75,7 @@ def test_who_may_operate_still_changes_only_what_they_have_seen(api: Api, folder
 
     def changed(tag: str) -> int:
         headers = {"if-match": tag, "authorization": f"Bearer {api.token('operator')}"}
-        body = json.dumps({**seen.json()["config"], "severity": "info"})
+        body = json.dumps({**seen.json()["config"], "severity": "critical"})
         headers["content-type"] = "application/json"
         return api.client.request("PUT", f"{PROJECT}/rules/own", content=body, headers=headers).status_code
 

@@ -22,7 +22,7 @@ def receiver() -> Iterator[Receiver]:
 def fired(driven: Driven, store: Store, url: str) -> Action:
     """The webhook action of an alert that has fired."""
     rule = RuleConfig.model_validate(
-        {"rule": "non_finite_values", "name": "told", "actions": [{"webhook": url}], "severity": "info"}
+        {"rule": "non_finite_values", "name": "told", "actions": [{"webhook": url}]}
     )
     recording = Recording(store).begin()
     run_id = driven.register(rules=[rule])

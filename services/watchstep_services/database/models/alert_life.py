@@ -50,6 +50,11 @@ class Standing(Base):
     acknowledged_ns: Mapped[int | None] = mapped_column(default=None)
     acknowledgement: Mapped[str] = mapped_column(Text, default="")
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether nobody is notified of it: a dry run, an inhibited alert, or a note of severity info."""
+        return self.dry_run or bool(self.inhibited_by) or self.severity == "info"
+
 
 class Incident(Base):
     """Alerts of an attempt that begin close together: their ``onsets``, from which it was made, and what is said of it."""

@@ -51,11 +51,7 @@ class _Seen:
     @property
     def fires(self) -> bool:
         """Whether somebody is to know that it fires."""
-        return self.row.phase == "firing" and not self.hidden
-
-    @property
-    def hidden(self) -> bool:
-        return self.row.dry_run or bool(self.row.inhibited_by)
+        return self.row.phase == "firing" and not self.row.is_hidden
 
     @property
     def is_news(self) -> bool:
@@ -64,7 +60,7 @@ class _Seen:
 
     @property
     def is_untold(self) -> bool:
-        return not self.hidden and self.member.told_episode != self.row.episode
+        return not self.row.is_hidden and self.member.told_episode != self.row.episode
 
     @property
     def is_joined(self) -> bool:

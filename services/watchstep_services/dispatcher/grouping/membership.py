@@ -131,7 +131,7 @@ def wake(group: AlertGroup, now_ns: int, *, urgent: bool = False) -> None:
 def _is_told(row: Standing, began: Container[int]) -> bool:
     """It fires, or did within this evaluation and is over: that, too, is told."""
     fired = row.phase == "firing" or row.id in began
-    return fired and not row.dry_run and not row.inhibited_by
+    return fired and not row.is_hidden
 
 
 def _entries(service: Service, session: Session, named: Named, row: Standing, now_ns: int) -> list[_Entry]:

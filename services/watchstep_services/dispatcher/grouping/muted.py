@@ -10,7 +10,7 @@ from watchstep_services.database.models import Muted, Standing
 from watchstep_services.database.models.alert_life import WHO_LENGTH
 from watchstep_services.database.upsert import insert_missing
 
-Reason = Literal["dry_run", "inhibited", "silenced", "acknowledged", "known", "unknown", "incident"]
+Reason = Literal["info", "dry_run", "inhibited", "silenced", "acknowledged", "known", "unknown", "incident"]
 WEBHOOK = "webhook"
 NOBODY = ""
 
@@ -22,7 +22,7 @@ def mute(session: Session, row: Standing, receiver: str, why: tuple[Reason, str]
         session: the transaction.
         row: the alert.
         receiver: who; `WEBHOOK` for the addresses of its rule config, `NOBODY` where nobody at all is told.
-        why: ``dry_run``; ``inhibited``, by which rule config; ``silenced``, by which silence; ``acknowledged``, by whom: it is not
+        why: ``info``: a note, of which nobody is told; ``dry_run``; ``inhibited``, by which rule config; ``silenced``, by which silence; ``acknowledged``, by whom: it is not
             repeated; ``known``: it fired on an earlier attempt already; ``unknown``: there is no such receiver; ``incident``, by the incident's id: its notification was sent before, and the next one names the alert.
         at_ns: when.
     """

@@ -155,3 +155,38 @@ def test_what_a_recorder_asks_for_belongs_to_no_incident(driven_sqlite: Driven, 
     record(driven, recording, run_id, 1, (8, 15), nan_in(loss=5, first=9))
     assert len(notifications(driven, run_id)) == 2
     assert incidents(driven) == [(9, 9, ("of_first",))]
+
+
+def test_a_note_of_severity_info_notifies_nobody_and_belongs_to_no_incident(
+    driven_sqlite: Driven, folder_store: Store
+) -> None:
+    driven = watched(driven_sqlite, {"loss": "info", "first.weight:gradient": "warning"})
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    record(driven, recording, run_id, 0, (0, 7), nan_in(loss=5))
+    assert notifications(driven, run_id) == []
+    assert incidents(driven) == []
+    # Within 50 steps of the note: what begins then is an incident of its own.
+    record(driven, recording, run_id, 1, (8, 15), nan_in(loss=5, first=9))
+    (told,) = notifications(driven, run_id)
+    assert [alert["name"] for alert in told["alerts"]] == ["of_first"]
+    assert incidents(driven) == [(9, 9, ("of_first",))]
+    record(driven, recording, run_id, 2, (16, 23), nan_in())
+    assert [alert["name"] for alert in notifications(driven, run_id)[-1]["alerts"]] == ["of_first"]
+    with driven.service.database.read() as session:
+        phases = {row.name: row.phase for row in session.execute(select(Standing)).scalars()}
+        assert phases == {"of_loss": "resolved", "of_first": "resolved"}
+        muted = {(row.receiver, row.reason) for row in session.execute(select(Muted)).scalars()}
+        assert muted == {("", "info")}
+
+
+def test_an_alert_that_is_no_note_any_more_is_notified_of(driven_sqlite: Driven, folder_store: Store) -> None:
+    driven = watched(driven_sqlite, {"loss": "info"})
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    record(driven, recording, run_id, 0, (0, 7), nan_in(loss=5))
+    driven = watched(driven, {"loss": "warning"})
+    driven.register()
+    record(driven, Recording(folder_store, attempt="a2").begin(), run_id, 0, (0, 7), nan_in(loss=5))
+    (told,) = notifications(driven, run_id)
+    assert [(alert["name"], alert["severity"]) for alert in told["alerts"]] == [("of_loss", "warning")]
