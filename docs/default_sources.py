@@ -137,6 +137,9 @@ SOURCES: dict[str, dict[str, str]] = {
         "share": "ours: between what rounding parts (1e-6) and what learning parts (1)",
         "records": "ours: not one update alone",
     },
+    "optimizer_not_stepping": {
+        "passes": "ours: an accumulation of so many micro-batches does not begin in the middle of a run",
+    },
     "missing_zero_grad": {
         "records": "ours: two or three steps on one gradient may be on purpose",
     },

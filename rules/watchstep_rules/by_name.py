@@ -32,6 +32,7 @@ from watchstep_rules.missing_zero_grad import MissingZeroGradParams
 from watchstep_rules.nan_or_inf import NanOrInfParams
 from watchstep_rules.non_finite_values import NonFiniteValuesParams
 from watchstep_rules.number_format_headroom import NumberFormatHeadroomParams
+from watchstep_rules.optimizer_not_stepping import OptimizerNotSteppingParams
 from watchstep_rules.oscillating_loss import OscillatingLossParams
 from watchstep_rules.overfit import OverfitParams
 from watchstep_rules.overtraining import OvertrainingParams
@@ -119,6 +120,7 @@ lost_progress = attachable("lost_progress", LostProgressParams)
 low_gpu_utilization = attachable("low_gpu_utilization", LowGpuUtilizationParams)
 memory_growth = attachable("memory_growth", MemoryGrowthParams)
 missing_zero_grad = attachable("missing_zero_grad", MissingZeroGradParams)
+optimizer_not_stepping = attachable("optimizer_not_stepping", OptimizerNotSteppingParams)
 nan_or_inf = attachable("nan_or_inf", NanOrInfParams)
 non_finite_values = attachable("non_finite_values", NonFiniteValuesParams)
 number_format_headroom = attachable("number_format_headroom", NumberFormatHeadroomParams)
@@ -221,6 +223,7 @@ __all__ = [
     "nan_or_inf",
     "non_finite_values",
     "number_format_headroom",
+    "optimizer_not_stepping",
     "oscillating_loss",
     "overfit",
     "overtraining",

@@ -66,6 +66,7 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="running_statistics_frozen", severity="info"),
     RuleConfig(rule="symmetric_units", severity="warning"),
     RuleConfig(rule="missing_zero_grad", severity="warning"),
+    RuleConfig(rule="optimizer_not_stepping", severity="warning"),
     RuleConfig(rule="unlike_earlier_runs", severity="warning", hold=Hold(steps=5), keep_firing=_LAYERS),
     RuleConfig(rule="absent_from_optimizer", severity="warning"),
     RuleConfig(rule="gradients_cease", severity="warning", keep_firing=_LAYERS),

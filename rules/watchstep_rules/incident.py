@@ -36,6 +36,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
         "hyperparameter_jump",
         "learning_rate_scale",
         "missing_zero_grad",
+        "optimizer_not_stepping",
         "absent_from_optimizer",
         "poor_initialization",
         "symmetric_units",

@@ -33,6 +33,7 @@ from watchstep_rules.missing_zero_grad import MissingZeroGrad
 from watchstep_rules.nan_or_inf import NanOrInf
 from watchstep_rules.non_finite_values import NonFiniteValues
 from watchstep_rules.number_format_headroom import NumberFormatHeadroom
+from watchstep_rules.optimizer_not_stepping import OptimizerNotStepping
 from watchstep_rules.oscillating_loss import OscillatingLoss
 from watchstep_rules.overfit import Overfit
 from watchstep_rules.overtraining import Overtraining
@@ -131,6 +132,7 @@ RULES: dict[str, AnyRule] = {
         SimilarAcrossRuns(),
         UnlikeEarlierRuns(),
         MissingZeroGrad(),
+        OptimizerNotStepping(),
         SymmetricUnits(),
         FrozenBatchNorm(),
         RunningStatisticsFrozen(),

@@ -33,7 +33,7 @@ WAIT_BY_THEMSELVES = {
 }
 """They fire after several records, or when chance is ruled out."""
 ONCE = {"poor_initialization"}
-EXACT = {"replica_divergence", "scaler_skips", "missing_zero_grad"}
+EXACT = {"replica_divergence", "scaler_skips", "missing_zero_grad", "optimizer_not_stepping"}
 """They compare bits, or count what the program says of itself."""
 
 

@@ -33,6 +33,7 @@ STANDS_STILL = frozenset(
         "loss_not_decreasing",
         "slow_convergence",
         "absent_from_optimizer",
+        "optimizer_not_stepping",
     }
 )
 """Weights do not change any more."""

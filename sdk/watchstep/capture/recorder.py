@@ -56,6 +56,8 @@ class Recorder:
         """The number of the update that is being measured for; 0 while none is."""
         self.logged_nan = False
         """Whether the program has logged a training loss that is NaN before an update; whoever looks clears it."""
+        self.logged_losses = 0
+        """Training losses that the program has logged so far."""
         self._updates = 0
         self._queue = queue
         self._health = health
@@ -184,13 +186,10 @@ class Recorder:
             replaces: it takes the place of what was recorded under this name, also of a loss.
         """
         number = float(value)
-        if (
-            math.isnan(number)
-            and mode == "train"
-            and not (derived or self._finished)
-            and "loss" in name.lower()
-        ):
-            self.logged_nan = True
+        if mode == "train" and not derived and "loss" in name.lower():
+            self.logged_losses += 1
+            if math.isnan(number) and not self._finished:
+                self.logged_nan = True
         self._scalars.add(mode, name, number, derived=derived, replaces=replaces)
 
     def note_function(self, name: str, mode: Mode, function: str) -> None:
@@ -217,6 +216,8 @@ class Recorder:
         replaces: bool = False,
     ) -> None:
         """Record a number in a device's memory, as `scalar` does one at hand."""
+        if mode == "train" and not derived and "loss" in name.lower():
+            self.logged_losses += 1
         self._scalars.add_on_device(mode, name, value, derived=derived, replaces=replaces)
 
     def awaited_scalar(

@@ -41,6 +41,7 @@ from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.missing_updates import MissingUpdates
 from watchstep.pytorch.module_hook import ModuleHook
 from watchstep.pytorch.names import NamedParameter, Names
+from watchstep.pytorch.overdue_updates import OverdueUpdates
 from watchstep.pytorch.parameters import Parameters, Updated
 from watchstep.pytorch.scalars import record_tensor
 from watchstep.pytorch.scaler_metrics import ScalerMetrics
@@ -131,6 +132,8 @@ class Watch:
         self._hyperparameters = Hyperparameters(session, name)
         self._checks = FiniteChecks(session, names, kernel)
         self._missing = MissingUpdates(session, name)
+        weights = [held.parameter for held in names.parameters().values()]
+        self._overdue = OverdueUpdates(session, weights, name)
         self._applied = f"{name}.{NONFINITE_APPLIED}" if name else NONFINITE_APPLIED
         self._applies_nonfinite = False
         self._tells_applied = tensors.METRICS in session.config.chosen
@@ -195,6 +198,8 @@ class Watch:
                 self._look_at_outputs()
                 self._suspect()
             self._missing.backward_begins(finite=not is_bad)
+            if self.counts_steps and not is_bad:  # a program may skip the updates of bad losses
+                self._overdue.backward_begins()
             if self.loss_names.is_new(loss):
                 bursts = self._schedule.bursts
                 self._look_for_onset(loss)
@@ -275,6 +280,7 @@ class Watch:
         try:
             if self._captured():
                 return
+            self._overdue.step_ends()
             if has_closure and not self._saw_closure:  # what looked like one was none
                 self._measure(optimizer, gradient_scaler.PLAIN, updated_already=True)
             attempt = self._attempts.pop(optimizer, None)
@@ -304,6 +310,7 @@ class Watch:
     def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
         """A gradient scaler left the optimizer out. The batch is used up: that is a step of the run all the same."""
         try:
+            self._overdue.step_ends()
             if self._see_skip(optimizer) and self._counting.counts(optimizer):
                 self._scaler.scale(scale, skipped=True)
             self._finish(optimizer)
