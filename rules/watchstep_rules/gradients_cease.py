@@ -59,7 +59,7 @@ class GradientsCease(Rule[GradientsCeaseParams, GradientsCeaseState]):
 
     ``requires_grad=False`` in mid-run is freezing on purpose: such a weight has no update on record. So is an optimizer of its own that
     no longer steps. Layers that never got a gradient are `weight_not_updating`'s; a layer amid others that learn may be left out by chance, as
-    in stochastic depth. Inputs that are zero take the first weight's gradient as well, and are found by it. It cannot tell a program that detaches its encoder on purpose from step N on from one that does so by mistake.
+    in stochastic depth, or as an expert without examples. Inputs that are zero take the first weight's gradient as well, and are found by it. It cannot tell a program that detaches its encoder on purpose from step N on from one that does so by mistake.
     """
 
     name = "gradients_cease"
@@ -215,7 +215,9 @@ class _Step(NamedTuple):
                 weights[name] = before._replace(without=min(before.without + 1, 1000))
                 ceased.append((row, weights[name]))
         first = min((info.order for info in with_gradient.values()), default=-1)
-        if not ceased or max(flow.order for _, flow in ceased) >= first:
+        # An expert without examples is not computed, and says nothing of the layers that are.
+        computed = [flow.order for _, flow in ceased if flow.computed]
+        if not computed or max(computed) >= first:
             return []
         return [
             row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
@@ -20,6 +22,7 @@ from watchstep_rules.finding import Finding, finding_at
 
 _NOTHING = 1e-6  # of a loss of about 1 it is what float32 rounds away
 _FIRST = 2.0  # times its first size a gradient may have without being one that grows
+_EXPERT = re.compile(r"([^.]*expert[^.]*\.)\d+(\.)", re.IGNORECASE)
 _NEAR = 0.1  # share of the limit from which on a size is near to it
 
 
@@ -90,6 +93,9 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     What it cannot tell apart: a layer that is cut off on purpose and still has gradients next to nothing, and a term of the loss
     whose weight is that small, from one that starves.
 
+    An expert of a mixture that no example of the step goes to is left alone: the gradient of ``….experts.3.….weight`` is zero
+    everywhere, and that of the same weight of another expert is not.
+
     Vectors are left out: the gradient of a bias before batch normalisation, or of a key bias in attention, is zero by
     construction.
     """
@@ -145,9 +151,12 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         began = int(judged.step.min()) if state.began is None else state.began
         settles = (judged.step < began + params.settling) & ~never
         limit = np.where(settles, _NEAR * limit, limit)
+        found = np.flatnonzero((size < limit) & (size <= before) & ~waits)
+        starved = _of_starved_experts(judged, found, size, step) if len(found) else set()
         return VanishingGradientState(largest=overall, series=kept, losses=losses, began=began), [
             self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
-            for row in np.flatnonzero((size < limit) & (size <= before) & ~waits)
+            for row in found
+            if int(row) not in starved
         ]
 
     def _finding(self, block: Block, row: int, size: float, limit: float, *, never: bool) -> Finding:
@@ -158,6 +167,30 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
 
 def _is_judged(info: TensorInfo, least: int) -> bool:
     return info.role == "gradient" and len(info.shape) >= least
+
+
+def _of_starved_experts(
+    block: Block, found: NDArray[np.intp], size: Floats, step: NDArray[np.intp]
+) -> set[int]:
+    """Those among found rows that are zero, while the same weight of another expert has a gradient at that step."""
+    kinds = {row: _kind_of_expert(block.info(row).name) for row in found[size[found] == 0].tolist()}
+    kinds = {row: kind for row, kind in kinds.items() if kind}
+    if not kinds:
+        return set()
+    wanted = set(kinds.values())
+    of_tensor = [_kind_of_expert(info.name) for info in block.catalogue]
+    learns = {
+        (int(step[row]), of_tensor[block.tensor[row]], block.info(row).shape)
+        for row in np.flatnonzero(size > 0).tolist()
+        if of_tensor[block.tensor[row]] in wanted
+    }
+    return {row for row, kind in kinds.items() if (int(step[row]), kind, block.info(row).shape) in learns}
+
+
+def _kind_of_expert(name: str) -> str:
+    """The name of an expert's tensor without the expert's number; empty where it is of none."""
+    kind, experts = _EXPERT.subn(r"\1*\2", name)
+    return kind if experts else ""
 
 
 def _at_rest(

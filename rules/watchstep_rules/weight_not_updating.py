@@ -204,10 +204,12 @@ def _cut_off(block: Block, judged: list[int], held: list[Past], past: Weights) -
         block.info(row).order for row, one in zip(judged, held, strict=True) if one.last >= 0 or one.moved
     ]
     without = [row for row, one in zip(judged, held, strict=True) if one.last < 0 and not one.moved]
+    # A layer that was never computed, as an expert without examples, is not cut off: what counts is what was.
+    without = [row for row in without if block.info(row).module in past.computed]
     if not learning or any(block.info(row).order >= min(learning) for row in without):
         return []
     why = "its layer is computed, but never gets a gradient, while all after it do"
-    return [(row, why) for row in without if block.info(row).module in past.computed]
+    return [(row, why) for row in without]
 
 
 def _masked(block: Block, judged: list[int], none: list[bool], past: Weights) -> list[tuple[int, str]]:
