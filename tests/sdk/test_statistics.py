@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -154,3 +155,19 @@ def test_nothing_concatenates_to_nothing() -> None:
     assert len(StatisticsBatch.concatenate([])) == 0
     assert len(StatisticsBatch.empty()) == 0
     assert len(scalars([])) == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0.0, -0.0, 1.0, -2.5, 5e-324, -1e-310, 1e200, -1.7976931348623157e308, math.inf, -math.inf, math.nan],
+)
+def test_a_scalar_by_itself_has_the_statistics_that_it_has_among_others(value: float) -> None:
+    alone, among = scalars([value]), scalars([value, 1.0]).take(np.array([0]))
+    for field in dataclasses.fields(StatisticsBatch):
+        if field.name != "histogram":
+            one, other = getattr(alone, field.name), getattr(among, field.name)
+            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    bins, counts = alone.histogram.row(0)
+    wanted_bins, wanted_counts = among.histogram.row(0)
+    assert (bins.dtype, bins.tolist()) == (wanted_bins.dtype, wanted_bins.tolist())
+    assert (counts.dtype, counts.tolist()) == (wanted_counts.dtype, wanted_counts.tolist())

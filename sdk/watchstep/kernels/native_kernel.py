@@ -113,9 +113,9 @@ class NativeKernel:
             turn: of larger ones, which slice.
             slices: how many slices there are.
         """
-        addresses, sizes, kinds = _columns(tensors)
-        held = [array.ctypes.data for array in (addresses, sizes, kinds)]
-        return bool(self._nonfinite(len(tensors), *held, turn, slices))
+        columns = _columns(tensors)
+        start, stride = columns.ctypes.data, 8 * len(tensors)
+        return bool(self._nonfinite(len(tensors), start, start + stride, start + 2 * stride, turn, slices))
 
     def measure(self, tensors: Sequence[Memory], *, histogram: bool = True) -> Measured:
         """Measure tensors, one row each.
@@ -162,10 +162,10 @@ class NativeKernel:
         Raises:
             ValueError: a kind is unknown.
         """
-        addresses, sizes, kinds = _columns(tensors)
+        columns = _columns(tensors)
+        start, stride = columns.ctypes.data, 8 * len(tensors)
         found = np.empty(len(tensors), np.int64)
-        held = [array.ctypes.data for array in (addresses, sizes, kinds, found)]
-        bad = self._checksum(len(tensors), *held)
+        bad = self._checksum(len(tensors), start, start + stride, start + 2 * stride, found.ctypes.data)
         if bad:
             raise _unknown_kind(tensors, bad - 1)
         return found
@@ -175,13 +175,15 @@ def _unknown_kind(tensors: Sequence[Memory], place: int) -> ValueError:
     return ValueError(f"tensor {place} has unknown kind {tensors[place].kind}, known are {KINDS}")
 
 
-def _columns(
-    tensors: Sequence[Memory],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-    return (
-        np.array([tensor.address for tensor in tensors], np.uint64),
-        np.array([tensor.elements for tensor in tensors], np.int64),
-        np.array([tensor.kind for tensor in tensors], np.int64),
+def _columns(tensors: Sequence[Memory]) -> NDArray[np.int64]:
+    """Of n tensors all addresses, then all sizes, then all kinds; int64, shape (3 n,): one array is made faster than three."""
+    return np.array(
+        [
+            *(tensor.address for tensor in tensors),
+            *(tensor.elements for tensor in tensors),
+            *(tensor.kind for tensor in tensors),
+        ],
+        np.int64,
     )
 
 

@@ -98,6 +98,7 @@ class Parameters:
 
     def __init__(self, session: Session, names: Names, kernel: Kernel) -> None:
         self._config = session.config
+        self._keeps_state = session.config.keeps_state
         self._recorder = session.recorder
         self._schedule = session.schedule
         self._names = names
@@ -288,7 +289,7 @@ class Parameters:
         self._measure_state(optimizer, step)
 
     def _measure_state(self, optimizer: Optimizer, step: int) -> None:
-        if not self._config.keeps_state:
+        if not self._keeps_state:
             return
         by_collections: dict[Collections, list[tuple[TensorInfo, Placement, Tensor]]] = {}
         for named in self.of(optimizer).parameters:
