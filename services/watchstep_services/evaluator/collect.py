@@ -30,6 +30,9 @@ from watchstep_services.settings import nanoseconds
 SLICE_SECONDS = 5.0
 """After so long an evaluation reads no more: whatever a run has waiting, the others wait for one slice of it."""
 
+LARGE_ROWS = 100_000
+"""After so many rows an evaluation reads no more. Where each of them is a finding, this takes some 0.4 GB and ten seconds."""
+
 _MOST_ERRORS = 3
 """Writers of an attempt of which the store fails to give a segment, before it is asked for no more of them."""
 
@@ -69,6 +72,11 @@ class Collected:
     calm: bool = False
     failing: frozenset[str] = frozenset()
     failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether judging these rows may take much memory and time."""
+        return sum(len(block) for _, block in self.blocks) >= LARGE_ROWS
 
 
 @dataclass
@@ -247,7 +255,7 @@ def _read_all(
         writer = entry.key.writer
         # What is not there does not count: else made-up announcements keep what is from its turn.
         read = len(found.blocks) + len(found.corrupt)
-        full = read >= most or size >= service.settings.max_bytes
+        full = read >= most or size >= service.settings.max_bytes or found.is_large
         if full or time.monotonic() - began >= SLICE_SECONDS:
             found.more = not errors or read > 0
             break

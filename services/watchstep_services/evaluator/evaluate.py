@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,6 +60,11 @@ _MOST_FAILED = 20
 
 _log = logging.getLogger(__name__)
 
+_LARGE = threading.Lock()
+"""Held while many rows are judged and committed: by one thread of a process at a time, so that their memory adds up once."""
+
+_LARGE_RETRY_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -84,9 +90,9 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
     Raises:
         StoreError, ConfigError: the store did not answer; the run is let go and looked at again later.
     """
-    with observing() as seen:
+    with observing() as seen, ExitStack() as large:
         held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
-        evaluation = _evaluate(service, held, seen)
+        evaluation = _evaluate(service, held, seen, large)
     came_to(evaluation.outcome)
     return evaluation
 
@@ -104,17 +110,17 @@ def evaluate_longest_due(service: Service, run_id: int) -> tuple[int, Evaluation
     Raises:
         StoreError, ConfigError: as `evaluate`.
     """
-    with observing() as seen:
+    with observing() as seen, ExitStack() as large:
         lease_ns = nanoseconds(service.settings.lease_seconds)
         held = claim_longest_due(service.database, run_id, service.worker, lease_ns)
         if held is None:
             held = claim(service.database, run_id, lease_ns)
-        evaluation = _evaluate(service, held, seen)
+        evaluation = _evaluate(service, held, seen, large)
     came_to(evaluation.outcome)
     return (run_id if held is None else held.run_id), evaluation
 
 
-def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evaluation:
+def _evaluate(service: Service, held: Claim | None, seen: Observation, large: ExitStack) -> Evaluation:
     if held is None:
         return Evaluation("busy")
     seen.claimed(held)
@@ -128,8 +134,15 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation) -> Evalua
             source = RunSource(run_store_of(service, held), guard, absent)
             collected = _collect(service, held, source)
             reach("evaluate.read", held)
-            if collected.attempt:
+            postponed = collected.is_large and not _LARGE.acquire(blocking=False)
+            if collected.is_large and not postponed:
+                large.callback(_LARGE.release)
+            if collected.attempt and not postponed:
                 outcome, history = _judge(service, held, source, collected)
+        if postponed:
+            # A thread that waited for the other evaluation would keep other runs from their turn.
+            retry_ns = held.now_ns + nanoseconds(_LARGE_RETRY_SECONDS)
+            return Evaluation("idle", release(service.database, held, retry_ns))
         if not collected.attempt:
             more = release(service.database, held, _due(service, held, collected))
             reach("evaluate.let_go", held)
