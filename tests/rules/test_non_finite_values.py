@@ -84,7 +84,7 @@ def test_it_is_judged_as_it_arrives_and_the_likeliest_cause_is_named() -> None:
     ("info", "cause", "advised"),
     [
         (tensor("a:output", "activations"), "The data hold NaN", "Look at model:input"),
-        (tensor("a.weight", "weights"), "The learning rate", "Look at the first tensor"),
+        (tensor("a.weight", "weights"), "The learning rate", "Look at the first of the recorded"),
     ],
 )
 def test_a_bad_output_points_at_the_batch_and_a_bad_weight_does_not(

@@ -7,6 +7,8 @@ were; such modules are reported as not observed.
 from __future__ import annotations
 
 import functools
+import weakref
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -113,7 +115,7 @@ class ActivationHooks:
             kernel: measures.
             passes: says which calls are recorded.
             handles: gets what takes the hooks off, one by one, so that those of a model that fails halfway come off, too.
-            part_called: called with the path and mode of each recorded call outside of the model's own ``forward``.
+            part_called: a bound method; called with the path and mode of each recorded call outside of the model's own ``forward``.
         """
         self.live = LiveOutputs()
         self._session = session
@@ -122,7 +124,7 @@ class ActivationHooks:
         self._whole = names.whole
         self._kernel = kernel
         self._passes = passes
-        self._part_called = part_called
+        self._part_called = weakref.WeakMethod(part_called)  # a cycle would keep the model until a collection
         self._unseen: set[str] = set()
         self._decided_for, self._decided_in = -1, ""
         self._decided: dict[tuple[str, ...], str | None] = {}
@@ -190,7 +192,9 @@ class ActivationHooks:
         if mode is None:
             return
         if self._passes.outside:
-            self._part_called(observed.path, mode)
+            part_called = self._part_called()
+            if part_called is not None:
+                part_called(observed.path, mode)
         if self._decided_for != self._recorder.step or self._decided_in != mode:
             if self._decided_for != self._recorder.step:
                 self.live.forget()  # nothing else does where the model itself is never called

@@ -133,7 +133,8 @@ def test_a_program_that_is_over_and_recorded_nothing_has_ended(tmp_path: Path) -
     assert state_of_the_run(tmp_path) == "ended"
     store = Store.open(tmp_path).child("default/r")
     (entry,) = store.entries(LAUNCHES)
-    elsewhere = json.loads(store.get(entry.key)) | {"namespace": "pid:[1]", "launched_ns": 2**62}
+    other = {"attempt": "later", "namespace": "pid:[1]", "launched_ns": 2**62}
+    elsewhere = json.loads(store.get(entry.key)) | other
     store.put(f"{LAUNCHES}later.json", json.dumps(elsewhere).encode())
     assert state_of_the_run(tmp_path) == "created"  # another machine's process cannot be seen
 

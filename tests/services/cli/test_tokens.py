@@ -66,15 +66,16 @@ def test_ids_stay_whole_in_a_narrow_terminal(sqlite: Database, monkeypatch: pyte
         create_token(
             sqlite, "viewer", "a-project-with-a-rather-long-name", name=f"screen [{made}] in the hall"
         )
-    ids = [row["id"] for row in json.loads(tokens("list", "--json"))]
+    names = {row["id"]: row["name"] for row in json.loads(tokens("list", "--json"))}
     monkeypatch.setenv("COLUMNS", "40")
     for width, forced in (("40", "1"), ("100", "")):
         monkeypatch.setenv("COLUMNS", width)
         monkeypatch.setenv("FORCE_COLOR", forced)
         listed = tokens("list").splitlines()
-        for number, made in zip(reversed(range(3)), ids, strict=True):
-            (line,) = [each for each in listed if made in each]
-            assert f"screen [{number}] in the hall" in line
+        assert sorted(names.values()) == [f"screen [{number}] in the hall" for number in range(3)]
+        for token_id, name in names.items():
+            (line,) = [line for line in listed if token_id in line]
+            assert name in line
 
 
 def test_a_token_of_one_project(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:

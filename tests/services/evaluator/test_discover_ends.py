@@ -94,7 +94,7 @@ def test_a_listing_reads_so_many_ends_and_the_next_reads_on(
     run_id = driven.register()
     write_ends(recording.store, "a1", range(20))
     found = []
-    while discover.discover(driven.service, run_id):
+    while discover.discover(driven.service, run_id).fresh:
         found.append(len(ends_of(driven, "a1")))
     assert found == [8, 16, 20]
 
