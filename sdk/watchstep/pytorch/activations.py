@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
