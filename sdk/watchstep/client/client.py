@@ -207,6 +207,12 @@ class Client:
         query = {"collection": collection}
         return self._raw_pages(f"{self._part(run)}/tensors", "tensors", query)
 
+    def deviations(self, run: str, attempt: str, step: int) -> Mapping[str, Any]:
+        """Evidence for an alert: the tensors farthest from their own earlier values at a step of an attempt, the farthest first."""
+        query = {"attempt": attempt, "step": step}
+        found: Mapping[str, Any] = self._transport.call("GET", f"{self._of(run)}/deviations", query)
+        return found
+
     def series(  # noqa: PLR0913 - each narrows the question
         self,
         run: str,

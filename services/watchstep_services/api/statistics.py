@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from watchstep.errors import ConfigError
 from watchstep.reading.queries import Reduce
 from watchstep.tensors import Mode, TensorInfo
+from watchstep_rules.deviations import Deviation, read_deviations
 from watchstep_rules.sql_guard import MAX_QUERY
 from watchstep_rules.sql_process import Question
 from watchstep_rules.sql_query import Limits
@@ -49,6 +50,16 @@ class TensorList(PageOutput):
     """Tensors in the model's order."""
 
     tensors: list[answers.TensorEntry]
+
+
+class DeviationList(BaseModel):
+    """Tensors that left the range of their own run, the most unusual first."""
+
+    deviations: list[Deviation]
+    tensors_left_out: int = Field(description="Tensors that were not compared: there are too many.")
+    superseded: bool = Field(
+        description="A later attempt did the step again: the attempt's own values are not compared."
+    )
 
 
 class SqlInput(BaseModel):
@@ -115,6 +126,26 @@ def get_series(
         return answers.arrow(_as_table(found))
     return answers.SeriesOutput(
         tensor=tensor, figure=figure, lines=[_line(line) for line in found.lines], left_out=found.left_out
+    )
+
+
+@router.get("/deviations", summary="Rank the tensors that deviate at a step")
+@permits("read")
+def get_deviations(
+    project: str,
+    run: str,
+    asking: Asking,
+    attempt: Annotated[Word, Query(min_length=1, max_length=128, description="An alert's attempt.")],
+    step: Annotated[int, Query(ge=0, le=_LAST, description="An alert's since_step.")],
+) -> DeviationList:
+    """Evidence for an alert: at most five tensors, each with the statistic that is farthest from its own earlier values.
+
+    The usual range is that of up to 200 recorded steps before the step, without their drift.
+    """
+    with asking.asked(project, run) as (opened, _):
+        found = read_deviations(opened, attempt, step)
+    return DeviationList(
+        deviations=found.deviations, tensors_left_out=found.tensors_left_out, superseded=found.superseded
     )
 
 

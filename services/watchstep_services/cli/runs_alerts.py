@@ -8,12 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from watchstep.client import Client
+from watchstep.errors import WatchstepError
+from watchstep_rules.deviations import Deviation
 from watchstep_rules.explanation import Explanation
 from watchstep_rules.incident import IncidentSummary
 from watchstep_rules.judging.judge import Health
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console, moment
 from watchstep_services.cli.service_options import DEFAULT_STORE
+
+_MAX_ONSETS = 5
+"""Onsets whose deviations are shown: the service reads the store for each."""
 
 
 def alerts(
@@ -49,8 +54,32 @@ def alerts(
         out.print(f"{title}{quiet}{dry} (attempt {alert['attempt']})", soft_wrap=True)
         for line in (*rest, *_taken_up(client, name, alert)):
             out.print(line, highlight=False, soft_wrap=True)
+    for line in _deviations(client, name, fired):
+        out.print(line, highlight=False, soft_wrap=True)
     for line in _not_evaluated([rule.raw for rule in client.rules(name)]):
         out.print(line, highlight=False, soft_wrap=True)
+
+
+def _deviations(client: Client, run: str, fired: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The tensors that deviate at the first step of each incident, or of an alert without one."""
+    onsets = dict.fromkeys(
+        (
+            alert["attempt"],
+            alert["incident"]["first_step"] if alert["incident"] else alert["details"]["since_step"],
+        )
+        for alert in fired
+    )
+    for attempt, step in list(onsets)[:_MAX_ONSETS]:
+        try:
+            found = client.deviations(run, attempt, step)
+        except WatchstepError as error:
+            # Alerts are in the database; the statistics are in the store, which may be damaged, slow or gone.
+            yield f"deviations at step {step} of attempt {attempt} could not be read: {error}"
+            continue
+        if found["deviations"]:
+            yield f"deviations from the run's own usual ranges at step {step} (attempt {attempt}):"
+        for deviation in found["deviations"]:
+            yield f"  {Deviation.model_validate(deviation).as_line()}"
 
 
 def _taken_up(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[str]:

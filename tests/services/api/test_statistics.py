@@ -479,3 +479,19 @@ def test_what_the_evaluator_rejects_is_in_no_answer(
 def test_others_projects_are_out_of_reach(recorded: Api) -> None:
     for place in ("series?tensor=loss&figure=mean", "tensors", "snapshots"):
         assert recorded.call("GET", f"{RUN}/{place}", project="language").status_code in {403, 404}
+
+
+def test_the_tensors_that_deviate_at_an_onset_are_evidence(recorded: Api) -> None:
+    found = get(recorded, "deviations", attempt="a1", step=200)
+    (one,) = found["deviations"]
+    assert (one["tensor"], one["step"], one["value"], found["superseded"]) == (GRADIENT, 200, 1e6, False)
+    assert one["low"] < 3.0 < one["high"] < one["value"]
+    assert one["spreads"] > 100
+    assert get(recorded, "deviations", attempt="a1", step=150)["deviations"] == []
+
+
+def test_steps_that_a_later_attempt_did_again_are_no_evidence(recorded: Api, folder_store: Store) -> None:
+    again = Recording(folder_store, attempt="a2")
+    again.write(0, 150, 250, taken_ns=10**12)
+    found = get(recorded, "deviations", attempt="a1", step=200)
+    assert (found["deviations"], found["superseded"]) == ([], True)

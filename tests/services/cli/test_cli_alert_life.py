@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.services.recording import PROJECT, Recording, damage_from
+from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
 from watchstep.errors import ConfigError
 from watchstep.store import Store
 from watchstep.transport import RefusedError
@@ -114,3 +114,23 @@ def test_what_is_asked_of_a_run(folder: Path) -> None:
         watchstep(folder, "runs", "cadence", run, "weights=often")
     with pytest.raises(RefusedError, match="administer"):  # the token of `serve` is an operator's
         watchstep(folder, "runs", "delete", run, "--yes")
+
+
+def test_the_tensors_that_deviate_where_an_incident_begins_are_shown(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    store = Store.open(place, create=True)
+    settings = load_settings(store=str(place), home=place / ".watchstep", sweep_seconds=0.05)
+    with EmbeddedService(settings) as service:
+        register(service.service, PROJECT, "run-1", (), "recorder")
+        Recording(store).begin().write(0, 0, 120, exploding_from(100))
+
+        def fired() -> bool:
+            with service.database.read() as session:
+                return session.query(Standing).count() > 0
+
+        assert service.wait_until(fired, 60.0)
+        shown = watchstep(place, "runs", "alerts", f"{PROJECT}/run-1")
+    assert "usual ranges at step 100 (attempt a1)" in shown
+    assert re.search(
+        r"^  second.weight:gradient: (rms|mean|abs_max) 1e\+06 at step 100, usually ", shown, re.MULTILINE
+    )

@@ -1,0 +1,226 @@
+"""Deviations: which tensors left the range of their own run at a step, the most unusual first. Evidence for a reader of an alert.
+
+A rule fires for one tensor. Others may have changed at the same step, or more. `deviations_of` compares each statistic of each
+tensor at a step with its own earlier values, and ranks the tensors. It judges nothing: no alert follows from it.
+
+**Usual range.** The last `MAX_STEPS` values of a series (tensor, worker, replica, stage, mode) before the step. A resistant line
+through the medians of their first and last third removes drift. The median absolute deviation of what remains is the spread. Up to a
+third of the values may be outliers without moving either. Statistics that are never negative are compared by their logarithm, so
+that a fall to a thousandth is as unusual as a rise by a thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from watchstep.reading import queries
+from watchstep.reading.columns import Columns
+from watchstep.reading.run import Run
+from watchstep.reading.scan import Want
+from watchstep.statistics import Floats
+from watchstep.tensors import MODES, TensorInfo
+
+STATISTICS = ("mean", "rms", "abs_max", "nonfinite_share")
+"""Statistics that are read; any value that is not finite where there was none ranks first."""
+
+MAX_DEVIATIONS = 5
+MIN_SPREADS = 6.0
+"""Of normal noise, one value in 500 million is so far away; this is evidence, and need not be exhaustive."""
+
+MIN_STEPS = 16
+"""Fewest earlier values of a series. Of fewer, the spread says little."""
+
+MAX_STEPS = 200
+ONSET_STEPS = 20
+"""A series that is not recorded at the step is judged at its first row in so many steps from there on."""
+
+_MAX_SERIES = 2000
+_MAX_ROWS = 500_000
+_MAX_SPREADS = 1e6
+_FEWEST_FOR_READ = 50
+_READ_STEPS = (200, 2_000, 20_000)
+
+_LEAST_SPREAD = 0.01
+"""Spread, relative to the level, of a series that hardly changes; else rounding in a frozen tensor would rank first."""
+
+_TINY = 1e-38
+_LARGEST = float(np.finfo(np.float64).max)
+_MAX_EXPONENT = 709.0
+_MODES = (MODES.index("train"), MODES.index("global"))
+_SERIES = ("tensor", "worker", "replica", "stage", "mode")
+
+
+class Deviation(BaseModel):
+    """A tensor whose statistic left its usual range."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tensor: str
+    statistic: str = Field(
+        description="mean, rms, abs_max or nonfinite_share: the one of this tensor that deviates most."
+    )
+    worker: int = Field(description="The worker whose values deviate most.")
+    step: int = Field(description="The first recorded step from the step that was asked for.")
+    value: float = Field(description="The value at that step.")
+    low: float = Field(
+        description="The lower end of the usual range: three spreads below the expected value."
+    )
+    high: float = Field(
+        description="The upper end of the usual range: three spreads above the expected value."
+    )
+    spreads: float = Field(
+        description="How many spreads the value is from the expected one; at most 1,000,000."
+    )
+
+    def as_line(self) -> str:
+        """In words."""
+        away = f"more than {_MAX_SPREADS:,.0f}" if self.spreads >= _MAX_SPREADS else f"{self.spreads:,.0f}"
+        return (
+            f"{self.tensor}: {self.statistic} {self.value:.3g} at step {self.step}, usually {self.low:.3g} to {self.high:.3g}, "
+            f"{away} spreads away (worker {self.worker})"
+        )
+
+
+@dataclass(frozen=True)
+class RunDeviations:
+    """What `read_deviations` finds.
+
+    Attributes:
+        deviations: the most unusual first.
+        tensors_left_out: tensors that were not compared, for there are too many.
+        superseded: whether a later attempt did the step again, so that the attempt's own values are not read any more.
+    """
+
+    deviations: list[Deviation]
+    tensors_left_out: int = 0
+    superseded: bool = False
+
+
+def deviations_of(blocks: Sequence[Columns], names: Sequence[str], step: int) -> list[Deviation]:
+    """Rank tensors by how far they are from their own earlier values.
+
+    Args:
+        blocks: columns of `STATISTICS` and of identity, each of shape (n,), rows in any order and cut anywhere.
+        names: of the tensors that the column ``tensor`` indexes.
+        step: compared with the steps before it.
+
+    Returns:
+        At most `MAX_DEVIATIONS`, one for each tensor, the most unusual first, equal ones in the order of ``names``.
+    """
+    worst: dict[int, Deviation] = {}
+    for columns in _series(blocks):
+        place = int(columns["tensor"][0])
+        for statistic in STATISTICS:
+            with np.errstate(all="ignore"):
+                found = _deviation(columns, names[place], statistic, step)
+            if found is not None and (place not in worst or found.spreads > worst[place].spreads):
+                worst[place] = found
+    order = sorted(worst, key=lambda place: (-worst[place].spreads, place))
+    return [worst[place] for place in order[:MAX_DEVIATIONS]]
+
+
+def read_deviations(run: Run, attempt: str, step: int) -> RunDeviations:
+    """`deviations_of` a run in train mode, from a bounded number of rows.
+
+    Args:
+        run: whose rows.
+        attempt: that the step belongs to; of earlier steps that it did not do itself, those of the attempt before it count.
+        step: usually the first step of an alert's findings.
+
+    Raises:
+        StoreError: the store cannot be read.
+        OverBudgetError: it takes more than the run's budget.
+    """
+    attempts = run.index.attempts()
+    later = attempts[attempts.index(attempt) + 1 :] if attempt in attempts else []
+    if any(located.object.first <= step for name in later for located in run.index.objects(name)):
+        return RunDeviations([], superseded=True)
+    infos = run.index.tensors()
+    onset = Want((), None, step, step + ONSET_STEPS - 1)
+    seen = run.index.consistently(partial(run.index.collect, onset))
+    workers = max(1, len(np.unique(seen["worker"])))
+    chosen = sorted(infos, key=_order)[: max(1, _MAX_SERIES // workers)]
+    wanted = frozenset(info.name for info in chosen)
+    columns: Columns = {}
+    for length in _READ_STEPS:
+        first = max(0, step - min(length, max(MAX_STEPS, _MAX_ROWS // (len(chosen) * workers or 1))))
+        want = Want((), wanted, first, step + ONSET_STEPS - 1)
+        columns = run.index.consistently(partial(queries.columns_of, run.index, STATISTICS, want, merge=True))
+        if first == 0 or len(np.unique(columns["step"])) >= _FEWEST_FOR_READ:
+            break
+    found = deviations_of([columns], [info.name for info in infos], step)
+    return RunDeviations(found, len(infos) - len(chosen))
+
+
+def _order(info: TensorInfo) -> tuple[int, str]:
+    return info.order, info.name
+
+
+def _series(blocks: Sequence[Columns]) -> Iterator[Columns]:
+    """Rows of each series, by step; equal rows by their values, so that the order of the blocks does not count."""
+    needed = (*_SERIES, "step", *STATISTICS)
+    columns = {name: np.concatenate([block[name] for block in blocks]) for name in needed} if blocks else {}
+    if not columns:
+        return
+    rows = np.flatnonzero(np.isin(columns["mode"], _MODES))
+    rows = rows[np.lexsort([columns[name][rows] for name in reversed(needed)])]
+    if not len(rows):
+        return
+    changes = np.zeros(len(rows), np.bool_)
+    for name in _SERIES:
+        changes[1:] |= columns[name][rows][1:] != columns[name][rows][:-1]
+    for own in np.split(rows, np.flatnonzero(changes)):
+        yield {name: column[own] for name, column in columns.items()}
+
+
+def _deviation(columns: Columns, name: str, statistic: str, step: int) -> Deviation | None:
+    steps: NDArray[np.int64] = columns["step"].astype(np.int64)
+    values: Floats = columns[statistic].astype(np.float64)
+    now = np.flatnonzero((steps >= step) & (steps < step + ONSET_STEPS) & np.isfinite(values))
+    before = np.flatnonzero((steps < step) & np.isfinite(values))[-MAX_STEPS:]
+    if not len(now) or len(before) < MIN_STEPS:
+        return None
+    at, value = int(steps[now[0]]), float(values[now[0]])
+    past = values[before]
+    logarithmic = statistic in ("rms", "abs_max")
+    if logarithmic:
+        past, seen = np.log(np.maximum(past, _TINY)), float(np.log(max(value, _TINY)))
+    else:
+        seen = value
+    distance = (steps[before] - at).astype(np.float64)
+    slope = _slope(distance, past)
+    rest = past - slope * distance
+    expected = float(np.median(rest))
+    level = 1.0 if logarithmic else abs(expected)
+    floor = _LEAST_SPREAD * level
+    spread = max(1.4826 * float(np.median(np.abs(rest - expected))), floor, _TINY)
+    away = min(abs(seen - expected) / spread, _MAX_SPREADS)
+    if not away >= MIN_SPREADS:  # NaN, where values overflow, is no deviation
+        return None
+    low, high = expected - 3 * spread, expected + 3 * spread
+    if logarithmic:
+        low, high = math.exp(min(low, _MAX_EXPONENT)), math.exp(min(high, _MAX_EXPONENT))
+    return Deviation(
+        tensor=name,
+        statistic=statistic,
+        worker=int(columns["worker"][now[0]]),
+        step=at,
+        value=value,
+        low=max(low, -_LARGEST),
+        high=min(high, _LARGEST),
+        spreads=away,
+    )
+
+
+def _slope(x: Floats, y: Floats) -> float:
+    """The slope between the medians of the first and of the last third of the points, which are in the order of ``x``."""
+    third = len(x) // 3
+    width = float(np.median(x[-third:]) - np.median(x[:third]))
+    return float(np.median(y[-third:]) - np.median(y[:third])) / width if width else 0.0
