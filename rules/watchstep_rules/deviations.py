@@ -48,7 +48,10 @@ _FEWEST_FOR_READ = 50
 _READ_STEPS = (200, 2_000, 20_000)
 
 _LEAST_SPREAD = 0.01
-"""Spread, relative to the level, of a series that hardly changes; else rounding in a frozen tensor would rank first."""
+"""Spread, relative to the level, of a series that hardly changes; else rounding in a frozen tensor would rank first.
+
+The level of a mean is at least the median rms of its tensor.
+"""
 
 _TINY = 1e-38
 _LARGEST = float(np.finfo(np.float64).max)
@@ -120,10 +123,16 @@ def deviations_of(blocks: Sequence[Columns], names: Sequence[str], step: int) ->
         for statistic in STATISTICS:
             with np.errstate(all="ignore"):
                 found = _deviation(columns, names[place], statistic, step)
-            if found is not None and (place not in worst or found.spreads > worst[place].spreads):
+            if found is not None and (place not in worst or _rank(found) < _rank(worst[place])):
                 worst[place] = found
-    order = sorted(worst, key=lambda place: (-worst[place].spreads, place))
+    order = sorted(worst, key=lambda place: (_rank(worst[place]), place))
     return [worst[place] for place in order[:MAX_DEVIATIONS]]
+
+
+def _rank(deviation: Deviation) -> tuple[bool, float]:
+    """Sorts the most unusual first: values that are not finite where there were none, then by spreads."""
+    is_new_damage = deviation.statistic == "nonfinite_share" and deviation.spreads >= _MAX_SPREADS
+    return not is_new_damage, -deviation.spreads
 
 
 def read_deviations(run: Run, attempt: str, step: int) -> RunDeviations:
@@ -190,6 +199,8 @@ def _deviation(columns: Columns, name: str, statistic: str, step: int) -> Deviat
     at, value = int(steps[now[0]]), float(values[now[0]])
     past = values[before]
     logarithmic = statistic in ("rms", "abs_max")
+    if logarithmic and float(np.median(past)) <= 0:
+        return None  # a tensor of zeros, such as a bias before its first update, has no scale to compare with
     if logarithmic:
         past, seen = np.log(np.maximum(past, _TINY)), float(np.log(max(value, _TINY)))
     else:
@@ -199,6 +210,12 @@ def _deviation(columns: Columns, name: str, statistic: str, step: int) -> Deviat
     rest = past - slope * distance
     expected = float(np.median(rest))
     level = 1.0 if logarithmic else abs(expected)
+    if statistic == "mean":
+        # A mean is compared with the size of the tensor's values: one that is zero by symmetry has no level of its own.
+        size = columns["rms"][before].astype(np.float64)
+        level = max(level, float(np.median(size[np.isfinite(size)])) if np.isfinite(size).any() else 0.0)
+        if level == 0:
+            return None
     floor = _LEAST_SPREAD * level
     spread = max(1.4826 * float(np.median(np.abs(rest - expected))), floor, _TINY)
     away = min(abs(seen - expected) / spread, _MAX_SPREADS)

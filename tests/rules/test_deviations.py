@@ -64,6 +64,29 @@ def test_values_that_are_not_finite_rank_first() -> None:
     assert (first.tensor, first.statistic, second.tensor) == ("t1", "nonfinite_share", "t0")
 
 
+def test_tensors_that_were_zero_and_means_that_are_zero_by_symmetry_have_a_scale() -> None:
+    steps = np.arange(ONSET + 5)
+    begins = np.where(steps >= ONSET, 1e-30, 0.0)
+    assert not found(series(0, begins, mean=begins, abs_max=begins))  # a bias that begins to learn
+    assert not found(series(0, np.ones(len(steps)), mean=begins))
+    (deviation,) = found(series(0, np.ones(len(steps)), mean=np.where(steps >= ONSET, 0.5, 0.0)))
+    assert (deviation.statistic, round(deviation.spreads)) == ("mean", 50)
+
+
+def test_one_value_that_is_not_finite_outranks_any_distance() -> None:
+    share = np.where(np.arange(ONSET + 5) >= ONSET, 1e-9, 0.0)
+    constant = np.where(np.arange(ONSET + 5) >= ONSET, 1e30, 1.0)
+    blocks = [series(0, np.ones(ONSET + 5), mean=constant), series(1, noisy(1), nonfinite_share=share)]
+    assert [deviation.tensor for deviation in found(*blocks)] == ["t1", "t0"]
+
+
+def test_rows_without_a_value_are_left_out() -> None:
+    values = noisy(0, 100.0)
+    values[::3] = np.nan
+    (deviation,) = found(series(0, values))
+    assert (deviation.tensor, deviation.step) == ("t0", ONSET)
+
+
 def test_a_constant_deviates_by_more_than_rounding_only() -> None:
     constant = np.ones(ONSET + 1)
     assert not found(series(0, np.append(constant[:-1], 1.0 + 1e-6)))
