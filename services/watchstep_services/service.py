@@ -29,6 +29,7 @@ from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.evaluator.listing_times import ListingTimes
 from watchstep_services.evaluator.refused_documents import RefusedDocuments
 from watchstep_services.evaluator.remembered import RememberedCache
+from watchstep_services.evaluator.rule_time import UsualTime
 from watchstep_services.fair_threads import FairThreads
 from watchstep_services.settings import Settings
 from watchstep_services.stores.endpoint import check_endpoint
@@ -90,6 +91,7 @@ class Service:
         remembered: what their rules remember.
         refused_documents: damaged documents of runs that this process has read.
         listing_times: how long this process's listings of runs took.
+        usual_time: of this process's evaluations that is not charged to projects yet.
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
@@ -116,6 +118,7 @@ class Service:
     remembered: RememberedCache = field(default_factory=RememberedCache)
     refused_documents: RefusedDocuments = field(default_factory=RefusedDocuments)
     listing_times: ListingTimes = field(default_factory=ListingTimes)
+    usual_time: UsualTime = field(default_factory=UsualTime)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)

@@ -129,7 +129,9 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
     try:
         guard, absent = ReadingGuard(service.database, held), AbsentLookups()
         rule_seconds = service.settings.rule_seconds
-        time_limits = charged(service.database, held.project, rule_seconds, lambda: absent.seconds)
+        time_limits = charged(
+            service.database, held.project, rule_seconds, service.usual_time, lambda: absent.seconds
+        )
         with kept(service, held), guard.watching(), on_behalf_of(held.project), time_limits:
             source = RunSource(run_store_of(service, held), guard, absent)
             collected = _collect(service, held, source)

@@ -5,12 +5,18 @@ A worker cannot be interrupted in an evaluation. A project with many runs of slo
 evaluations take, beyond what is usual, defers the project's runs:
 a run that is deferred by a minute is evaluated as if it had become due a minute later. Where no other project has
 work, nothing changes.
+
+Usual evaluations count, too, each second as one second, whether they are many or long: thousands of runs that become due at once would
+keep the runs of other projects waiting until all of them were evaluated. A project that keeps less than one worker busy is not
+deferred by these, and they defer a project by less than the time by which an urgent run comes first.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -39,10 +45,46 @@ _log = logging.getLogger(__name__)
 LONGEST_NS = 600 * NANOSECONDS
 """Longer than a run of which something sudden was said comes before others (`claim.AHEAD_NS`)."""
 
+USUAL_LONGEST_NS = 120 * NANOSECONDS
+"""Most by which usual evaluations defer a project; less than `claim.AHEAD_NS`, so that its urgent runs come first all the same."""
+
+_NOTED_SECONDS = 1.0
+"""Usual evaluations are charged once they add up to this: a statement for each would cost more than some evaluations."""
+
+
+class UsualTime:
+    """Seconds that this process's usual evaluations took, by project, and that are not charged yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def add(self, project: str, seconds: float) -> float:
+        """Add the time of one evaluation.
+
+        Args:
+            project: its name.
+            seconds: of the evaluation.
+
+        Returns:
+            Seconds that are to be charged now; 0 until they are enough.
+        """
+        with self._lock:
+            total = self._seconds[project] + seconds
+            if total >= _NOTED_SECONDS:
+                del self._seconds[project]
+                return total
+            self._seconds[project] = total
+            return 0.0
+
 
 @contextmanager
 def charged(
-    database: Database, project: str, rule_seconds: float, absent_seconds: Callable[[], float] = lambda: 0.0
+    database: Database,
+    project: str,
+    rule_seconds: float,
+    usual_time: UsualTime,
+    absent_seconds: Callable[[], float] = lambda: 0.0,
 ) -> Iterator[None]:
     """In the ``with`` block an evaluation is prepared, and its project is charged with the time that it took.
 
@@ -50,6 +92,7 @@ def charged(
         database: the database.
         project: of the run.
         rule_seconds: how long its SQL and Python rules may take together.
+        usual_time: of this process.
         absent_seconds: how long it has looked for segments that were announced and do not exist.
     """
     began = _now()
@@ -60,8 +103,11 @@ def charged(
             absent = absent_seconds()
             other = _now() - began - rule_time.spent - absent
             seconds = rule_time.spent + _OTHER_SHARE * max(0.0, other - _OTHER_FREE_SECONDS)
+            usual = usual_time.add(project, max(0.0, other))
             try:
                 charge(database, project, seconds, absent)
+                if usual:
+                    charge_usual(database, project, usual)
             except SQLAlchemyError as error:
                 _log.warning("project %s: %.1f s of evaluation are not charged: %s", project, seconds, error)
 
@@ -79,14 +125,33 @@ def charge(database: Database, project: str, seconds: float, absent_seconds: flo
     if seconds <= 0:
         return
     with database.bare() as connection:
-        connection.execute(_CHARGE, {"of": project, "by_ns": nanoseconds(seconds * _DEFERRED_BY)})
+        connection.execute(
+            _CHARGE,
+            {"of": project, "by_ns": nanoseconds(seconds * _DEFERRED_BY), "longest_ns": LONGEST_NS},
+        )
+
+
+def charge_usual(database: Database, project: str, seconds: float) -> None:
+    """Defer a project by the time that its usual evaluations took, up to `USUAL_LONGEST_NS` from now.
+
+    Args:
+        database: the database.
+        project: its name.
+        seconds: of its evaluations in this process since they were charged last.
+    """
+    with database.bare() as connection:
+        connection.execute(
+            _CHARGE, {"of": project, "by_ns": nanoseconds(seconds), "longest_ns": USUAL_LONGEST_NS}
+        )
 
 
 _START = case((Project.deferred_until_ns > now_ns(), Project.deferred_until_ns), else_=now_ns())
 _END = _START + bindparam("by_ns", type_=BigInteger())
+_MOST = now_ns() + bindparam("longest_ns", type_=BigInteger())
+# A project that is deferred by longer already stays so.
 _CHARGE = (
     update(Project)
     .where(Project.name == bindparam("of"))
-    .values(deferred_until_ns=case((now_ns() + LONGEST_NS < _END, now_ns() + LONGEST_NS), else_=_END))
+    .values(deferred_until_ns=case((_END <= _MOST, _END), (_START > _MOST, _START), else_=_MOST))
     .execution_options(synchronize_session=False)
 )

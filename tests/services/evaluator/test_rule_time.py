@@ -17,9 +17,16 @@ from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project, Run
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.evaluator import rule_time
-from watchstep_services.evaluator.claim import claim_longest_due
+from watchstep_services.evaluator.claim import AHEAD_NS, claim_longest_due
 from watchstep_services.evaluator.discover import discover
-from watchstep_services.evaluator.rule_time import FREE_SECONDS, LONGEST_NS, charge
+from watchstep_services.evaluator.rule_time import (
+    FREE_SECONDS,
+    LONGEST_NS,
+    USUAL_LONGEST_NS,
+    UsualTime,
+    charge,
+    charge_usual,
+)
 from watchstep_services.registration import register
 from watchstep_services.scheduler import queue
 from watchstep_services.scheduler.queue import WorkQueue
@@ -92,13 +99,51 @@ def test_an_evaluation_that_takes_long_for_other_reasons_defers_its_project(
     slow, quick = due_since(driven, "vision", "slow", 10), due_since(driven, "other", "quick", 1)
     clock = iter([0.0, 1.0, 10.0, 16.0])  # an evaluation of one second, and one of six
     monkeypatch.setattr(rule_time, "_now", lambda: next(clock))
-    with rule_time.charged(driven.service.database, "vision", 10.0):
+    with rule_time.charged(driven.service.database, "vision", 10.0, driven.service.usual_time):
         pass
     assert taken(driven, quick) == slow
     again = due_since(driven, "vision", "again", 10)
-    with rule_time.charged(driven.service.database, "vision", 10.0):
+    with rule_time.charged(driven.service.database, "vision", 10.0, driven.service.usual_time):
         pass
     assert [taken(driven, again) for _ in range(2)] == [quick, again]
+
+
+def test_many_short_evaluations_of_a_project_defer_it(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [due_since(driven, "vision", f"many-{number}", 3 - number / 10) for number in range(2)]
+    quick = due_since(driven, "other", "quick", 1)
+    clock = iter(number / 10 for number in range(1000))
+    monkeypatch.setattr(rule_time, "_now", lambda: next(clock))
+    for _ in range(50):  # each takes a tenth of a second
+        with rule_time.charged(driven.service.database, "vision", 10.0, driven.service.usual_time):
+            pass
+    assert [taken(driven, many[0]) for _ in range(3)] == [quick, *many]
+
+
+def test_usual_evaluations_are_charged_by_the_second_and_by_project() -> None:
+    usual = UsualTime()
+    assert [usual.add("a", 0.4), usual.add("b", 0.9), usual.add("a", 0.4)] == [0.0, 0.0, 0.0]
+    assert usual.add("a", 0.4) == pytest.approx(1.2)
+    assert [usual.add("a", 0.9), usual.add("b", 0.5)] == [0.0, pytest.approx(1.4)]
+
+
+def test_usual_evaluations_defer_less_than_an_urgent_run_is_ahead(driven: Driven) -> None:
+    due_since(driven, "vision", "run", 1)
+
+    def deferred_for() -> int:
+        with driven.service.database.read() as session:
+            until, now = session.execute(
+                select(Project.deferred_until_ns, now_ns()).filter_by(name="vision")
+            ).one()
+            return int(until - now)
+
+    for _ in range(30):
+        charge_usual(driven.service.database, "vision", 10.0)
+    assert USUAL_LONGEST_NS - 60 * NANOSECONDS < deferred_for() <= USUAL_LONGEST_NS < AHEAD_NS
+    charge(driven.service.database, "vision", 20.0)
+    charge_usual(driven.service.database, "vision", 10.0)
+    assert deferred_for() > USUAL_LONGEST_NS + 60 * NANOSECONDS  # which shortens no deferral
 
 
 def test_a_stop_does_not_wait_for_evaluations(
