@@ -91,12 +91,13 @@ class StoreIdentity:
             create: put a marker where there is none and the store is not known yet.
 
         Raises:
-            MissingStoreError: the folder is not the store that is known.
+            MissingStoreError: the folder is not the store that is known, or it or its marker cannot be read.
         """
         with self._lock:
             known, self._folder = self.is_known, folder
             if not known:
-                self.id = _read(folder) or (_created(folder) if create else "")
+                with self._noticing(folder):
+                    self.id = _read(folder) or (_created(folder) if create else "")
         self.check()
 
     def check(self) -> None:
@@ -146,10 +147,15 @@ class StoreIdentity:
     def _noticing(self, path: Path) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except FileNotFoundError as error:
             raise MissingStoreError(
                 f"store {path}: the folder of the store is gone ({error.strerror}: {error.filename})",
                 _MEND,
+            ) from error
+        except OSError as error:
+            raise MissingStoreError(
+                f"store {path}: the folder of the store cannot be read ({error.strerror}: {error.filename})",
+                "check its owner and mode, and those of its marker",
             ) from error
 
 

@@ -17,6 +17,7 @@ from watchstep.control import ControlDocument, StopRequest
 from watchstep.layout import CONTROL_DOCUMENT, LAUNCHES
 from watchstep.reading.catalogue import find_runs
 from watchstep.store import Store
+from watchstep.store_identity import MARKER
 
 PROGRAM = """
 import sys
@@ -98,6 +99,15 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
 
 def test_the_exit_code_is_the_programs(tmp_path: Path) -> None:
     assert run_program(tmp_path, "raise SystemExit(7)").returncode == 7
+
+
+def test_a_program_starts_where_the_marker_of_its_store_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / MARKER).symlink_to(MARKER)  # to itself
+    done = run_program(tmp_path, "print('it runs')")
+    assert (done.returncode, done.stdout) == (0, "it runs\n")
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_exit_code_of_the_program_is_how_its_run_ended(tmp_path: Path) -> None:
