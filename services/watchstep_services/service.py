@@ -26,6 +26,7 @@ from watchstep_services.estimator.job_looks import JobLooks
 from watchstep_services.estimator.kinds import IN_SERVICE, open_backend
 from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.history import HistoryCache
+from watchstep_services.evaluator.large_turn import LargeTurn
 from watchstep_services.evaluator.listing_times import ListingTimes
 from watchstep_services.evaluator.refused_documents import RefusedDocuments
 from watchstep_services.evaluator.remembered import RememberedCache
@@ -91,6 +92,7 @@ class Service:
         remembered: what their rules remember.
         refused_documents: damaged documents of runs that this process has read.
         listing_times: how long this process's listings of runs took.
+        large_turn: whose large evaluation this process judges.
         usual_time: of this process's evaluations that is not charged to projects yet.
         receiver_file: the owner's receivers, for all projects.
         worker: name of the worker that this process belongs to; empty for none.
@@ -118,6 +120,7 @@ class Service:
     remembered: RememberedCache = field(default_factory=RememberedCache)
     refused_documents: RefusedDocuments = field(default_factory=RefusedDocuments)
     listing_times: ListingTimes = field(default_factory=ListingTimes)
+    large_turn: LargeTurn = field(default_factory=LargeTurn)
     usual_time: UsualTime = field(default_factory=UsualTime)
     receiver_file: ReceiverFile = field(default_factory=ReceiverFile)
     worker: str = ""

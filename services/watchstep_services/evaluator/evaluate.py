@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ from watchstep_services.evaluator.fence import FencedError, lock_run
 from watchstep_services.evaluator.inbox import FAILED_ATTEMPTS
 from watchstep_services.evaluator.judging import Judged, LostContext, judge_all, lookback, report_lost_context
 from watchstep_services.evaluator.keeping import kept
+from watchstep_services.evaluator.large_turn import RETRY_SECONDS
 from watchstep_services.evaluator.observation import Observation, came_to, observing
 from watchstep_services.evaluator.plan import Gap, ended_ranks
 from watchstep_services.evaluator.rule_time import charged
@@ -59,11 +59,6 @@ _MOST_FAILED = 20
 """Attempts that a run's health names."""
 
 _log = logging.getLogger(__name__)
-
-_LARGE = threading.Lock()
-"""Held while many rows are judged and committed: by one thread of a process at a time, so that their memory adds up once."""
-
-_LARGE_RETRY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -136,14 +131,14 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
             source = RunSource(run_store_of(service, held), guard, absent)
             collected = _collect(service, held, source)
             reach("evaluate.read", held)
-            postponed = collected.is_large and not _LARGE.acquire(blocking=False)
+            postponed = collected.is_large and not service.large_turn.take(held.project)
             if collected.is_large and not postponed:
-                large.callback(_LARGE.release)
+                large.callback(service.large_turn.release)
             if collected.attempt and not postponed:
                 outcome, history = _judge(service, held, source, collected)
         if postponed:
             # A thread that waited for the other evaluation would keep other runs from their turn.
-            retry_ns = held.now_ns + nanoseconds(_LARGE_RETRY_SECONDS)
+            retry_ns = held.now_ns + nanoseconds(RETRY_SECONDS)
             return Evaluation("idle", release(service.database, held, retry_ns))
         if not collected.attempt:
             more = release(service.database, held, _due(service, held, collected))

@@ -10,6 +10,7 @@ from watchstep.block import Block
 from watchstep.store import Store
 from watchstep_rules.judging.judge import Progress
 from watchstep_services.evaluator import collect as collecting
+from watchstep_services.evaluator import large_turn
 from watchstep_services.evaluator.judging import Judged, Loaded, judge_all
 
 _JUDGE_ALL = "watchstep_services.evaluator.evaluate.judge_all"
@@ -52,3 +53,26 @@ def test_a_large_evaluation_is_postponed_while_another_goes_on_and_then_done(
     assert driven_sqlite.run(second).last_step == -1
     assert driven_sqlite.evaluate(second).outcome == "committed"
     assert driven_sqlite.run(second).last_step == 4
+
+
+def test_projects_that_wait_for_a_large_evaluation_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("watchstep_services.evaluator.large_turn.time.monotonic", lambda: clock[0])
+    turn = large_turn.LargeTurn()
+    assert turn.take("many")
+    assert not turn.take("many")
+    assert not turn.take("other")
+    turn.release()
+    clock[0] += 1.0
+    assert not turn.take("many")  # the other waits, and has had no turn
+    assert turn.take("other")
+    turn.release()
+    clock[0] += 1.0
+    assert turn.take("many")  # alone
+    turn.release()
+    clock[0] += 1.0
+    assert turn.take("other")
+    assert not turn.take("many")
+    turn.release()
+    clock[0] += 60.0  # nobody waits that long without asking again
+    assert turn.take("other")
