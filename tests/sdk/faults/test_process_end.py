@@ -481,8 +481,9 @@ def test_sigkill_leaves_what_was_flushed(tmp_path: Path, store: Path) -> None:
             hook.log(loss=float(step))
             hook.step()
             step += 1
+            time.sleep(0.0002)  # a loop that outruns the writer has rows dropped, which is another test's
         """
-    beginning = BEGINNING + A_HOOK.replace("60.0", "0.001")
+    beginning = "import time\n" + BEGINNING + A_HOOK.replace("60.0", "0.001")
     with program(tmp_path, body, beginning) as started:
         while len(list(store.rglob("*.parquet"))) < 5:
             assert started.poll() is None
