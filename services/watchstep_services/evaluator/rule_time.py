@@ -7,8 +7,8 @@ a run that is deferred by a minute is evaluated as if it had become due a minute
 work, nothing changes.
 
 Usual evaluations count, too, each second as one second, whether they are many or long: thousands of runs that become due at once would
-keep the runs of other projects waiting until all of them were evaluated. A project that keeps less than one worker busy is not
-deferred by these, and they defer a project by less than the time by which an urgent run comes first.
+keep the runs of other projects waiting until all of them were evaluated. A project that keeps less than one worker busy is
+deferred by some seconds at most, and they defer a project by less than the time by which an urgent run comes first.
 """
 
 from __future__ import annotations

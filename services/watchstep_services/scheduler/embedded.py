@@ -132,9 +132,8 @@ class EmbeddedService:
         self._undo.append(database.close)
         upgrade(database)
         if not self.settings.database_url.get_secret_value():
-            end_leases(
-                database
-            )  # the database is the home's, and the home is locked: whoever had them has ended
+            # The database is the home's, and the home is locked: whoever had the leases has ended.
+            end_leases(database)
         self._queue = WorkQueue(self.settings.workers)
         settings = self.settings.model_copy(update={"store": store.location})
         with database.write() as session:

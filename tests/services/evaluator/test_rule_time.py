@@ -44,6 +44,15 @@ def due_since(driven: Driven, project: str, run: str, seconds: float) -> int:
     return run_id
 
 
+def deferred_for(driven: Driven, project: str) -> int:
+    """Nanoseconds; negative where the project is not deferred."""
+    with driven.service.database.read() as session:
+        until, now = session.execute(
+            select(Project.deferred_until_ns, now_ns()).filter_by(name=project)
+        ).one()
+        return int(until - now)
+
+
 def taken(driven: Driven, asked: int) -> int | None:
     claim = claim_longest_due(driven.service.database, asked, "mine", LEASE_NS)
     return None if claim is None else claim.run_id
@@ -61,17 +70,10 @@ def test_what_rules_usually_take_defers_nothing_and_no_project_is_deferred_for_e
     due_since(driven, "vision", "run", 1)
     charge(driven.service.database, "vision", FREE_SECONDS)
 
-    def deferred_for() -> int:
-        with driven.service.database.read() as session:
-            until, now = session.execute(
-                select(Project.deferred_until_ns, now_ns()).filter_by(name="vision")
-            ).one()
-            return int(until - now)
-
-    assert deferred_for() < 0
+    assert deferred_for(driven, "vision") < 0
     for _ in range(100):
         charge(driven.service.database, "vision", 10.0)
-    assert LONGEST_NS - 60 * NANOSECONDS < deferred_for() <= LONGEST_NS
+    assert LONGEST_NS - 60 * NANOSECONDS < deferred_for(driven, "vision") <= LONGEST_NS
 
 
 def test_an_evaluation_with_a_slow_rule_ends_and_defers_its_project(
@@ -131,19 +133,12 @@ def test_usual_evaluations_are_charged_by_the_second_and_by_project() -> None:
 def test_usual_evaluations_defer_less_than_an_urgent_run_is_ahead(driven: Driven) -> None:
     due_since(driven, "vision", "run", 1)
 
-    def deferred_for() -> int:
-        with driven.service.database.read() as session:
-            until, now = session.execute(
-                select(Project.deferred_until_ns, now_ns()).filter_by(name="vision")
-            ).one()
-            return int(until - now)
-
     for _ in range(30):
         charge_usual(driven.service.database, "vision", 10.0)
-    assert USUAL_LONGEST_NS - 60 * NANOSECONDS < deferred_for() <= USUAL_LONGEST_NS < AHEAD_NS
+    assert USUAL_LONGEST_NS - 60 * NANOSECONDS < deferred_for(driven, "vision") <= USUAL_LONGEST_NS < AHEAD_NS
     charge(driven.service.database, "vision", 20.0)
     charge_usual(driven.service.database, "vision", 10.0)
-    assert deferred_for() > USUAL_LONGEST_NS + 60 * NANOSECONDS  # which shortens no deferral
+    assert deferred_for(driven, "vision") > USUAL_LONGEST_NS + 60 * NANOSECONDS  # which shortens no deferral
 
 
 def test_a_stop_does_not_wait_for_evaluations(
