@@ -15,7 +15,7 @@ from watchstep.kernels.interface import Kernel
 from watchstep.pytorch.names import Names
 from watchstep.pytorch.parameters import Parameters
 from watchstep.pytorch.placement import standing
-from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
 from watchstep.statistics import Floats
 from watchstep.tensors import Placement, TensorInfo
 
@@ -136,9 +136,9 @@ class Buffers:
             model_training=np.full(len(buffers), float(self._model.training)),
             learns=np.array([float(one.learns(held)) for one in buffers]),
             counted=[place.get(id(one.module), -1) for one in buffers],
-            batches=OnTheWay(torch.stack(list(numbers.values()))) if numbers else None,
+            batches=OnTheWay(stacked(list(numbers.values()))) if numbers else None,
             affine=[place_of_square.get(id(one.module), -1) for one in buffers],
-            squares=OnTheWay(torch.stack(list(squares.values()))) if squares else None,
+            squares=OnTheWay(stacked(list(squares.values()))) if squares else None,
         )
 
 

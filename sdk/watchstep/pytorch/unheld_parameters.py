@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from watchstep.capture.session import Session
 from watchstep.kernels.interface import Kernel
 from watchstep.pytorch.names import NamedParameter
 from watchstep.pytorch.parameters import Parameters
-from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
 from watchstep.pytorch.probes.samples import views
 from watchstep.statistics import Floats
 
@@ -188,9 +187,7 @@ class UnheldParameters:
         group = Group(
             tuple(named.unheld for named in members), tuple(named.standing.gradient for named in members)
         )
-        beside = _Beside(
-            OnTheWay(torch.stack([flag.to(flags[0].device) for flag in flags])), self._columns(members)
-        )
+        beside = _Beside(OnTheWay(stacked(flags)), self._columns(members))
         self._recorder.add(group, self._kernel.measure(found), probes=(beside,))
 
     def _columns(self, members: list[NamedParameter]) -> dict[str, Floats]:

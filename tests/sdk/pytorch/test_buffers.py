@@ -92,3 +92,23 @@ def test_a_layer_without_running_statistics_has_none(tmp_path: Path) -> None:
     model = normalised()
     model[1] = nn.BatchNorm1d(6, track_running_stats=False)
     assert not [name for name in trained(tmp_path, model).tensors() if "running" in name]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: a model on two devices is not proven")
+def test_layers_on_two_devices(tmp_path: Path) -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.host = normalised()
+            self.device = nn.BatchNorm1d(2).cuda()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            host: torch.Tensor = self.host(x)
+            device: torch.Tensor = self.device(host.cuda())
+            return device.cpu()
+
+    run = trained(tmp_path, Split(), EVERY_STEP, model_in=False)
+    for name in ("host.1.running_var", "device.running_var"):
+        rows = said(run, name)
+        assert rows["affine_square"][0] == pytest.approx(1.0)
+        assert set(rows["batches_tracked"]) == {0.0}

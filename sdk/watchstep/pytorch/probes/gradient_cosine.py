@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
 from watchstep.pytorch.probes.samples import elements_of_each, views
 from watchstep.statistics import Floats
 
@@ -60,11 +60,7 @@ class GradientCosine:
             rows.append([torch.dot(now, old[0]), square, old[1]] if old and same else [none, none, none])
             kept[id(owner)] = (now, square)
         self._before.update(kept)
-        device = rows[0][0].device
-        columns = [
-            torch.stack([row[place].to(device, non_blocking=True) for row in rows]) for place in range(3)
-        ]
-        return _Cosines(OnTheWay(torch.stack(columns)))
+        return _Cosines(OnTheWay(stacked([figure for row in rows for figure in row]).reshape(-1, 3).T))
 
     def forget(self) -> None:
         """The parameters are others now."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from watchstep.capture.element_probes import UNCHANGED, WEIGHT_CHANGE, ElementProbe, of_kind
-from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
 from watchstep.pytorch.probes.samples import elements_of_each, views, wide_float
 from watchstep.statistics import Floats
 
@@ -165,9 +165,4 @@ def _none(now: Tensor) -> Tensor:
 
 def _stacked(rows: list[list[Tensor]]) -> OnTheWay:
     """Figures by tensor and probe as a matrix of shape (probes, tensors) on one device."""
-    device = rows[0][0].device
-    columns = [
-        torch.stack([figure.to(device, non_blocking=True) for figure in column])
-        for column in zip(*rows, strict=True)
-    ]
-    return OnTheWay(torch.stack(columns))
+    return OnTheWay(stacked([figure for row in rows for figure in row]).reshape(len(rows), -1).T)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
 from watchstep.statistics import Floats
 
 _ELEMENTS = 64  # of each unit, at most
@@ -84,17 +84,13 @@ class UnitSpread:
         if not places:
             return None
         owners = [id(weights[place]) for place in places]
-        figures = [_on(spreads[0].device, numbers) for numbers in (spreads, movements)]
-        self._last = _Spreads(len(weights), places, owners, OnTheWay(torch.stack(figures)), self._parted)
+        figures = stacked([*spreads, *movements]).reshape(2, -1)
+        self._last = _Spreads(len(weights), places, owners, OnTheWay(figures), self._parted)
         return self._last
 
     def forget(self) -> None:
         """The parameters are others now."""
         self._parted, self._first, self._last = set(), {}, None
-
-
-def _on(device: torch.device, numbers: list[Tensor]) -> Tensor:
-    return torch.stack([number.to(device, non_blocking=True) for number in numbers])
 
 
 def _sample(weight: Tensor) -> Tensor | None:
