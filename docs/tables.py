@@ -117,6 +117,16 @@ def defaults() -> str:
     return _table(["rule", "parameter", "default", "source", "at half", "at the default", "at twice"], rows())
 
 
+def limits() -> str:
+    """What the rules that judge by default cannot distinguish."""
+
+    def rows() -> Iterator[list[str]]:
+        for config in DEFAULT_RULES:
+            yield [f"`{config.rule}`", "<br>".join(RULES[config.rule].cannot_distinguish)]
+
+    return _table(["rule", "cannot distinguish"], rows())
+
+
 def sagemaker() -> str:
     """Amazon's rules, their parameters and defaults, and how near the rules here come to them."""
 
@@ -268,7 +278,7 @@ def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.Type
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "rules": rules, "sagemaker": sagemaker, "defaults": defaults, "settings": settings, "variables": variables, "commands": commands,
+    "rules": rules, "sagemaker": sagemaker, "defaults": defaults, "limits": limits, "settings": settings, "variables": variables, "commands": commands,
     "routes": routes, "problems": problems, "system": system, "metrics": metrics, "sql_functions": sql_functions, "receivers": receivers, "message_fields": message_fields,
 }  # fmt: skip
 

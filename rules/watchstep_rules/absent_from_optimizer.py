@@ -53,7 +53,6 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
     By default `weight_not_updating` inhibits it: that rule reports weight matrices, two records earlier, and one report of a fault is enough. It waits
     for all workers for that reason alone.
 
-    It cannot tell a layer that is left out on purpose between others that learn from one that was forgotten: set ``requires_grad=False``.
     """
 
     name = "absent_from_optimizer"
@@ -69,6 +68,9 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
         "Make the optimizer after the model is complete, of model.parameters().",
         "Use nn.ModuleList, nn.ModuleDict or nn.ParameterList for layers and parameters in containers.",
         "Freeze on purpose with requires_grad_(False): it saves the backward pass as well.",
+    )
+    cannot_distinguish = (
+        "A layer that is left out on purpose between others that learn, from one that was forgotten: set requires_grad=False.",
     )
     params_type = AbsentFromOptimizerParams
     state_type = AbsentFromOptimizerState

@@ -59,8 +59,7 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
     counts run over all batches looked at, so a batch's chance does not count.
 
     Data that come in the order of their classes show a new class late: nothing is judged until there are twice as
-    many labels as when the last new class came. Whether a loss weighs its classes is not to be seen from labels; a
-    program that does so on purpose leaves this rule out.
+    many labels as when the last new class came.
 
     With ``misprediction`` it also fires for a class with ``1 - correct / examples > misprediction``, over the last 1,000
     to 2,000 examples of ``hook.record(labels=…, outputs=…)``: the second half of SageMaker's ClassImbalance.
@@ -79,6 +78,10 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
         "Weigh the loss by class (weight= of cross_entropy), or sample evenly with WeightedRandomSampler.",
         "Look at counts of labels before and after loading.",
         "Shuffle; judge by figures that do not reward the largest class, such as balanced accuracy.",
+    )
+    cannot_distinguish = (
+        "A loss or a sampler that weighs classes, from one that does not: the labels alone are recorded.",
+        "Data that are as unequal as the task is, from a fault of the data set.",
     )
     params_type = ClassImbalanceParams
     state_type = ClassImbalanceState

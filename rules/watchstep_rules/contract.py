@@ -101,6 +101,7 @@ class Rule(ABC, Generic[P, S]):
         clock: it is judged at every stored tick, also where no row came: a rule about silence.
         usual_causes: what most often makes it fire, the likeliest first; said with a finding, and never as certain.
         what_to_try: against each of these, in the same order of likelihood.
+        cannot_distinguish: sound trainings that it may take for a fault, and faults that it may miss, by their nature.
     """
 
     name: ClassVar[str]
@@ -111,6 +112,7 @@ class Rule(ABC, Generic[P, S]):
     clock: ClassVar[bool] = False
     usual_causes: ClassVar[tuple[str, ...]] = ()
     what_to_try: ClassVar[tuple[str, ...]] = ()
+    cannot_distinguish: ClassVar[tuple[str, ...]] = ()
     params_type: type[P]
     state_type: type[S]
 

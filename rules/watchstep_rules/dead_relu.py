@@ -88,6 +88,11 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         "Initialise by torch.nn.init.kaiming_normal_, and biases by zero.",
         "Normalise inputs, or put a normalisation layer before the activation.",
     )
+    cannot_distinguish = (
+        "A layer that is meant to be sparser than a tenth of its channels, such as a wide dictionary or a hard gate, from one that died.",
+        "Examples that are all alike, for instance padding or one class, from units that are off for every input.",
+        "Rectifiers that are functions (torch.relu in forward) are not seen without the probe function_calls.",
+    )
     params_type = DeadReluParams
     state_type = DeadReluState
 

@@ -143,6 +143,10 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         "Look at the batch of this step; scale inputs and targets.",
         "Add normalisation or residual connections; initialise by torch.nn.init's gains.",
     )
+    cannot_distinguish = (
+        "A loss whose scale the program raises a hundredfold on purpose, or a task with far larger targets, from an explosion.",
+        "A single outlier among the examples whose gradient exceeds a hundred times any before, from the first step of a divergence.",
+    )
     params_type = ExplodingGradientParams
     state_type = ExplodingGradientState
 

@@ -109,6 +109,12 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
         "Compare the inputs' mean and deviation with those of the training that left the statistics, or let the layer take in batches.",
         "To freeze a layer on purpose, also take its scale and shift from the optimizer.",
     )
+    cannot_distinguish = (
+        "A model that is fine-tuned with the whole model in evaluation mode from some step on, on purpose, from a forgotten train().",
+        "An input that is meant to be of another scale from some step on, from one that is no longer normalized.",
+        "An input that becomes much smaller than the running statistics is not found.",
+        "Normalization layers of the program's own classes are not judged.",
+    )
     params_type = FrozenBatchNormParams
     state_type = FrozenBatchNormState
 

@@ -59,7 +59,7 @@ class GradientsCease(Rule[GradientsCeaseParams, GradientsCeaseState]):
 
     ``requires_grad=False`` in mid-run is freezing on purpose: such a weight has no update on record. So is an optimizer of its own that
     no longer steps. Layers that never got a gradient are `weight_not_updating`'s; a layer amid others that learn may be left out by chance, as
-    in stochastic depth, or as an expert without examples. Inputs that are zero take the first weight's gradient as well, and are found by it. It cannot tell a program that detaches its encoder on purpose from step N on from one that does so by mistake.
+    in stochastic depth, or as an expert without examples. Inputs that are zero take the first weight's gradient as well, and are found by it.
     """
 
     name = "gradients_cease"
@@ -80,6 +80,9 @@ class GradientsCease(Rule[GradientsCeaseParams, GradientsCeaseState]):
         "Look at what the program does differently at the step where it began.",
         "Check requires_grad of the encoder's output, and its grad_fn; and the inputs.",
         "Freeze on purpose with requires_grad_(False), which this rule leaves alone.",
+    )
+    cannot_distinguish = (
+        "A program that detaches its encoder on purpose from step N on, from one that does so by mistake.",
     )
     params_type = GradientsCeaseParams
     state_type = GradientsCeaseState

@@ -167,8 +167,7 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
     - after a jump of weight decay, the median over weight matrices of their size is below ``shrunk`` of what it was.
 
     The values are those that capture records by itself, ``optimizer:learning_rate/0`` and ``optimizer:weight_decay/0``. A training that
-    goes on from a checkpoint with another rate begins anew. It cannot tell a jump that harms from one after which the data changed for the
-    worse; and a jump to a value that the schedule had reached before is not found.
+    goes on from a checkpoint with another rate begins anew.
     """
 
     name = "hyperparameter_jump"
@@ -190,6 +189,10 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
         "Plot the series that the message names, and look at what the program does at that step.",
         "Restart from a checkpoint before that step, with the value before.",
         "If the jump is wanted, raise factor, or leave the rule out.",
+    )
+    cannot_distinguish = (
+        "A jump that harms, from one after which the data changed for the worse.",
+        "A jump to a value that the schedule had reached before is not found.",
     )
     params_type = HyperparameterJumpParams
     state_type = HyperparameterJumpState

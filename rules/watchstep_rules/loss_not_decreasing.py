@@ -95,10 +95,6 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     first loss is of a later step) began elsewhere, and a start below 1e-6 is none: of both the start is not used. A loss whose
     noise is four tenths of it or more is not judged at all.
 
-    What it cannot tell apart: a plateau before a network takes off, if it is longer than the patience and has no slope, and a
-    task that cannot be learnt, from a fault; a loss that is not the one that training lowers (a value's error in reinforcement
-    learning) where no metric beside it improves; labels that are recorded but not what the loss is about.
-
     SageMaker's LossNotDecreasing asks for 0.1 % in 10 steps, which noise alone decides; 5 % is half of what separates a
     network that only shifts its output's bias from one that uses its input (labels of 10 classes: entropy 2.30, at
     random initialisation 2.3 to 2.5). Patience 100 is longer than the plateaus of small networks before they take off;
@@ -127,6 +123,12 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         "Try learning rates ten times larger and smaller.",
         "Check labels, their order after shuffling, and what the loss expects: logits or probabilities, classes or one-hot.",
         "Look at alerts about layers of the same run.",
+    )
+    cannot_distinguish = (
+        "A plateau before a network takes off, if it is longer than the patience and has no slope, from a model that does not learn.",
+        "A task that cannot be learnt, from a fault.",
+        "A loss that is not the one that training lowers, such as a value's error in reinforcement learning, where no metric beside it improves.",
+        "Labels that are recorded but are not what the loss is about.",
     )
     params_type = LossNotDecreasingParams
     state_type = LossNotDecreasingState

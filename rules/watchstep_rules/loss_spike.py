@@ -72,8 +72,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     jump and leave out the batches that it happened at. A loss that comes back within ``lasting`` is left alone: one odd
     batch does that. ``lasting: 1`` tells of any. The share of the first loss leaves alone what happens close to zero.
 
-    Of several losses only the one whose name says that it is the whole is judged. Off by default: a learning rate that
-    restarts, a new phase of a schedule, or harder data do the same on purpose.
+    Of several losses only the one whose name says that it is the whole is judged.
     """
 
     name = "loss_spike"
@@ -90,6 +89,10 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         "Restart from a checkpoint before the jump, with a lower rate or without the batches of these steps.",
         "Clip gradients by their norm.",
         "Lower Adam's beta2 (0.95) or raise its epsilon.",
+    )
+    cannot_distinguish = (
+        "A learning rate that restarts, a new phase of a schedule, another loss under the same name or harder data on purpose, from a fault, if they raise the loss above where it began.",
+        "Several losses of one program of which the name does not say which is the whole are not judged.",
     )
     params_type = LossSpikeParams
     state_type = LossSpikeState

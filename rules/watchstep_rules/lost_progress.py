@@ -81,9 +81,6 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
 
     Left alone are losses that were ever below zero, one of several losses unless its name says that it is the sum, an attempt that
     resumes a run (its beginning is not known), and a beginning below 1e-6.
-
-    What it cannot tell apart: data or a task that are changed on purpose, and are harder than before, from ones that broke; targets
-    that grow with what is learnt, as in reinforcement learning, from a training that came undone.
     """
 
     name = "lost_progress"
@@ -105,6 +102,10 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
         "Look at the batches of the step at which the loss rose, and at the learning rate and weight decay that the program set there.",
         "Restart from a checkpoint before that step.",
         "If the task was changed on purpose, silence the alert for this run.",
+    )
+    cannot_distinguish = (
+        "Data or a task that are changed on purpose, and are harder than before, from ones that broke.",
+        "Targets that grow with what is learnt, as in reinforcement learning, from a training that came undone.",
     )
     params_type = LostProgressParams
     state_type = LostProgressState

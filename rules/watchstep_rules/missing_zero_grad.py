@@ -52,6 +52,9 @@ class MissingZeroGrad(Rule[MissingZeroGradParams, MissingZeroGradState]):
         "Call optimizer.zero_grad() once for each step, before the first backward().",
         "Where several optimizers share parameters, clear those of the one that steps.",
     )
+    cannot_distinguish = (
+        "Gradients that are accumulated over all steps on purpose, as a momentum of 1, from a forgotten zero_grad().",
+    )
     params_type = MissingZeroGradParams
     state_type = MissingZeroGradState
 

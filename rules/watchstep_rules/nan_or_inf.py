@@ -120,6 +120,13 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         "Find the operation with torch.autograd.detect_anomaly.",
         "Under float16 use torch.amp.GradScaler, or take bfloat16.",
     )
+    cannot_distinguish = (
+        "Buffers of the program's own by other names than those of running statistics may hold figures of one batch: they are not judged.",
+        "An optimizer that leaves non-finite gradients out inside of its own step() is recognized in host memory; on a GPU, and by a guard, its gradients count as applied.",
+        "A program that restores its weights on purpose after a bad update was damaged when the rule fired.",
+        "A program that skips bad passes before backward() and logs no loss leaves no trace of them.",
+        "A scaler's skips of fused optimizers on a GPU are not counted as missing updates; scaler_skips reports them.",
+    )
     params_type = NanOrInfParams
     state_type = NanOrInfState
 

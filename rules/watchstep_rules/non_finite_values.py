@@ -94,6 +94,9 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         "Find the operation with torch.autograd.detect_anomaly.",
         "Under float16 use torch.amp.GradScaler, or take bfloat16.",
     )
+    cannot_distinguish = (
+        "Losses that are non-finite at several steps in a row in a program that skips such batches on purpose, from a fault.",
+    )
     params_type = NonFiniteValuesParams
     state_type = NonFiniteValuesState
 

@@ -40,9 +40,6 @@ class OptimizerNotStepping(Rule[OptimizerNotSteppingParams, OptimizerNotStepping
     Left alone are programs that compute gradients for something else (the Fisher information between two tasks, saliency,
     adversarial inputs), which log no training loss; those that update weights by themselves; steps that `Hook.step` counts; and an
     accumulation of gradients over as many micro-batches as before.
-
-    What it cannot tell apart: gradients that are accumulated over fifty times as many micro-batches as before, from an update that
-    never comes. Sharded parameters are not compared, and so not judged.
     """
 
     name = "optimizer_not_stepping"
@@ -58,6 +55,10 @@ class OptimizerNotStepping(Rule[OptimizerNotSteppingParams, OptimizerNotStepping
         "Check that optimizer.step() is called after backward(), and under which condition.",
         "If main weights are kept apart from the model's, copy them back after each update.",
         "If the program counts steps in another way, call hook.step() after each update.",
+    )
+    cannot_distinguish = (
+        "Gradients that are accumulated over fifty times as many micro-batches as before, from an update that never comes.",
+        "Sharded parameters are not compared, and so not judged.",
     )
     params_type = OptimizerNotSteppingParams
     state_type = OptimizerNotSteppingState

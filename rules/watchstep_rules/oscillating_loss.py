@@ -91,9 +91,6 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
     around a ravine are what gradient descent does above ``2 / curvature`` (Cohen et al., ICLR 2021). SageMaker has no such rule;
     AutoTrainer (ICSE 2021) counts turns of the accuracy. Slow swings, as of cyclic learning rates and of games, turn too
     seldom for any of these unless their cause is seen. A first loss below 1e-6 sets no threshold.
-
-    What it cannot tell apart: batches of a few kinds that come by turns on purpose, such as tasks or lengths, from steps that go from side to side; a
-    loss that grew to thirty times its first value because its targets did, from one that overshoots.
     """
 
     name = "oscillating_loss"
@@ -115,6 +112,10 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         "Lower the learning rate, by threes, or let it decay.",
         "Take larger batches, or accumulate gradients.",
         "Shuffle the data; clip gradients; lower the momentum.",
+    )
+    cannot_distinguish = (
+        "Batches of a few kinds that come by turns on purpose, such as tasks or lengths, from steps that go from side to side.",
+        "A loss that grew to thirty times its first value because its targets did, from one that overshoots.",
     )
     params_type = OscillatingLossParams
     state_type = OscillatingLossState

@@ -82,9 +82,6 @@ class Overfit(Rule[OverfitParams, OverfitState]):
     alone a loss that is close to zero, where a few doubtful examples double it.
 
     A training loss is taken of the same name, or the only one.
-
-    What it cannot tell apart: a validation loss that rises because a few examples are wrong with more and more certainty, while the share that is
-    right still grows, from a model that gets worse; a validation set that is changed on purpose.
     """
 
     name = "overfit"
@@ -102,6 +99,10 @@ class Overfit(Rule[OverfitParams, OverfitState]):
         "Add weight decay, dropout or augmentation, or take a smaller model.",
         "Get more data, or begin from trained weights.",
         "Check how the validation data were split and prepared.",
+    )
+    cannot_distinguish = (
+        "A validation loss that rises because a few examples are wrong with more and more certainty, while the share that is right still grows, from a model that gets worse.",
+        "A validation set that is changed on purpose.",
     )
     params_type = OverfitParams
     state_type = OverfitState

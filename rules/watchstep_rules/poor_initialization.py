@@ -96,6 +96,11 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         "Leave weights random; only biases and last layers of branches may begin at zero.",
         "Put normalisation after layers whose scale is uncertain.",
     )
+    cannot_distinguish = (
+        "Large weights that a layer of the program's own scales down in its forward pass, from weights that are too large.",
+        "Weights of a checkpoint that were trained for other labels and are large, from an initialization that is too sure.",
+        "Normalization that is a function or a module of the program's own is not known as such unless its class name says so.",
+    )
     params_type = PoorInitializationParams
     state_type = PoorInitializationState
 

@@ -47,6 +47,9 @@ class ReplicaDivergence(Rule[ReplicaDivergenceParams, ReplicaDivergenceState]):
         "Load the last checkpoint from before this step on every worker.",
         "If it comes back on the same machine with the same program, test that machine.",
     )
+    cannot_distinguish = (
+        "Replicas that part on purpose and are averaged now and then, as in local SGD, from replicas that lost each other.",
+    )
     params_type = ReplicaDivergenceParams
     state_type = ReplicaDivergenceState
 

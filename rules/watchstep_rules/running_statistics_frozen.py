@@ -44,6 +44,9 @@ class RunningStatisticsFrozen(Rule[RunningStatisticsFrozenParams, RunningStatist
         "Nothing, if it is deliberate.",
         "Otherwise call model.train() before the training goes on.",
     )
+    cannot_distinguish = (
+        "Evaluation mode on purpose, from a forgotten train(): its severity is info for that reason.",
+    )
     params_type = RunningStatisticsFrozenParams
     state_type = RunningStatisticsFrozenState
 

@@ -126,6 +126,11 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         "Lower the learning rate.",
         "Use ReLU-like activations in hidden layers; give the loss logits instead of a sigmoid's output.",
     )
+    cannot_distinguish = (
+        "Hidden units that are meant to be binary from the beginning, such as hashes and hard attention, from saturated ones, while the loss has not fallen by half.",
+        "Sigmoids that another fault pushed to a steady input between 4 and 10 before their first record, from gates that begin closed on purpose.",
+        "Sigmoids and tanhs that are functions are not seen without the probe function_calls.",
+    )
     params_type = SaturatedActivationParams
     state_type = SaturatedActivationState
 

@@ -48,6 +48,10 @@ class ScalerSkips(Rule[ScalerSkipsParams, ScalerSkipsState]):
         "Compute the loss and normalisations in float32, outside autocast.",
         "Use bf16, which needs no scaler.",
     )
+    cannot_distinguish = (
+        "A program that makes its gradients overflow on purpose, for instance to search for the largest scale, from one whose gradients no scale helps.",
+        "A scaler of the program's own, which skips steps without GradScaler, is not seen.",
+    )
     params_type = ScalerSkipsParams
     state_type = ScalerSkipsState
 

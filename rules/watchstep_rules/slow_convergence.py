@@ -72,9 +72,6 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
     loss is below that of the best constant prediction. A loss whose function is not known, that is below and hardly varies between
     batches, is scaled, and not learnt. Where labels do not tell, a metric or a validation loss that has improved is progress. An
     attempt that resumes a run is not judged.
-
-    What it cannot tell apart: small steps that a fine-tuning takes on purpose from small steps by mistake, where neither labels nor a
-    metric show that the model is good; a schedule that begins slowly, beyond the patience, from a rate that is too low.
     """
 
     name = "slow_convergence"
@@ -97,6 +94,10 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         "Raise the learning rate by threes; updates near a thousandth of the weights' size are usual.",
         "Print the rate that the program's schedule gives at this step.",
         "Compare the program's bound of clipping with the norm of the gradients that it clips.",
+    )
+    cannot_distinguish = (
+        "Small steps that a fine-tuning takes on purpose, from small steps by mistake, where neither labels nor a metric show that the model is good.",
+        "A schedule that begins slowly, beyond the patience, from a rate that is too low.",
     )
     params_type = SlowConvergenceParams
     state_type = SlowConvergenceState

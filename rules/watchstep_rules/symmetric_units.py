@@ -53,6 +53,9 @@ class SymmetricUnits(Rule[SymmetricUnitsParams, SymmetricUnitsState]):
         "Draw weights at random: torch.nn.init.kaiming_uniform_ or xavier_uniform_; biases may be zero.",
         "Let the layer's default initialisation stand.",
     )
+    cannot_distinguish = (
+        "Units that are tied on purpose, such as copies of a filter that a program keeps equal, from units that never part.",
+    )
     params_type = SymmetricUnitsParams
     state_type = SymmetricUnitsState
 

@@ -40,8 +40,7 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, UnlikeEarlierRunsState]):
     length. A tensor of another shape, and steps beyond the longest earlier run, are not judged.
 
     The service makes the baseline of runs that completed without an alert of severity warning or critical, and pins it to an
-    attempt before any of the attempt's rows is judged. Without a baseline the rule is silent. It cannot tell a fault from a
-    deliberate change of the program's hyperparameters or data; after three completed runs the change is part of the baseline.
+    attempt before any of the attempt's rows is judged. Without a baseline the rule is silent.
     """
 
     name = "unlike_earlier_runs"
@@ -57,6 +56,9 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, UnlikeEarlierRunsState]):
         "Compare the configuration and the first tensor that deviates with an earlier run: watchstep runs diff.",
         "Look at the other alerts of this run, and at the earliest deviation.",
         "Run the earlier commit in the new environment.",
+    )
+    cannot_distinguish = (
+        "A deliberate change of the program's hyperparameters or data, from a fault; after three completed runs the change is part of the baseline.",
     )
     params_type = UnlikeEarlierRunsParams
     state_type = UnlikeEarlierRunsState

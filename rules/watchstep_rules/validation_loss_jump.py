@@ -114,8 +114,6 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
 
     Left alone are spikes, losses that were ever below zero, a first value below 1e-6, and one of several validation losses unless its
     name says that it is the sum.
-
-    What it cannot tell apart: validation data or a task that are changed on purpose and are harder than before, from a model that came undone.
     """
 
     name = "validation_loss_jump"
@@ -131,6 +129,9 @@ class ValidationLossJump(Rule[ValidationLossJumpParams, ValidationLossJumpState]
         "Look at the training batches between the last good evaluation and the first bad one: their order, labels and padding.",
         "Restart from a checkpoint before the jump.",
         "If the validation data or the task were changed on purpose, silence the alert for this run.",
+    )
+    cannot_distinguish = (
+        "Validation data or a task that are changed on purpose and are harder than before, from a model that came undone.",
     )
     params_type = ValidationLossJumpParams
     state_type = ValidationLossJumpState

@@ -90,9 +90,6 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     are that has not met a reward, or of a copy that is distilled from itself): small gradients are then what there is to learn. AutoTrainer asks for an accuracy
     below 0.6 in their place; a twentieth is where a classifier of two classes is nearly always right and sure.
 
-    What it cannot tell apart: a layer that is cut off on purpose and still has gradients next to nothing, and a term of the loss
-    whose weight is that small, from one that starves.
-
     An expert of a mixture that no example of the step goes to is left alone: the gradient of ``….experts.3.….weight`` is zero
     everywhere, and that of the same weight of another expert is not.
 
@@ -116,6 +113,10 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         "Initialise by fan-in with the activation's gain: torch.nn.init.kaiming_normal_ or xavier_normal_.",
         "Look at the outputs of the layers between this one and the loss; record the collection activations if this run does not.",
         "Check that the layer's output reaches the loss; look for detach and torch.no_grad.",
+    )
+    cannot_distinguish = (
+        "A layer that is cut off on purpose and still has gradients next to nothing, from one that starves.",
+        "A term of the loss whose weight is as small as that, from one that does not reach its layers.",
     )
     params_type = VanishingGradientParams
     state_type = VanishingGradientState

@@ -115,6 +115,11 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         "Keep the weights in float32, with torch.amp.autocast around the forward pass.",
         "If the layer is frozen on purpose, set requires_grad=False, or leave it out with tensors: {exclude: …}.",
     )
+    cannot_distinguish = (
+        "A program that leaves a layer out of the optimizer on purpose, without requires_grad=False, and trains layers before and after it, from one that forgot it.",
+        "A layer that is detached on purpose and still requires a gradient, from one that is cut off by mistake.",
+        "An optimizer that is paused on purpose while gradients are alive, from one that is skipped.",
+    )
     params_type = WeightNotUpdatingParams
     state_type = WeightNotUpdatingState
 

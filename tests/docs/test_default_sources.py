@@ -1,4 +1,4 @@
-"""What the docs say of where defaults come from is of parameters that there are, and of all of them."""
+"""What the docs say of defaults is of rules and parameters that there are, and of all of them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def test_every_default_of_a_rule_that_has_sources_has_one() -> None:
     for config in DEFAULT_RULES:
         if config.rule in SOURCES:
             assert set(SOURCES[config.rule]) == set(type(config.parameters).model_fields), config.rule
+
+
+def test_every_default_rule_names_what_it_cannot_distinguish() -> None:
+    assert [config.rule for config in DEFAULT_RULES if not RULES[config.rule].cannot_distinguish] == []
 
 
 def test_what_was_measured_is_of_rules_that_there_are() -> None:

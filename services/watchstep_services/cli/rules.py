@@ -61,7 +61,12 @@ def show_rule(name: Annotated[str, typer.Argument(help="The rule's name.")]) -> 
         out.print(line, highlight=False, soft_wrap=True)
     out.print()
     show(_parameters(rule))
-    for title, sentences in (("Usual causes", rule.usual_causes), ("What to try", rule.what_to_try)):
+    sections = {
+        "Usual causes": rule.usual_causes,
+        "What to try": rule.what_to_try,
+        "What it cannot distinguish": rule.cannot_distinguish,
+    }
+    for title, sentences in sections.items():
         if sentences:
             out.print()
             out.print(f"{title}:")
