@@ -23,7 +23,7 @@ from pydantic import (
 from watchstep.errors import RuleError
 from watchstep.tensors import TensorInfo
 from watchstep_rules import message_template, name_pattern
-from watchstep_rules.contract import AnyRule, Needs, Params, Severity
+from watchstep_rules.contract import AnyRule, Needs, Params, Severity, is_metric
 from watchstep_rules.judging.streaks import Timing
 from watchstep_rules.plain_text import LINES, ONE_LINE, can_be_kept, lines, one_line
 from watchstep_rules.python_source import with_source
@@ -154,6 +154,8 @@ class TensorScope(_Model):
 
     def holds(self, info: TensorInfo, needs: Needs) -> bool:
         """Whether a rule with these needs is given a tensor: one that it judges and that is in scope, or evidence."""
+        if any(is_metric(info, name) for name in needs.metrics):
+            return True
         evidence = needs.is_evidence(info)
         collections = needs.collections if evidence or not self.collection else (self.collection,)
         return (

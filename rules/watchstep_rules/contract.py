@@ -50,6 +50,7 @@ class Needs:
         about: roles that findings are about; the others are evidence, which a rule config's ``tensors`` does not narrow.
             Empty for all.
         evidence: collections whose tensors are evidence as well, whatever their role.
+        metrics: metrics of the recorder that are evidence as well, of any watched model: given whatever the scope.
         evidence_rows: earlier rows of evidence that the context holds, of each series; None for as many as the lookback. A
             rule that looks back far on losses, and remembers what it needs of all weights, keeps most rows from being kept.
         histograms: it looks into the rows' histograms. Where no rule of a run does they are not read: to look into them is
@@ -61,24 +62,34 @@ class Needs:
     probes: tuple[str, ...] = ()
     about: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     evidence_rows: int | None = None
     histograms: bool = False
 
     @property
     def has_evidence(self) -> bool:
         """Whether some tensors may be evidence."""
-        return bool(self.about or self.evidence)
+        return bool(self.about or self.evidence or self.metrics)
 
     def is_evidence(self, info: TensorInfo) -> bool:
         """Whether a tensor is only held beside those that are judged."""
         by_role = bool(self.about) and info.role not in self.about
-        return by_role or any(name in info.collections for name in self.evidence)
+        return (
+            by_role
+            or any(name in info.collections for name in self.evidence)
+            or any(is_metric(info, name) for name in self.metrics)
+        )
 
     def earlier_rows(self, info: TensorInfo, lookback: int) -> int:
         """How many earlier rows of a tensor's series the context holds, by the rule's lookback."""
         if self.evidence_rows is None or not self.is_evidence(info):
             return lookback
         return min(self.evidence_rows, lookback)
+
+
+def is_metric(info: TensorInfo, name: str) -> bool:
+    """Whether a tensor is a metric of the recorder's with this name, of any watched model."""
+    return info.role == "metric" and (info.name == name or info.name.endswith(f".{name}"))
 
 
 class Advice(NamedTuple):

@@ -12,7 +12,7 @@ from watchstep import tensors
 from watchstep.block import Block
 from watchstep.block_view import view
 from watchstep.tensors import MODES, TensorInfo
-from watchstep_rules.contract import Advice, Needs, Params, Rule, State
+from watchstep_rules.contract import Advice, Needs, Params, Rule, State, is_metric
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.first_nonfinite import Origins
 from watchstep_rules.figures.nonfinite import (
@@ -26,11 +26,10 @@ from watchstep_rules.figures.nonfinite import (
 )
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.trails import Trail
+from watchstep_rules.figures.update_evidence import APPLIED, MISSING, UpdateEvidence
 from watchstep_rules.finding import Finding, finding_at
 
 _TRAIN = MODES.index("train")
-_APPLIED = "gradients:nonfinite_applied"
-_MISSING = "updates:missing"
 _CHECK = ":finite_check"
 _GRADIENT = ":gradient"
 _PARAMETERS = ("weight", "bias")
@@ -85,7 +84,8 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
     itself leaves out is recognized by parameters and state that stay finite after the update, in host memory. Of a run that records nothing of
     updates, steps without a finite loss are counted instead.
 
-    The message names what was not finite first in the pass: the input, weights, or the first output in the order of execution.
+    The message names what was not finite first in the pass: the input, weights, or the first output in the order of execution. Where
+    the update of that step was left out on record, by the scaler or the program, the message says so.
     """
 
     name = "nan_or_inf"
@@ -158,11 +158,11 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
             found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
         findings = [found[row] for row in sorted(found)]
         if found:
-            inputs, origins = _Inputs(block, bad), Origins(block)
+            inputs, origins, updates = _Inputs(block, bad), Origins(block), UpdateEvidence(block)
             findings = [
                 finding
                 if finding.role in _PARAMETERS
-                else origins.of(row).said_with(inputs.told(finding, row))
+                else origins.of(row).said_with(updates.said_with(inputs.told(finding, row), row))
                 for row, finding in zip(sorted(found), findings, strict=True)
             ]
         state = NanOrInfState(
@@ -191,7 +191,7 @@ _Hit = tuple[int, float, float, str]
 def _applied(block: Block, bad: NDArray[np.int64]) -> Iterator[_Hit]:
     """Gradients that are not finite, of updates that are made; not those that the optimizer is known to have left out."""
     applied: dict[_Place, bool] = {}
-    for row in np.flatnonzero(rows_where(block, _is_metric, _APPLIED)).tolist():
+    for row in np.flatnonzero(rows_where(block, is_metric, APPLIED)).tolist():
         place = _place(block, row)
         applied[place] = applied.get(place, False) or bool(block.statistics.mean[row] > 0)
     gradients = rows_where(block, has_role, "gradient") & (block.mode == _TRAIN) & (bad > 0)
@@ -213,8 +213,8 @@ def _checked(block: Block, bad: NDArray[np.int64]) -> Iterator[_Hit]:
 
 def _missing(block: Block, most: int) -> Iterator[_Hit]:
     """Steps in a row without a finite update, as the recorder counts them."""
-    for row in np.flatnonzero(rows_where(block, _is_metric, _MISSING)).tolist():
-        count = float(block.statistics.mean[row])
+    for row in np.flatnonzero(rows_where(block, is_metric, MISSING)).tolist():
+        count = float(block.statistics.max[row])  # of a step that is handed over in parts, the last count
         if count >= most:
             yield (
                 row,
@@ -334,7 +334,7 @@ def _losses(
     state: NanOrInfState, block: Block, most: int
 ) -> tuple[tuple[int, ...], dict[int, tuple[int, int]], list[_Hit]]:
     """Of workers that record nothing of updates, steps in a row none of whose losses is finite."""
-    updates = rows_where(block, has_role, *_OF_UPDATES) | rows_where(block, _is_metric, _MISSING)
+    updates = rows_where(block, has_role, *_OF_UPDATES) | rows_where(block, is_metric, MISSING)
     first = dict.fromkeys(state.updating, -1)
     for worker in np.unique(block.worker[updates]).tolist():
         first.setdefault(worker, int(np.argmax(updates & (block.worker == worker))))
@@ -391,7 +391,3 @@ def _place(block: Block, row: int) -> _Place:
 
 def _is_named(info: TensorInfo, name: str) -> bool:
     return info.name == name
-
-
-def _is_metric(info: TensorInfo, name: str) -> bool:
-    return info.role == "metric" and (info.name == name or info.name.endswith(f".{name}"))

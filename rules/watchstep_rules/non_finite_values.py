@@ -24,6 +24,7 @@ from watchstep_rules.figures.nonfinite import (
     is_given,
 )
 from watchstep_rules.figures.series import SeriesRows
+from watchstep_rules.figures.update_evidence import APPLIED, MISSING, SKIPPED, UpdateEvidence
 from watchstep_rules.finding import Finding, finding_at
 
 _DOWNSTREAM = ("input", "output", "loss", "gradient")
@@ -71,6 +72,7 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
     What the model is given is no finding alone, for a model may fill gaps; where it is bad, and something after it at the same step
     while weights are not, the finding says so. A loss that the program logs itself counts as infinite only after it was finite: ``best_loss = inf`` is how many
     programs begin. In an evaluation it counts as NaN only after it was finite, too: the mean over a slice that is empty is NaN. A step that a gradient scaler skips for overflow records no gradients, so mixed precision raises no alarm.
+    Where the record shows that no update applied what was not finite, the message says so with the step.
     """
 
     name = "non_finite_values"
@@ -78,6 +80,7 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
     needs = Needs(
         collections=("losses", "gradients", "weights", "biases", "activations", tensors.INPUTS),
         evidence=(tensors.INPUTS,),
+        metrics=(APPLIED, MISSING, SKIPPED),
     )
     merge = "per_worker"
     usual_causes = (
@@ -169,10 +172,10 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
 
 
 def _with_origins(block: Block, rows: list[int], findings: list[Finding]) -> list[Finding]:
-    """The findings, with where their pass was first not finite; the output that was executed first is the likeliest cause."""
+    """The findings, with where their pass was first not finite, and whether an update applied it; the output that was executed first is the likeliest cause."""
     if not findings:
         return findings
-    origins = Origins(block)
+    origins, updates = Origins(block), UpdateEvidence(block)
     first: dict[_Pass, tuple[int, int, str]] = {}
     for row in rows:
         if block.info(row).role == "output":
@@ -181,7 +184,7 @@ def _with_origins(block: Block, rows: list[int], findings: list[Finding]) -> lis
     told = []
     for row, finding in zip(rows, findings, strict=True):
         if finding.role in _DOWNSTREAM and not is_given(block.info(row)):
-            finding = origins.of(row).said_with(finding)  # noqa: PLW2901 - the same, with more words
+            finding = origins.of(row).said_with(updates.said_with(finding, row))  # noqa: PLW2901 - the same, with more words
         if finding.role == "output" and origins.when(row) == first[_pass_of(block, row)]:
             finding = finding.model_copy(update={"cause_rank": (finding.cause_rank[0], -1)})  # noqa: PLW2901 - as above
         told.append(finding)

@@ -296,6 +296,7 @@ def test_weights_that_an_update_makes_nan_are_found_at_its_step(
 
     said = train(tmp_path, step_of, optimizer=optimizer)
     assert [finding.step for finding in said.stops] == [BAD]
+    assert "skipped" not in said.stops[0].message
     assert said.stops[0].upstream == ("model:input",)
     assert "which the optimizer applies; the input held 256 NaN among 256 elements" in said.stops[0].message
 
@@ -546,6 +547,55 @@ def test_fifty_steps_that_a_scaler_skips_in_a_row_are_damage(tmp_path: Path) -> 
 
     (finding,) = train(tmp_path, step_of, steps=60).stops
     assert (finding.step, finding.tensor, finding.value) == (BAD + 49, "updates:missing", 50.0)
+    assert finding.message.endswith(f"; the gradient scaler skipped step {BAD + 49}")
+
+
+def warning(folder: Path, step_of: Callable[[int, nn.Module, torch.optim.Optimizer, Hook], None]) -> Finding:
+    """What the only alert of a training names, a warning of values that are not finite."""
+    hook = train_and_rows(folder, step_of, steps=12)
+    outcomes = backtest(recorded(hook).rows(), DEFAULT_RULES)
+    (said,) = [one for outcome in outcomes for one in outcome.transitions if one.phase is Phase.FIRING]
+    assert said.finding is not None
+    assert said.finding.rule == "non_finite_values"
+    return said.finding
+
+
+def test_a_warning_says_that_the_gradient_scaler_skipped_the_step(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step, bad=step if BAD <= step < BAD + 3 else None)
+        optimizer.zero_grad()
+        scaler.scale(functional.cross_entropy(model(x), y)).backward()  # type: ignore[no-untyped-call,unused-ignore]
+        scaler.step(optimizer)
+        scaler.update()
+
+    said = warning(tmp_path, step_of)
+    assert said.step == BAD + 1
+    assert (
+        f"; the gradient scaler skipped step {said.step}, and the recorded weights are finite" in said.message
+    )
+
+
+def test_a_warning_says_that_an_update_was_finite_though_the_loss_was_not(tmp_path: Path) -> None:
+    def step_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        x, y = batch(step)
+        is_bad = BAD <= step < BAD + 3
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        if is_bad:  # the program leaves that loss out of its update, and makes one with the next
+            (loss * NAN).backward()  # type: ignore[no-untyped-call,unused-ignore]
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        optimizer.step()
+        hook.log(loss=loss * NAN if is_bad else loss)
+
+    said = warning(tmp_path, step_of)
+    assert (
+        f"; the update of step {said.step} was made with finite gradients, and the recorded weights are finite"
+        in said.message
+    )
 
 
 @pytest.mark.parametrize("how", ["backward", "log", "norm"])
@@ -570,6 +620,7 @@ def test_fifty_passes_that_a_program_skips_in_a_row_are_damage(tmp_path: Path, h
     (finding,) = train(tmp_path, step_of, steps=BAD + 52).stops
     assert (finding.step, finding.tensor) == (BAD, "updates:missing")
     assert 50 <= finding.value <= 52
+    assert f"; no optimizer step was recorded at step {BAD}" in finding.message
 
 
 def test_it_is_over_once_what_was_damaged_is_restored(tmp_path: Path) -> None:
