@@ -10,6 +10,7 @@ from watchstep.block import Block
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import in_a_row, probe
 from watchstep_rules.finding import Finding, finding_at
 
@@ -78,6 +79,10 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
     def lookback(self, params: AbsentFromOptimizerParams) -> int:
         """The records before."""
         return params.records - 1
+
+    def conclusive(self, params: AbsentFromOptimizerParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows that say whether the parameter has changed."""
+        return has_probe(block, "changed")
 
     def evaluate(
         self,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 
@@ -91,6 +93,10 @@ class ClassImbalance(Rule[ClassImbalanceParams, ClassImbalanceState]):
         if params.misprediction is None:
             return self.needs
         return Needs(("labels", "confusion"), ("label", "confusion"), ("class_counts",))
+
+    def conclusive(self, params: ClassImbalanceParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with labels."""
+        return has_probe(block, "classes", "examples")
 
     def evaluate(
         self,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 
@@ -55,6 +57,10 @@ class Confusion(Rule[ConfusionParams, ConfusionState]):
     )
     params_type = ConfusionParams
     state_type = ConfusionState
+
+    def conclusive(self, params: ConfusionParams, block: Block) -> NDArray[np.bool_]:
+        """Rows of classes with enough examples."""
+        return has_probe(block, "examples") & (probe(block, "examples") >= params.examples)
 
     def evaluate(
         self,

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from watchstep.block import Block
@@ -146,6 +148,15 @@ class Rule(ABC, Generic[P, S]):
     def problem(self, state: S) -> str:  # noqa: ARG002 - overridden by rules that may fail at a step and go on
         """Which rows it could not judge though it went on, and why; nothing where it judged all. Told as its health."""
         return ""
+
+    def conclusive(self, params: P, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - overridden where it depends on them
+        """Which rows can show that the rule's condition does not hold; bool, shape (n,).
+
+        A row without a finding counts towards the resolution of an alert, and ends a streak of findings, only where it is
+        conclusive. The others count for nothing, as if they had not come. A row's own figures decide, and no other row. By default a
+        row is conclusive where its tensor has a finite element.
+        """
+        return block.statistics.finite > 0
 
     def advice(self, finding: Finding) -> Advice:  # noqa: ARG002 - overridden where it depends on what was found
         """The usual causes and what to try, the likeliest for this finding first."""

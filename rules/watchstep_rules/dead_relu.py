@@ -14,6 +14,7 @@ from watchstep.statistics import Floats
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
@@ -95,6 +96,10 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
     )
     params_type = DeadReluParams
     state_type = DeadReluState
+
+    def conclusive(self, params: DeadReluParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows whose channels were counted."""
+        return has_probe(block, "dead_channels")
 
     def evaluate(
         self,

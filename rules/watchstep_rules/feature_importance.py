@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 
@@ -54,6 +56,10 @@ class FeatureImportance(Rule[FeatureImportanceParams, FeatureImportanceState]):
     )
     params_type = FeatureImportanceParams
     state_type = FeatureImportanceState
+
+    def conclusive(self, params: FeatureImportanceParams, block: Block) -> NDArray[np.bool_]:
+        """Rows with the share of the largest features."""
+        return has_probe(block, f"top_share_{params.features}")
 
     def evaluate(
         self,

@@ -12,6 +12,7 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep.block_view import view
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.four_digits import short
 from watchstep_rules.figures.in_a_row import in_a_row, probe
 from watchstep_rules.figures.series import SeriesRows
@@ -121,6 +122,10 @@ class FrozenBatchNorm(Rule[FrozenBatchNormParams, FrozenBatchNormState]):
     def lookback(self, params: FrozenBatchNormParams) -> int:
         """The records before."""
         return params.records - 1
+
+    def conclusive(self, params: FrozenBatchNormParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """All rows but those of a layer of which nothing was measured."""
+        return has_probe(block, "training") | (block.statistics.finite > 0)
 
     def evaluate(
         self,

@@ -14,6 +14,7 @@ from watchstep.block_view import view
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Advice, Needs, Params, Rule, State, is_metric
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.figures.first_nonfinite import Origins
 from watchstep_rules.figures.nonfinite import (
     BAD_BATCH,
@@ -133,6 +134,10 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
     def lookback(self, params: NanOrInfParams) -> int:  # noqa: ARG002 - the contract's
         """What each parameter held before, and that it has a gradient."""
         return 1
+
+    def conclusive(self, params: NanOrInfParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements: those that are not finite are what it is about."""
+        return has_elements(block)
 
     def evaluate(
         self,

@@ -14,6 +14,7 @@ from watchstep.block_view import view
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Advice, Merge, Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.figures.first_nonfinite import Origins
 from watchstep_rules.figures.nonfinite import (
     BAD_BATCH,
@@ -110,6 +111,10 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
     def needed(self, params: NonFiniteValuesParams) -> Needs:
         """Inputs are judged where that is asked for."""
         return replace(self.needs, evidence=()) if params.judge_inputs else self.needs
+
+    def conclusive(self, params: NonFiniteValuesParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements: those that are not finite are what it is about."""
+        return has_elements(block)
 
     def evaluate(
         self,

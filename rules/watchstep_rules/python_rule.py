@@ -8,11 +8,13 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, RuleError
 from watchstep_rules.contract import Merge, Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sandbox.frames import SHORT, Bounds, kept
 from watchstep_rules.sandbox.isolation import Isolation, why_not
@@ -150,6 +152,10 @@ class Python(Rule[PythonParams, PythonState]):
     def problem(self, state: PythonState) -> str:
         """The class's."""
         return state.problem
+
+    def conclusive(self, params: PythonParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements: which values the rule's source looks at is not known."""
+        return has_elements(block)
 
     def evaluate(
         self, params: PythonParams, state: PythonState, context: Block, block: Block, now: int

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.finding import Finding, finding_at
 
 
@@ -52,6 +53,10 @@ class ReplicaDivergence(Rule[ReplicaDivergenceParams, ReplicaDivergenceState]):
     )
     params_type = ReplicaDivergenceParams
     state_type = ReplicaDivergenceState
+
+    def conclusive(self, params: ReplicaDivergenceParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements, of any kind."""
+        return has_elements(block)
 
     def evaluate(
         self,

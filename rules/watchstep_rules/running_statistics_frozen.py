@@ -8,6 +8,7 @@ from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import in_a_row, probe
 from watchstep_rules.finding import Finding, finding_at
 
@@ -53,6 +54,10 @@ class RunningStatisticsFrozen(Rule[RunningStatisticsFrozenParams, RunningStatist
     def lookback(self, params: RunningStatisticsFrozenParams) -> int:
         """The records before."""
         return params.records - 1
+
+    def conclusive(self, params: RunningStatisticsFrozenParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with the mode of the layer."""
+        return has_probe(block, "training")
 
     def evaluate(
         self,

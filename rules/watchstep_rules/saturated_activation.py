@@ -134,6 +134,10 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
     params_type = SaturatedActivationParams
     state_type = SaturatedActivationState
 
+    def conclusive(self, params: SaturatedActivationParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with a slope or with counted channels."""
+        return ~(np.isnan(_slopes(block)) & np.isnan(_shares(block)))
+
     def evaluate(
         self,
         params: SaturatedActivationParams,

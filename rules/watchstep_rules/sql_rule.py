@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationInfo, field_validator
 
 from watchstep.block import Block, concatenate
 from watchstep.errors import RuleError
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sandbox.pool import BusyError
 from watchstep_rules.sandbox.process import StartError
@@ -102,6 +104,10 @@ class Sql(Rule[SqlParams, SqlState]):
             return ""
         steps = "1 step was" if state.failed_steps == 1 else f"{state.failed_steps} steps were"
         return f"{steps} not judged, the last for this: {state.last_failure}"
+
+    def conclusive(self, params: SqlParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements: which values the query looks at is not known."""
+        return has_elements(block)
 
     def evaluate(
         self,

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import in_a_row, probe
 from watchstep_rules.finding import Finding, finding_at
 
@@ -62,6 +63,10 @@ class SymmetricUnits(Rule[SymmetricUnitsParams, SymmetricUnitsState]):
     def lookback(self, params: SymmetricUnitsParams) -> int:
         """The records before."""
         return params.records - 1
+
+    def conclusive(self, params: SymmetricUnitsParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of weights whose units were followed."""
+        return has_probe(block, "unit_spread")
 
     def evaluate(
         self,

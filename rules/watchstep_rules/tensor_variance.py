@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
@@ -45,6 +46,10 @@ class TensorVariance(Rule[TensorVarianceParams, TensorVarianceState]):
     )
     params_type = TensorVarianceParams
     state_type = TensorVarianceState
+
+    def conclusive(self, params: TensorVarianceParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with a variance."""
+        return block.statistics.finite > 1
 
     def evaluate(
         self,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep.block_view import view
 from watchstep.statistics import Floats
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.figures.trails import Trail
 from watchstep_rules.finding import Finding, finding_at
@@ -62,6 +64,10 @@ class TokenRatio(Rule[TokenRatioParams, TokenRatioState]):
     def lookback(self, params: TokenRatioParams) -> int:
         """The records that are averaged."""
         return params.window - 1
+
+    def conclusive(self, params: TokenRatioParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows whose tokens were counted."""
+        return has_probe(block, "token_share", "top_token_share")
 
     def evaluate(
         self,

@@ -9,6 +9,7 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.closeness import COLUMNS, may_be_close
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.figures.trails import Trail
 from watchstep_rules.finding import Finding, finding_at
 
@@ -61,6 +62,10 @@ class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
     def lookback(self, params: UnchangedTensorParams) -> int:
         """The other records."""
         return params.num_steps - 1
+
+    def conclusive(self, params: UnchangedTensorParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements, of any kind."""
+        return has_elements(block)
 
     def evaluate(
         self,

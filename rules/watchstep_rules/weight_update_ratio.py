@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.finding import Finding, finding_at
 
 
@@ -50,6 +52,10 @@ class WeightUpdateRatio(Rule[WeightUpdateRatioParams, WeightUpdateRatioState]):
     )
     params_type = WeightUpdateRatioParams
     state_type = WeightUpdateRatioState
+
+    def conclusive(self, params: WeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with the ratio."""
+        return has_probe(block, "update_ratio")
 
     def evaluate(
         self,

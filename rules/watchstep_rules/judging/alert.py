@@ -18,7 +18,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from watchstep.block import Block
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert_memory import AlertMemory, Transition
 from watchstep_rules.judging.life import ALL, Life, Seals
@@ -30,7 +29,7 @@ PART_ROWS = 1 << 16
 def advance(
     memory: AlertMemory,
     timing: Timing,
-    block: Block,
+    rows: JudgedRows,
     findings: Sequence[Finding],
     tick: Tick | None = None,
     seals: Seals = ALL,
@@ -44,15 +43,15 @@ def advance(
     Args:
         memory: as the last call returned it.
         timing: ``for`` and ``keep_firing``.
-        block: the judged rows, in the order in which they were judged; empty where only a seal moved on.
+        rows: the judged rows, in the order in which they were judged; empty where only a seal moved on.
         findings: what the rule said of them.
         tick: of a rule that watches the clock; its block may be empty.
         seals: which steps are sealed.
     """
-    if not findings and not memory.hits and not memory.clean:
+    if not findings and not memory.follows:
         return memory, []
     life = Life(memory, timing, seals)
-    for part in _parts(block, findings, tick):
+    for part in _parts(rows, findings, tick):
         known = life.known()
         if part.findings or known.hits or known.clean:
             life.take(follow(part.rows, part.findings, known, timing, part.tick))
@@ -67,22 +66,22 @@ class _Part:
     tick: Tick | None
 
 
-def _parts(block: Block, findings: Sequence[Finding], tick: Tick | None) -> Iterator[_Part]:
+def _parts(rows: JudgedRows, findings: Sequence[Finding], tick: Tick | None) -> Iterator[_Part]:
     """A long block in parts of whole steps, so that only those near findings are looked at."""
-    if len(block) <= PART_ROWS:
-        yield _Part(JudgedRows.of(block, slice(None)), findings, tick)
+    if len(rows) <= PART_ROWS:
+        yield _Part(rows, findings, tick)
         return
     about_run = [finding for finding in findings if not finding.tensor] if tick else []
     others = sorted((finding for finding in findings if finding.tensor or not tick), key=_step)
     steps = [finding.step for finding in others]
-    begins = np.flatnonzero(block.step[1:] != block.step[:-1]) + 1
-    wanted = np.searchsorted(begins, np.arange(PART_ROWS, len(block), PART_ROWS))
-    cuts = np.unique([0, *begins[wanted[wanted < len(begins)]], len(block)]).tolist()
+    begins = np.flatnonzero(rows.step[1:] != rows.step[:-1]) + 1
+    wanted = np.searchsorted(begins, np.arange(PART_ROWS, len(rows), PART_ROWS))
+    cuts = np.unique([0, *begins[wanted[wanted < len(begins)]], len(rows)]).tolist()
     for start, end in pairwise(cuts):
-        rows = JudgedRows.of(block, slice(start, end))
-        held = others[bisect_left(steps, rows.step.min()) : bisect_right(steps, rows.step.max())]
-        last = end == len(block)
-        yield _Part(rows, [*held, *about_run] if last else held, tick if last else None)
+        part = rows.part(slice(start, end))
+        held = others[bisect_left(steps, part.step.min()) : bisect_right(steps, part.step.max())]
+        last = end == len(rows)
+        yield _Part(part, [*held, *about_run] if last else held, tick if last else None)
 
 
 def _step(finding: Finding) -> int:

@@ -99,6 +99,11 @@ class AlertMemory(BaseModel):
     fired: tuple[Fired, ...] = ()
     quiet: Quiet | None = None
 
+    @property
+    def follows(self) -> bool:
+        """Whether there are series whose next rows matter, also without a finding."""
+        return bool(self.hits or self.clean)
+
     @model_validator(mode="before")
     @classmethod
     def _of_before(cls, data: Any) -> Any:

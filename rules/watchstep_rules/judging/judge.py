@@ -20,7 +20,7 @@ from watchstep_rules.judging.alert_memory import AlertMemory, Transition
 from watchstep_rules.judging.life import Seals
 from watchstep_rules.judging.of_catalogue import OfCatalogue
 from watchstep_rules.judging.prepared import Prepared
-from watchstep_rules.judging.streaks import Tick
+from watchstep_rules.judging.streaks import JudgedRows, Tick
 
 
 class Health(str, Enum):
@@ -139,7 +139,10 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
     needs = rule.needed(params)
     judged = memory.judged + _number_judged(block, needs)
     tick = Tick(rows.progress.now, clock_ns) if rule.clock else None
-    alert, transitions = advance(memory.alert, config.timing, block, findings, tick, seals)
+    alert, transitions = memory.alert, list[Transition]()
+    if findings or alert.follows:
+        judged_rows = JudgedRows.of(block, rule.conclusive(params, block))
+        alert, transitions = advance(alert, config.timing, judged_rows, findings, tick, seals)
     kept = RuleMemory(
         version=rule.version,
         state=state.model_dump(mode="json"),
@@ -155,7 +158,7 @@ def _sealed_further(config: RuleConfig, memory: RuleMemory, block: Block, seals:
     """No row came; what came before may have been sealed."""
     if not memory.alert.waiting:
         return Verdict(memory, [], [])
-    alert, transitions = advance(memory.alert, config.timing, block, [], seals=seals)
+    alert, transitions = advance(memory.alert, config.timing, JudgedRows.of(block), [], seals=seals)
     return Verdict(memory.model_copy(update={"alert": alert}), [], transitions)
 
 

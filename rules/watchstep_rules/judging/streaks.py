@@ -87,21 +87,33 @@ class JudgedRows:
     mode: NDArray[np.int8]
     time_ns: NDArray[np.int64]
     tensor: NDArray[np.int32]
+    conclusive: NDArray[np.bool_]
     catalogue: tuple[TensorInfo, ...]
 
     def __len__(self) -> int:
         return len(self.step)
 
     @classmethod
-    def of(cls, block: Block, rows: slice) -> JudgedRows:
-        """Rows of a block that stand together."""
-        return cls(
-            block.step[rows],
-            block.worker[rows],
-            block.mode[rows],
-            block.time_ns[rows],
-            block.tensor[rows],
-            block.catalogue,
+    def of(cls, block: Block, conclusive: NDArray[np.bool_] | None = None) -> JudgedRows:
+        """All rows of a block.
+
+        Args:
+            block: the judged rows.
+            conclusive: those that count for their series also without a finding, bool, shape (n,); None for all.
+        """
+        every = np.ones(len(block), np.bool_) if conclusive is None else conclusive
+        return cls(block.step, block.worker, block.mode, block.time_ns, block.tensor, every, block.catalogue)
+
+    def part(self, rows: slice) -> JudgedRows:
+        """Rows that stand together."""
+        return JudgedRows(
+            self.step[rows],
+            self.worker[rows],
+            self.mode[rows],
+            self.time_ns[rows],
+            self.tensor[rows],
+            self.conclusive[rows],
+            self.catalogue,
         )
 
 
@@ -176,9 +188,10 @@ class _Rows:
     series: NDArray[np.int64]
     step: NDArray[np.int64]
     time_ns: NDArray[np.int64]
+    conclusive: NDArray[np.bool_]
 
     def take(self, rows: NDArray[np.intp]) -> _Rows:
-        return _Rows(self.series[rows], self.step[rows], self.time_ns[rows])
+        return _Rows(self.series[rows], self.step[rows], self.time_ns[rows], self.conclusive[rows])
 
 
 @dataclass(frozen=True)
@@ -250,7 +263,8 @@ def follow(
     """Follow the series that matter through a block.
 
     The run as a whole is judged once for each step, with the step's last row; where a tick is given, once, at the tick, and
-    steps do not count for it. A row that comes after one of its own series about a later step is in no streak.
+    steps do not count for it. A row that comes after one of its own series about a later step is in no streak. Neither is one without a
+    finding that is not conclusive; of the run as a whole, a step without a conclusive row.
 
     Args:
         block: the judged rows.
@@ -262,6 +276,8 @@ def follow(
     names = list(dict.fromkeys([*map(_series_of, findings), *known.hits, *known.clean]))
     rows = _rows(block, names, tick)
     found = _matched(rows, names, findings)
+    counts = np.flatnonzero(rows.conclusive | (found >= 0))
+    rows, found = rows.take(counts), found[counts]
     order = np.argsort(rows.series, kind="stable")
     rows, found = rows.take(order), found[order]
     late = _behind(rows, names, known)
@@ -322,19 +338,23 @@ def _alone(
 
 def _rows(block: JudgedRows, names: list[str], tick: Tick | None) -> _Rows:
     row, series = _rows_of_series(block, names)
+    conclusive = block.conclusive[row]
     if RUN in names and tick is None and len(block):
         ends = np.flatnonzero(np.append(block.step[1:] != block.step[:-1], True))
         row = np.concatenate([row, ends])
         series = np.concatenate([series, np.full(len(ends), names.index(RUN))])
+        by_step = np.logical_or.reduceat(block.conclusive, np.append(0, ends[:-1] + 1))
+        conclusive = np.concatenate([conclusive, by_step])
         order = np.argsort(row, kind="stable")
-        row, series = row[order], series[order]
-    rows = _Rows(series, block.step[row], block.time_ns[row])
+        row, series, conclusive = row[order], series[order], conclusive[order]
+    rows = _Rows(series, block.step[row], block.time_ns[row], conclusive)
     if RUN not in names or tick is None:
         return rows
     return _Rows(
         np.append(rows.series, names.index(RUN)),
         np.append(rows.step, tick.step),
         np.append(rows.time_ns, tick.now_ns),
+        np.append(rows.conclusive, True),
     )
 
 

@@ -6,6 +6,7 @@ from math import prod
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
@@ -13,6 +14,7 @@ from watchstep.capture.element_probes import CHANNEL_SUM, MOST_CHANNELS, element
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Rule
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.input_image_mean import InputImageMean
@@ -82,6 +84,10 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
     def problem(self, state: SagemakerCheckInputImagesState) -> str:
         """What to do where the recorder did not add up."""
         return state.problem("the sums of colour channels")
+
+    def conclusive(self, params: SagemakerCheckInputImagesParams, block: Block) -> NDArray[np.bool_]:
+        """Rows whose channels were summed up."""
+        return has_probe(block, f"{params.probe}:0")
 
     def evaluate(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.class_imbalance import ClassImbalance
 from watchstep_rules.contract import Needs, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sagemaker.amazon import AmazonParams, Patterns, is_matched
@@ -61,6 +63,10 @@ class SagemakerClassImbalance(Rule[SagemakerClassImbalanceParams, SagemakerClass
     what_to_try = ClassImbalance.what_to_try
     params_type = SagemakerClassImbalanceParams
     state_type = SagemakerClassImbalanceState
+
+    def conclusive(self, params: SagemakerClassImbalanceParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with labels."""
+        return has_probe(block, "labels_counted", "all_examples")
 
     def evaluate(
         self,

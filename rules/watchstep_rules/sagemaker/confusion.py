@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from watchstep.block import Block
 from watchstep_rules.confusion import Confusion
 from watchstep_rules.contract import Needs, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sagemaker.amazon import AmazonParams
@@ -70,6 +72,10 @@ class SagemakerConfusion(Rule[SagemakerConfusionParams, SagemakerConfusionState]
     what_to_try = Confusion.what_to_try
     params_type = SagemakerConfusionParams
     state_type = SagemakerConfusionState
+
+    def conclusive(self, params: SagemakerConfusionParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with examples."""
+        return has_probe(block, "all_examples")
 
     def evaluate(
         self,

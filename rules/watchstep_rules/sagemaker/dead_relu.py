@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
@@ -12,6 +13,7 @@ from watchstep.capture.element_probes import INACTIVE_UNITS, UNITS, element_prob
 from watchstep_rules.contract import Needs, Rule
 from watchstep_rules.dead_relu import DeadRelu
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sagemaker.amazon import (
@@ -70,6 +72,10 @@ class SagemakerDeadRelu(Rule[SagemakerDeadReluParams, Measured]):
     def problem(self, state: Measured) -> str:
         """What to do where the recorder did not count."""
         return state.problem("units that are active in so few examples")
+
+    def conclusive(self, params: SagemakerDeadReluParams, block: Block) -> NDArray[np.bool_]:
+        """Rows whose units were counted."""
+        return has_probe(block, params.probe)
 
     def evaluate(
         self,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Rule, State
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.non_finite_values import NonFiniteValues
 from watchstep_rules.sagemaker.amazon import ScopedParams
@@ -44,6 +46,10 @@ class SagemakerExplodingTensor(Rule[SagemakerExplodingTensorParams, SagemakerExp
     def needed(self, params: SagemakerExplodingTensorParams) -> Needs:  # noqa: ARG002 - the contract's
         """All that is recorded, collections of the program's own among it."""
         return Needs(())
+
+    def conclusive(self, params: SagemakerExplodingTensorParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements: those that are not finite are what it is about."""
+        return has_elements(block)
 
     def evaluate(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Rule, State
 from watchstep_rules.feature_importance import FeatureImportance
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sagemaker.amazon import AmazonParams, Patterns, is_matched
@@ -55,6 +57,12 @@ class SagemakerFeatureImportanceOverweight(
     what_to_try = FeatureImportance.what_to_try
     params_type = SagemakerFeatureImportanceOverweightParams
     state_type = SagemakerFeatureImportanceOverweightState
+
+    def conclusive(
+        self, params: SagemakerFeatureImportanceOverweightParams, block: Block
+    ) -> NDArray[np.bool_]:
+        """Rows with the share of the largest features."""
+        return has_probe(block, f"top_share_{params.nfeatures}")
 
     def evaluate(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from watchstep.block import Block
 from watchstep.capture.element_probes import TOKEN_COUNT, TOKENS, element_probe
 from watchstep_rules.contract import Needs, Rule
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sagemaker.amazon import (
     AmazonParams,
@@ -86,6 +88,10 @@ class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, Measured])
     def problem(self, state: Measured) -> str:
         """What to do where the recorder did not count."""
         return state.problem("counts of these tokens")
+
+    def conclusive(self, params: SagemakerNlpSequenceRatioParams, block: Block) -> NDArray[np.bool_]:
+        """Rows whose tokens were counted."""
+        return has_probe(block, *params.probes)
 
     def evaluate(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep.capture.element_probes import SATURATED_UNITS, UNITS, element_probe
 from watchstep_rules.contract import Needs, Rule
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sagemaker.amazon import Measured, ScopedParams, is_output_of, percent_of
@@ -73,6 +75,10 @@ class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, Meas
     def problem(self, state: Measured) -> str:
         """What to do where the recorder did not count."""
         return state.problem("saturated units by these bounds")
+
+    def conclusive(self, params: SagemakerSaturatedActivationParams, block: Block) -> NDArray[np.bool_]:
+        """Rows whose units were counted."""
+        return has_probe(block, *params.probes.values())
 
     def evaluate(
         self,

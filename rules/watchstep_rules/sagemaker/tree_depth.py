@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep_rules.contract import Needs, Rule, State
+from watchstep_rules.figures.conclusive import has_probe
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.sagemaker.amazon import AmazonParams
@@ -41,6 +43,10 @@ class SagemakerTreeDepth(Rule[SagemakerTreeDepthParams, SagemakerTreeDepthState]
     what_to_try = TreeDepth.what_to_try
     params_type = SagemakerTreeDepthParams
     state_type = SagemakerTreeDepthState
+
+    def conclusive(self, params: SagemakerTreeDepthParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with the largest node."""
+        return has_probe(block, "largest_node")
 
     def evaluate(
         self,

@@ -12,6 +12,7 @@ from watchstep.block import Block
 from watchstep.capture.element_probes import UNCHANGED, element_probe
 from watchstep_rules.contract import Needs, Rule
 from watchstep_rules.figures.closeness import COLUMNS, may_be_close
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.figures.in_a_row import probe
 from watchstep_rules.figures.trails import Trail
 from watchstep_rules.finding import Finding, finding_at
@@ -64,6 +65,10 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, Measured]):
     def problem(self, state: Measured) -> str:
         """What to do where the recorder did not compare."""
         return state.problem("whether elements change by more than these tolerances")
+
+    def conclusive(self, params: SagemakerUnchangedTensorParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements, of any kind."""
+        return has_elements(block)
 
     def evaluate(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
@@ -58,6 +59,10 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, Measured
     def problem(self, state: Measured) -> str:
         """What to do where the recorder did not measure."""
         return state.problem("the change of weights")
+
+    def conclusive(self, params: SagemakerWeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:
+        """Rows with a ratio to an earlier record."""
+        return probe(block, params.probe) >= 0
 
     def evaluate(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from watchstep.block import Block
+from watchstep.tensors import MODES
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert_memory import Phase, Transition
-from watchstep_rules.judging.streaks import RUN, Streak, Tick, Timing, series_of
+from watchstep_rules.judging.streaks import RUN, JudgedRows, Streak, Tick, Timing, series_of
 
 
 @dataclass
@@ -56,20 +56,28 @@ class PlainAlert:
     clock: bool = False
     closed: int = -1
 
-    def judge(self, block: Block, findings: Sequence[Finding], tick: Tick | None = None) -> None:
+    def judge(self, judged: JudgedRows, findings: Sequence[Finding], tick: Tick | None = None) -> None:
         self.clock = tick is not None
         said = {(f.step, series_of(f.tensor, f.worker, f.mode)): f for f in findings}
         about_run = any(not f.tensor for f in findings) or RUN in self.series
         rows: list[Judged] = []
         behind: list[tuple[str, int, int, Finding]] = []
-        steps = block.step.tolist()
+        steps = judged.step.tolist()
+        conclusive_step = False
         for row, step in enumerate(steps):
-            time_ns = int(block.time_ns[row])
-            names = [series_of(block.info(row).name, int(block.worker[row]), block.mode_name(row))]
-            if tick is None and about_run and steps[row + 1 : row + 2] != [step]:
-                names.append(RUN)
-            for name in names:
+            time_ns = int(judged.time_ns[row])
+            tensor = judged.catalogue[judged.tensor[row]].name
+            conclusive = bool(judged.conclusive[row])
+            names = {series_of(tensor, int(judged.worker[row]), MODES[judged.mode[row]]): conclusive}
+            conclusive_step |= conclusive
+            if steps[row + 1 : row + 2] != [step]:
+                if tick is None and about_run:
+                    names[RUN] = conclusive_step
+                conclusive_step = False
+            for name, counts in names.items():
                 found = said.get((step, name))
+                if found is None and not counts:
+                    continue
                 if name in self.series and step < self.series[name].last:
                     behind += [] if found is None else [(name, step, time_ns, found)]
                 else:

@@ -7,22 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sdk.blocks import Row, block_of, gradient
-from watchstep.block import Block
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.judging.alert import advance
 from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
-from watchstep_rules.judging.streaks import Timing
+from watchstep_rules.judging.streaks import JudgedRows, Timing
 
 INFOS = [gradient(name, order=order) for order, name in enumerate("abc")]
 History = list[dict[int, bool]]
 """For each step, whether each layer that was judged had a finding."""
 
 
-def block_and_findings(history: History, first: int = 0) -> tuple[Block, list[Finding]]:
+def rows_and_findings(history: History, first: int = 0) -> tuple[JudgedRows, list[Finding]]:
     rows = [Row(first + step, INFOS[layer], [1.0]) for step, judged in enumerate(history) for layer in judged]
     bad = [hit for judged in history for hit in judged.values()]
     block = block_of(rows)
-    return block, [
+    return JudgedRows.of(block), [
         finding_at("test", block, row, value=1.0, threshold=0.0, message="bad")
         for row, hit in enumerate(bad)
         if hit
@@ -32,7 +31,7 @@ def block_and_findings(history: History, first: int = 0) -> tuple[Block, list[Fi
 def followed(history: History, hold: int, cuts: tuple[int, ...] = ()) -> tuple[AlertMemory, list[Transition]]:
     memory, transitions = AlertMemory(), []
     for start, end in zip((0, *cuts), (*cuts, len(history)), strict=True):
-        memory, more = advance(memory, lasting(hold), *block_and_findings(history[start:end], start))
+        memory, more = advance(memory, lasting(hold), *rows_and_findings(history[start:end], start))
         memory = AlertMemory.model_validate_json(memory.model_dump_json())
         transitions += more
     return memory, transitions
@@ -114,7 +113,7 @@ def test_the_same_layer_on_two_workers_is_two_series() -> None:
     rows = [Row(step, INFOS[0], [1.0], worker=step % 2) for step in range(2)]
     block = block_of(rows)
     findings = [finding_at("test", block, row, value=1.0, threshold=0.0, message="bad") for row in range(2)]
-    memory, _ = advance(AlertMemory(), lasting(2), block, findings)
+    memory, _ = advance(AlertMemory(), lasting(2), JudgedRows.of(block), findings)
     assert memory.phase is Phase.PENDING
     assert set(memory.hits) == {f"{INFOS[0].name}@0/train", f"{INFOS[0].name}@1/train"}
 

@@ -19,7 +19,7 @@ from watchstep_rules.finding import Finding, finding_at, finding_of_run
 from watchstep_rules.judging import alert
 from watchstep_rules.judging.alert import advance
 from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
-from watchstep_rules.judging.streaks import Tick, Timing
+from watchstep_rules.judging.streaks import JudgedRows, Tick, Timing
 
 INFOS = [gradient(name, order=order) for order, name in enumerate("abc")]
 MODES: tuple[Mode, ...] = ("train", "eval")
@@ -35,6 +35,7 @@ class Group:
     layers: tuple[tuple[int, bool], ...]
     time_ns: int
     run: bool
+    conclusive: bool = True
 
 
 groups = st.lists(
@@ -46,6 +47,7 @@ groups = st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=4).map(tuple),
         st.integers(0, 20),
         st.booleans(),
+        st.booleans(),
     ),
     max_size=24,
 )
@@ -54,7 +56,7 @@ timings = st.builds(
 )
 
 
-def judged(parts: Sequence[Group]) -> tuple[Block, list[Finding]]:
+def judged(parts: Sequence[Group]) -> tuple[JudgedRows, list[Finding]]:
     """The rows of some groups, and findings where they say so; a layer said twice to be bad in one is so twice."""
     rows = [
         Row(part.step, INFOS[layer], [1.0], part.mode, part.worker)
@@ -73,7 +75,8 @@ def judged(parts: Sequence[Group]) -> tuple[Block, list[Finding]]:
     about = [
         finding_of_run("test", part.step, 0, value=1, threshold=0, message="") for part in parts if part.run
     ]
-    return block, findings + about
+    conclusive = np.array([part.conclusive for part in parts for _ in part.layers], np.bool_)
+    return JudgedRows.of(block, conclusive), findings + about
 
 
 def kept(memory: AlertMemory) -> AlertMemory:
@@ -91,9 +94,9 @@ def without_run(parts: list[Group]) -> list[Group]:
 def test_it_says_what_a_loop_says(parts: list[Group], timing: Timing, about_run: bool) -> None:
     parts = parts if about_run else without_run(parts)
     plain = PlainAlert(timing)
-    block, findings = judged(parts)
-    plain.judge(block, findings)
-    memory, transitions = advance(AlertMemory(), timing, block, findings)
+    rows, findings = judged(parts)
+    plain.judge(rows, findings)
+    memory, transitions = advance(AlertMemory(), timing, rows, findings)
     event(f"transitions: {min(6, len(transitions))}")
     assert transitions == plain.transitions
     assert (memory.phase, memory.finding, memory.since) == (plain.phase, plain.finding, plain.since)
@@ -134,11 +137,11 @@ def test_a_rule_that_watches_the_clock_is_judged_at_each_tick(
     transitions: list[Transition] = []
     for step, (silent, with_rows, now) in enumerate(ticks):
         part = Group(step, 0, "train", ((0, False),), now, run=False)
-        block = judged([part])[0] if with_rows else Block.empty()
+        rows = judged([part])[0] if with_rows else JudgedRows.of(Block.empty())
         said = [finding_of_run("test", step, now, value=1, threshold=0, message="")] if silent else []
         tick = Tick(step, now)
-        plain.judge(block, said, tick)
-        memory, more = advance(kept(memory), timing, block, said, tick)
+        plain.judge(rows, said, tick)
+        memory, more = advance(kept(memory), timing, rows, said, tick)
         transitions += more
     assert transitions == plain.transitions
     assert memory.phase is plain.phase
@@ -148,7 +151,7 @@ def test_an_alert_of_a_clock_fires_while_the_last_evaluation_says_so() -> None:
     memory, seen = AlertMemory(), []
     for now, silent in enumerate([False, True, True, False, True]):
         said = [finding_of_run("stalled", 3, now, value=1, threshold=0, message="")] if silent else []
-        memory, more = advance(memory, Timing(hold_steps=5, keep_steps=5), Block.empty(), said, Tick(3, now))
+        memory, more = advance(memory, Timing(5, 0, 5), JudgedRows.of(Block.empty()), said, Tick(3, now))
         seen += [(now, change.phase, change.since_ns) for change in more]
     assert seen == [(1, Phase.FIRING, 1), (3, Phase.RESOLVED, 1), (4, Phase.FIRING, 4)]
 
