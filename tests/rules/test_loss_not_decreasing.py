@@ -152,9 +152,23 @@ def test_of_several_workers_the_lowest_is_judged() -> None:
     assert found(block_of(rows)) == []
 
 
-def test_validation_losses_are_not_judged() -> None:
-    info = tensor("val_loss", "losses", shape=())
-    assert found(block_of([Row(step, info, [1.0]) for step in range(300)])) == []
+VALIDATION = (
+    "val_loss",
+    "loss/validation",
+    "valLoss",
+    "testMSE",
+    "VALID_LOSS",
+    "evalset_loss0",
+    "best_test_loss",
+)
+TRAINING = ("value_loss", "loss/value", "valueLoss", "deviation_loss", "device0/loss", "evaluator_loss")
+
+
+@pytest.mark.parametrize("name", [*VALIDATION, *TRAINING])
+def test_losses_are_of_validation_where_a_whole_word_says_so(name: str) -> None:
+    info = tensor(name, "losses", shape=())
+    judged = found(block_of([Row(step, info, [1.0]) for step in range(300)]))
+    assert bool(judged) == (name in TRAINING)
 
 
 def test_the_finding_says_where_it_began_and_where_it_is() -> None:

@@ -48,6 +48,13 @@ HEALTHY = {
 }
 
 
+def test_the_loss_of_a_value_function_is_no_validation_loss() -> None:
+    info, value = tensor("loss", "losses", shape=()), tensor("value_loss", "losses", shape=())
+    rows = [Row(step, info, [loss]) for step, loss in enumerate(LEARNS)]
+    rows += [Row(10 * place, value, [loss]) for place, loss in enumerate(TURNS)]
+    assert found(block_of(sorted(rows, key=lambda row: row.step))) == []
+
+
 @pytest.mark.parametrize("name", FAULTY)
 def test_validation_that_rises_while_training_falls_is_found(name: str) -> None:
     steps = found(FAULTY[name])

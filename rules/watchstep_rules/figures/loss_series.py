@@ -16,7 +16,11 @@ from watchstep.statistics import Floats
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 
 Kind = Literal["train", "eval"]
-_VALIDATION = ("val", "eval", "test", "dev")
+_VALIDATION = re.compile(
+    r"(val|vali|valid|validate|validation|eval|evaluate|evaluation|test|testing|dev|development)(loss|set|data)?"
+)
+"""Whole words, so that the ``value_loss`` of a critic is a training loss."""
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
 _NUMBERED = re.compile(r"loss_\d+")
 _ROWS_AT_ONCE = 4096
@@ -84,7 +88,7 @@ def loss_series(context: Block, block: Block, kind: Kind) -> list[LossSeries]:
         context: earlier rows.
         block: rows to judge.
         kind: of training: those in modes train and global; or of validation: those in mode eval, and in any mode where a
-            part of the name begins as ``val`` does (``val_loss``, ``loss/validation``).
+            word of the name says so (``val_loss``, ``loss/validation``, ``testLoss``, but not ``value_loss``).
     """
     past = _by_key(context, kind)
     return [
@@ -136,8 +140,8 @@ def _first_of_each_step(block: Block, rows: NDArray[np.intp]) -> NDArray[np.intp
 def _kind(name: str, mode: str) -> Kind | None:
     if mode == "predict":
         return None
-    parts = re.split(r"[^a-z]+", name.lower())
-    return "eval" if mode == "eval" or any(part.startswith(_VALIDATION) for part in parts) else "train"
+    words = (word.lower() for word in _WORD.findall(name))
+    return "eval" if mode == "eval" or any(map(_VALIDATION.fullmatch, words)) else "train"
 
 
 def first_steps(known: Mapping[str, int], series: list[LossSeries]) -> dict[str, int]:
