@@ -8,6 +8,7 @@ and by carrying anything older in its state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -165,7 +166,7 @@ class Rule(ABC, Generic[P, S]):
     @abstractmethod
     def evaluate(
         self, params: P, state: S, context: Block, block: Block, now: int
-    ) -> tuple[S, list[Finding]]:
+    ) -> tuple[S, Sequence[Finding]]:
         """Judge a block.
 
         Args:
@@ -176,7 +177,7 @@ class Rule(ABC, Generic[P, S]):
             now: the stored clock tick of this evaluation, nanoseconds since the epoch.
 
         Returns:
-            The state for the next call, and findings in the order of the rows.
+            The state for the next call, and findings in the order of the rows; as `FindingRows` where there may be very many.
         """
 
 

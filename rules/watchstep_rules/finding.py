@@ -67,7 +67,11 @@ def cause_rank(info: TensorInfo) -> tuple[int, int]:
     return phase, -info.order if info.role == "gradient" else info.order
 
 
-def likelihood(finding: Finding) -> tuple[int, tuple[int, int], int]:
+Likelihood = tuple[int, tuple[int, int], int]
+"""Step, cause rank and worker: what is lower is the likelier cause."""
+
+
+def likelihood(finding: Finding) -> Likelihood:
     """Orders findings: what comes first is the likelier cause. By step, then as data flows, then by rank."""
     return finding.step, finding.cause_rank, finding.worker
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from pydantic import Field
 from watchstep import tensors
 from watchstep.block import Block
 from watchstep.block_view import view
+from watchstep.statistics import Floats
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Advice, Needs, Params, Rule, State, is_metric
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
@@ -28,7 +31,8 @@ from watchstep_rules.figures.nonfinite import (
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.trails import Trail
 from watchstep_rules.figures.update_evidence import APPLIED, MISSING, UpdateEvidence
-from watchstep_rules.finding import Finding, finding_at
+from watchstep_rules.finding import Finding
+from watchstep_rules.finding_rows import FindingRows, Hits
 
 _TRAIN = MODES.index("train")
 _CHECK = ":finite_check"
@@ -146,30 +150,22 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         context: Block,
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[NanOrInfState, list[Finding]]:
+    ) -> tuple[NanOrInfState, FindingRows]:
         """Judge each row by itself, weights by the row before, and losses alone by how long they are not finite."""
         bad = nonfinite(block)
-        found: dict[int, Finding] = {}
-        for row, value, threshold, message in (
-            *_applied(block, bad),
-            *_checked(block, bad),
-            *_missing(block, params.steps_without_update),
-        ):
-            found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
         weights = _Weights(state, context, block, bad, params.steps_without_update)
         buffers, own = _own_buffers(state, block)
         updating, without, losses = _losses(state, block, params.steps_without_update)
-        for row, value, threshold, message in (*weights.hits, *own, *losses):
-            found[row] = finding_at(self.name, block, row, value=value, threshold=threshold, message=message)
-        findings = [found[row] for row in sorted(found)]
-        if found:
-            inputs, origins, updates = _Inputs(block, bad), Origins(block), UpdateEvidence(block)
-            findings = [
-                finding
-                if finding.role in _PARAMETERS
-                else origins.of(row).said_with(updates.said_with(inputs.told(finding, row), row))
-                for row, finding in zip(sorted(found), findings, strict=True)
-            ]
+        most = params.steps_without_update
+        kinds = (
+            _applied(block, bad),
+            _checked(block, bad),
+            _missing(block, most),
+            *weights.damage(),
+            own,
+            losses,
+        )
+        findings = _findings(self.name, block, bad, kinds)
         state = NanOrInfState(
             damaged=weights.damaged,
             nan_since=weights.nan_since,
@@ -189,44 +185,95 @@ class NanOrInf(Rule[NanOrInfParams, NanOrInfState]):
         return Advice((GAPS, *causes), (CHECK_BATCHES, *tries))
 
 
-_Hit = tuple[int, float, float, str]
-"""Row, value, threshold and message."""
+_Words = Callable[[Block, int, float, float], str]
+"""Says what was found in a row, by value and threshold."""
 
 
-def _applied(block: Block, bad: NDArray[np.int64]) -> Iterator[_Hit]:
+class _Damage(NamedTuple):
+    """Rows that are damage of one kind, and what says so: an alert needs few of the messages."""
+
+    hits: Hits
+    words: _Words
+
+    @classmethod
+    def of(
+        cls,
+        words: _Words,
+        rows: Sequence[int] | NDArray[np.intp],
+        values: Sequence[float] | NDArray[np.generic],
+        thresholds: Sequence[float] | Floats | float,
+    ) -> _Damage:
+        """From columns of shape (n,), or one threshold for all."""
+        held = np.broadcast_to(np.asarray(thresholds, np.float64), np.shape(rows))
+        return cls(Hits(np.array(rows, np.intp), np.array(values, np.float64), held), words)
+
+
+def _findings(rule: str, block: Block, bad: NDArray[np.int64], kinds: Sequence[_Damage]) -> FindingRows:
+    """Damage of several kinds, by row, with where its passes were first not finite and what became of its updates; no row is of two kinds."""
+    rows = np.concatenate([kind.hits.rows for kind in kinds])
+    values = np.concatenate([kind.hits.values for kind in kinds])
+    thresholds = np.concatenate([kind.hits.thresholds for kind in kinds])
+    which = np.repeat(np.arange(len(kinds)), [len(kind.hits) for kind in kinds])
+    order = np.argsort(rows, kind="stable")
+    hits, which = Hits(rows, values, thresholds).take(order), which[order]
+    evidence = functools.cache(lambda: (_Inputs(block, bad), Origins(block), UpdateEvidence(block)))
+
+    def words(row: int, value: float, threshold: float) -> str:
+        kind = kinds[int(which[np.searchsorted(hits.rows, row)])]
+        return kind.words(block, row, value, threshold)
+
+    def finish(finding: Finding, row: int) -> Finding:
+        if finding.role in _PARAMETERS:
+            return finding
+        inputs, origins, updates = evidence()
+        return origins.of(row).said_with(updates.said_with(inputs.told(finding, row), row))
+
+    return FindingRows(rule, block, hits, words, finish)
+
+
+def _applied(block: Block, bad: NDArray[np.int64]) -> _Damage:
     """Gradients that are not finite, of updates that are made; not those that the optimizer is known to have left out."""
     applied: dict[_Place, bool] = {}
     for row in np.flatnonzero(rows_where(block, is_metric, APPLIED)).tolist():
         place = _place(block, row)
         applied[place] = applied.get(place, False) or bool(block.statistics.mean[row] > 0)
-    gradients = rows_where(block, has_role, "gradient") & (block.mode == _TRAIN) & (bad > 0)
-    for row in np.flatnonzero(gradients).tolist():
-        if applied.get(_place(block, row), True):
-            yield row, float(bad[row]), 0.0, f"{counts_of(block, row)}, which the optimizer applies"
+    rows = np.flatnonzero(rows_where(block, has_role, "gradient") & (block.mode == _TRAIN) & (bad > 0))
+    if not all(applied.values()):
+        left_out = [not applied.get(_place(block, row), True) for row in rows.tolist()]
+        rows = rows[~np.array(left_out, np.bool_)]
+    return _Damage.of(_say_applied, rows, bad[rows].astype(np.float64), 0.0)
 
 
-def _checked(block: Block, bad: NDArray[np.int64]) -> Iterator[_Hit]:
+def _say_applied(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+    return f"{counts_of(block, row)}, which the optimizer applies"
+
+
+def _checked(block: Block, bad: NDArray[np.int64]) -> _Damage:
     """What updates left behind, where more of it is not finite than at the start."""
-    checks = np.flatnonzero(rows_where(block, has_role, "finite_check") & (bad > 0))
+    rows = np.flatnonzero(rows_where(block, has_role, "finite_check") & (bad > 0))
     column = block.probes.get("nonfinite_at_start")
-    for row in checks.tolist():
-        start = 0.0 if column is None or np.isnan(column[row]) else float(column[row])
-        if bad[row] > start:
-            counted = counts_of(block, row).removesuffix(_CHECK)
-            yield row, float(bad[row]), start, f"{counted} after the update, {start:g} at the start"
+    start = np.zeros(len(rows)) if column is None else np.nan_to_num(column[rows], nan=0.0)
+    more = bad[rows] > start
+    return _Damage.of(_say_checked, rows[more], bad[rows][more].astype(np.float64), start[more])
 
 
-def _missing(block: Block, most: int) -> Iterator[_Hit]:
-    """Steps in a row without a finite update, as the recorder counts them."""
-    for row in np.flatnonzero(rows_where(block, is_metric, MISSING)).tolist():
-        count = float(block.statistics.max[row])  # of a step that is handed over in parts, the last count
-        if count >= most:
-            yield (
-                row,
-                count,
-                float(most),
-                f"{block.info(row).name}: {count:g} training steps in a row without a finite update, {most} make it damage",
-            )
+def _say_checked(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+    return f"{counts_of(block, row).removesuffix(_CHECK)} after the update, {threshold:g} at the start"
+
+
+def _missing(block: Block, most: int) -> _Damage:
+    """Steps in a row without a finite update, as the recorder counts them; of a step that is handed over in parts, the last count."""
+    rows = np.flatnonzero(rows_where(block, is_metric, MISSING))
+    counts = block.statistics.max[rows]
+    many = counts >= most
+    return _Damage.of(_say_missing, rows[many], counts[many], float(most))
+
+
+def _say_missing(block: Block, row: int, value: float, threshold: float) -> str:
+    return (
+        f"{block.info(row).name}: {value:g} training steps in a row without a finite update, "
+        f"{threshold:.0f} make it damage"
+    )
 
 
 class _Weights:
@@ -237,18 +284,19 @@ class _Weights:
 
     Attributes:
         damaged, nan_since: as the state has them, after the block.
-        hits: rows that are damage.
     """
 
     def __init__(
         self, state: NanOrInfState, context: Block, block: Block, bad: NDArray[np.int64], most: int
     ) -> None:
         self.damaged, self.nan_since = dict(state.damaged), dict(state.nan_since)
-        self.hits: list[_Hit] = []
-        self._context, self._block, self._bad, self._most = context, block, bad, most
+        self._hits: list[tuple[int, float, float]] = []
+        self._never: list[tuple[int, float, float]] = []
+        self._block, self._bad, self._most = block, bad, most
         parameters = rows_where(block, has_role, *_PARAMETERS)
         if not self.damaged and not self.nan_since and not (bad[parameters] > 0).any():
             return
+        self._trained = _Trained(context, block)
         rows = np.flatnonzero(parameters)
         chosen = view(block, rows)
         trail = Trail.of(context, chosen)
@@ -260,9 +308,9 @@ class _Weights:
                     self._judge(name, int(rows[place]), float(before[place]))
 
     def _judge(self, name: str, row: int, before: float) -> None:
-        bad, block = float(self._bad[row]), self._block
+        bad = float(self._bad[row])
         if name not in self.damaged:
-            if bad > before and _is_trained(self._context, block, row):
+            if bad > before and self._trained.holds(row):
                 self.damaged[name] = before
             else:
                 self._judge_start(name, row, is_first=bool(np.isnan(before)))
@@ -270,9 +318,7 @@ class _Weights:
         if bad <= self.damaged[name]:
             del self.damaged[name]
             return
-        self.hits.append(
-            (row, bad, self.damaged[name], f"{counts_of(block, row)}, {self.damaged[name]:g} before")
-        )
+        self._hits.append((row, bad, self.damaged[name]))
 
     def _judge_start(self, name: str, row: int, *, is_first: bool) -> None:
         block, step = self._block, int(self._block.step[row])
@@ -284,21 +330,66 @@ class _Weights:
         if name not in self.nan_since:
             return
         steps = step - self.nan_since[name] + 1
-        if steps >= self._most and _is_trained(self._context, block, row):
-            message = (
-                f"{counts_of(block, row)}, of which some were NaN from the start: {steps} training steps in a row "
-                f"without a finite update of it, {self._most} make it damage"
+        if steps >= self._most and self._trained.holds(row):
+            self._never.append((row, float(steps), float(self._most)))
+
+    def damage(self) -> tuple[_Damage, _Damage]:
+        """Rows that hold more than before, and rows that never were finite."""
+        more, never = (
+            _Damage.of(
+                words, [row for row, _, _ in hits], [value for _, value, _ in hits], [at for _, _, at in hits]
             )
-            self.hits.append((row, float(steps), float(self._most), message))
+            for words, hits in ((_say_more, self._hits), (_say_never, self._never))
+        )
+        return more, never
 
 
-def _own_buffers(state: NanOrInfState, block: Block) -> tuple[dict[str, tuple[int, int]], list[_Hit]]:
+def _say_more(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+    return f"{counts_of(block, row)}, {threshold:g} before"
+
+
+def _say_never(block: Block, row: int, value: float, threshold: float) -> str:
+    return (
+        f"{counts_of(block, row)}, of which some were NaN from the start: {value:.0f} training steps in a row "
+        f"without a finite update of it, {threshold:.0f} make it damage"
+    )
+
+
+class _Trained:
+    """Which parameters have a gradient; where no gradient was recorded at all, each may have.
+
+    Gradients of the rows before count, so that rows that arrive later change nothing.
+    """
+
+    def __init__(self, context: Block, block: Block) -> None:
+        self._block = block
+        self._first: dict[tuple[str, int], int] = {}
+        self._first_of: dict[int, int] = {}
+        for before, rows in ((True, context), (False, block)):
+            chosen = np.flatnonzero(rows_where(rows, has_role, "gradient"))
+            key = (rows.tensor[chosen].astype(np.int64) << 32) | rows.worker[chosen]
+            for row in chosen[np.unique(key, return_index=True)[1]].tolist():
+                name, worker, at = rows.info(row).name, int(rows.worker[row]), -1 if before else row
+                self._first[name, worker] = min(self._first.get((name, worker), at), at)
+                self._first_of[worker] = min(self._first_of.get(worker, at), at)
+
+    def holds(self, row: int) -> bool:
+        """Whether the parameter of a row has one, as far as was known then."""
+        name, worker = self._block.info(row).name + _GRADIENT, int(self._block.worker[row])
+        never = len(self._block)
+        if self._first.get((name, worker), never) < row:
+            return True
+        return self._first_of.get(worker, never) >= row
+
+
+def _own_buffers(state: NanOrInfState, block: Block) -> tuple[dict[str, tuple[int, int]], _Damage]:
     """Running statistics of the program's own modules that were finite, and are not at several looks in a row, each after they changed.
 
     A running statistic never comes back from NaN. A buffer that holds the figures of one batch does. Infinity counts where the
     buffer's name says that it is a statistic: others may be masks.
     """
-    buffers, hits = dict(state.buffers), []
+    buffers = dict(state.buffers)
+    hits: dict[int, tuple[int, int]] = {}
     for row in np.flatnonzero(rows_where(block, has_role, "buffer_check")).tolist():
         name = f"{block.info(row).name}@{int(block.worker[row])}"
         held = block.statistics
@@ -311,10 +402,13 @@ def _own_buffers(state: NanOrInfState, block: Block) -> tuple[dict[str, tuple[in
         looks = looks + 1 if bad >= before else 1
         buffers[name] = (bad, looks)
         if looks >= _LOOKS:
-            counted = counts_of(block, row).removesuffix(_CHECK)
-            message = f"{counted}, 0 at the start, and no fewer at {looks} looks in a row, each after it had changed"
-            hits.append((row, float(bad), 0.0, message))
-    return buffers, hits
+            hits[row] = bad, looks
+
+    def say(block: Block, row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+        counted = counts_of(block, row).removesuffix(_CHECK)
+        return f"{counted}, 0 at the start, and no fewer at {hits[row][1]} looks in a row, each after it had changed"
+
+    return buffers, _Damage.of(say, list(hits), [float(bad) for bad, _ in hits.values()], 0.0)
 
 
 def _is_statistic(info: TensorInfo) -> bool:
@@ -323,21 +417,9 @@ def _is_statistic(info: TensorInfo) -> bool:
     return any(word in leaf for word in _STATISTICS)
 
 
-def _is_trained(context: Block, block: Block, row: int) -> bool:
-    """Whether a parameter has a gradient; where no gradient was recorded at all, it may have."""
-    name, worker = block.info(row).name + _GRADIENT, int(block.worker[row])
-    any_gradient = False
-    for rows in (context, view(block, np.arange(row))):
-        gradients = rows_where(rows, has_role, "gradient") & (rows.worker == worker)
-        any_gradient = any_gradient or bool(gradients.any())
-        if (gradients & rows_where(rows, _is_named, name)).any():
-            return True
-    return not any_gradient
-
-
 def _losses(
     state: NanOrInfState, block: Block, most: int
-) -> tuple[tuple[int, ...], dict[int, tuple[int, int]], list[_Hit]]:
+) -> tuple[tuple[int, ...], dict[int, tuple[int, int]], _Damage]:
     """Of workers that record nothing of updates, steps in a row none of whose losses is finite."""
     updates = rows_where(block, has_role, *_OF_UPDATES) | rows_where(block, is_metric, MISSING)
     first = dict.fromkeys(state.updating, -1)
@@ -345,7 +427,7 @@ def _losses(
         first.setdefault(worker, int(np.argmax(updates & (block.worker == worker))))
     losses = np.flatnonzero(rows_where(block, has_role, "loss") & (block.mode == _TRAIN))
     without = dict(state.without)
-    hits: list[_Hit] = []
+    hits, counts = [], []
     is_finite = (block.statistics.finite > 0) | (block.statistics.count == 0)
     for row in losses.tolist() if without or not is_finite[losses].all() else ():
         step, worker = _place(block, row)
@@ -356,13 +438,18 @@ def _losses(
         count += step != last
         without[worker] = (count, step)
         if count >= most:
-            message = (
-                f"no loss was finite in {count} training steps in a row, and nothing was recorded of updates, "
-                f"{most} make it damage: {counts_of(block, row)}"
-            )
-            hits.append((row, float(count), float(most), message))
+            hits.append(row)
+            counts.append(float(count))
     updating = tuple(sorted(first))
-    return updating, {worker: held for worker, held in sorted(without.items()) if worker not in first}, hits
+    without = {worker: held for worker, held in sorted(without.items()) if worker not in first}
+    return updating, without, _Damage.of(_say_without_loss, hits, counts, float(most))
+
+
+def _say_without_loss(block: Block, row: int, value: float, threshold: float) -> str:
+    return (
+        f"no loss was finite in {value:.0f} training steps in a row, and nothing was recorded of updates, "
+        f"{threshold:.0f} make it damage: {counts_of(block, row)}"
+    )
 
 
 class _Inputs:
@@ -392,7 +479,3 @@ class _Inputs:
 
 def _place(block: Block, row: int) -> _Place:
     return int(block.step[row]), int(block.worker[row])
-
-
-def _is_named(info: TensorInfo, name: str) -> bool:
-    return info.name == name

@@ -11,11 +11,12 @@ from pydantic import Field
 from watchstep import tensors
 from watchstep.block import Block
 from watchstep.block_view import view
+from watchstep.sort_key import sort_key
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Advice, Merge, Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.conclusive import has_elements
-from watchstep_rules.figures.first_nonfinite import Origins
+from watchstep_rules.figures.first_nonfinite import Origins, execution
 from watchstep_rules.figures.nonfinite import (
     BAD_BATCH,
     CHECK_BATCHES,
@@ -26,7 +27,8 @@ from watchstep_rules.figures.nonfinite import (
 )
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.update_evidence import APPLIED, MISSING, SKIPPED, UpdateEvidence
-from watchstep_rules.finding import Finding, finding_at
+from watchstep_rules.finding import Finding
+from watchstep_rules.finding_rows import FindingRows, Hits
 
 _DOWNSTREAM = ("input", "output", "loss", "gradient")
 _STATE = ("weight", "bias")
@@ -123,7 +125,7 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         context: Block,  # noqa: ARG002 - the contract's
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[NonFiniteValuesState, list[Finding]]:
+    ) -> tuple[NonFiniteValuesState, FindingRows]:
         """Judge each row by itself; of a logged loss, whether it was finite before."""
         held = block.statistics
         bad = held.nan.copy()
@@ -138,11 +140,7 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         upstream = _bad_inputs(block, np.flatnonzero(hit))
         if not params.judge_inputs:
             hit = hit & ~rows_where(block, is_given)
-        findings = [
-            self._finding(params, block, row, int(bad[row]), upstream.get(_pass_of(block, row), []))
-            for row in np.flatnonzero(hit).tolist()
-        ]
-        return state, _with_origins(block, np.flatnonzero(hit).tolist(), findings)
+        return state, self._findings(params, block, np.flatnonzero(hit), bad, upstream)
 
     def advice(self, finding: Finding) -> Advice:
         """An output that is the first bad tensor of its step had finite weights: what came into it is the likeliest cause.
@@ -160,40 +158,58 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         tries = (one for one in usual.what_to_try if one != LOOK_AT_INPUT)
         return Advice((BAD_BATCH, *causes), (LOOK_AT_INPUT, *tries))
 
-    def _finding(
-        self, params: NonFiniteValuesParams, block: Block, row: int, bad: int, inputs: list[int]
-    ) -> Finding:
-        info = block.info(row)
-        upstream = inputs if info.role in _DOWNSTREAM and not is_given(info) else []
-        message = f"{counts_of(block, row)}, {params.max_elements} tolerated"
-        if upstream:
-            message += "; the input held " + ", and ".join(
-                counts_of(block, one) for one in upstream[:_MOST_NAMED]
+    def _findings(
+        self,
+        params: NonFiniteValuesParams,
+        block: Block,
+        rows: NDArray[np.intp],
+        bad: NDArray[np.int64],
+        inputs: dict[_Pass, list[int]],
+    ) -> FindingRows:
+        """With where their pass was first not finite, and whether an update applied it; the output that was executed first is the likeliest cause."""
+        origins, updates = Origins(block), UpdateEvidence(block)
+
+        def upstream(row: int) -> list[int]:
+            info = block.info(row)
+            return (
+                inputs.get(_pass_of(block, row), [])
+                if info.role in _DOWNSTREAM and not is_given(info)
+                else []
             )
-        found = finding_at(
-            self.name, block, row, value=float(bad), threshold=float(params.max_elements), message=message
-        )
-        return found.model_copy(update={"upstream": tuple(block.info(one).name for one in upstream)})
+
+        def words(row: int, value: float, threshold: float) -> str:  # noqa: ARG001 - as all words
+            message = f"{counts_of(block, row)}, {params.max_elements} tolerated"
+            if seen := upstream(row):
+                message += "; the input held " + ", and ".join(
+                    counts_of(block, one) for one in seen[:_MOST_NAMED]
+                )
+            return message
+
+        def finish(finding: Finding, row: int) -> Finding:
+            names = tuple(block.info(one).name for one in upstream(row))
+            finding = finding.model_copy(update={"upstream": names})
+            if finding.role not in _DOWNSTREAM or is_given(block.info(row)):
+                return finding
+            return origins.of(row).said_with(updates.said_with(finding, row))
+
+        tolerated = np.full(len(rows), float(params.max_elements))
+        hits = Hits(rows, bad[rows].astype(np.float64), tolerated, _executed_first(block, rows))
+        return FindingRows(self.name, block, hits, words, finish)
 
 
-def _with_origins(block: Block, rows: list[int], findings: list[Finding]) -> list[Finding]:
-    """The findings, with where their pass was first not finite, and whether an update applied it; the output that was executed first is the likeliest cause."""
-    if not findings:
-        return findings
-    origins, updates = Origins(block), UpdateEvidence(block)
-    first: dict[_Pass, tuple[int, int, str]] = {}
-    for row in rows:
-        if block.info(row).role == "output":
-            when, place = origins.when(row), _pass_of(block, row)
-            first[place] = min(first.get(place, when), when)
-    told = []
-    for row, finding in zip(rows, findings, strict=True):
-        if finding.role in _DOWNSTREAM and not is_given(block.info(row)):
-            finding = origins.of(row).said_with(updates.said_with(finding, row))  # noqa: PLW2901 - the same, with more words
-        if finding.role == "output" and origins.when(row) == first[_pass_of(block, row)]:
-            finding = finding.model_copy(update={"cause_rank": (finding.cause_rank[0], -1)})  # noqa: PLW2901 - as above
-        told.append(finding)
-    return told
+def _executed_first(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Of chosen rows those of the output of each pass that was executed first, bool of shape (chosen,)."""
+    first = np.zeros(len(rows), np.bool_)
+    places = np.flatnonzero(rows_where(block, has_role, "output")[rows])
+    if len(places):
+        outputs = rows[places]
+        which = _passes(block)[outputs]
+        when = sort_key(*execution(block, outputs))
+        order = np.lexsort((when, which))
+        begins = np.diff(which[order], prepend=-1) != 0
+        earliest = when[order][begins][np.cumsum(begins) - 1]
+        first[places[order[when[order] == earliest]]] = True
+    return first
 
 
 def _bad_inputs(block: Block, bad: NDArray[np.intp]) -> dict[_Pass, list[int]]:
@@ -219,11 +235,15 @@ def _unused(block: Block, hit: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return unused
     ends = rows_where(block, has_role, "loss", "gradient")
     is_bad = block.statistics.nan + block.statistics.pos_inf + block.statistics.neg_inf > 0
-    passes = {_pass_of(block, row) for row in np.flatnonzero(ends & ~is_bad).tolist()}
-    spoilt = {_pass_of(block, row) for row in np.flatnonzero(ends & is_bad).tolist()}
-    places = [_pass_of(block, row) for row in outputs.tolist()]
-    unused[outputs] = [place in passes and place not in spoilt for place in places]
+    passes = _passes(block)
+    finite, spoilt = np.unique(passes[ends & ~is_bad]), np.unique(passes[ends & is_bad])
+    unused[outputs] = np.isin(passes[outputs], finite) & ~np.isin(passes[outputs], spoilt)
     return unused
+
+
+def _passes(block: Block) -> NDArray[np.int64]:
+    """The pass of each row, as a number."""
+    return sort_key(block.step, block.worker, block.mode)
 
 
 def _pass_of(block: Block, row: int) -> _Pass:

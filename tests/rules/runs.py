@@ -69,7 +69,7 @@ def follow(
         # Memory lies in a database between evaluations, as JSON.
         memory = RuleMemory.model_validate_json(verdict.memory.model_dump_json())
         assert memory == verdict.memory
-        said = Said(memory, said.findings + verdict.findings, said.transitions + verdict.transitions)
+        said = Said(memory, [*said.findings, *verdict.findings], said.transitions + verdict.transitions)
         history, before = trimmed(config, concatenate([history, arrived]), now), now
     return said
 

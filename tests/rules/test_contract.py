@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -111,10 +112,10 @@ def test_a_rule_that_takes_each_worker_by_itself_may_be_split_at_any_row(
     whole_state, whole = rule.evaluate(params, rule.state_type(), Block.empty(), block, 0)
     state, first = rule.evaluate(params, rule.state_type(), Block.empty(), head, 0)
     state, second = rule.evaluate(params, state, head.tail(rule.lookback(params)), tail, 0)
-    assert (state, alone(first + second)) == (whole_state, alone(whole))
+    assert (state, alone([*first, *second])) == (whole_state, alone(whole))
 
 
-def alone(findings: list[Finding]) -> list[Finding]:
+def alone(findings: Sequence[Finding]) -> list[Finding]:
     """Findings without what other rows of their step hold: segments keep a worker's step together, and rows cut anywhere do not."""
     return [
         finding.model_copy(

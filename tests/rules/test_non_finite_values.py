@@ -23,9 +23,10 @@ LOSS = replace(tensor("loss", "losses", shape=()), derived=True)  # as found at 
 
 def found(info: TensorInfo, values: list[float], **params: object) -> list[Finding]:
     checked = NonFiniteValuesParams.model_validate(params)
-    return NonFiniteValues().evaluate(
+    said = NonFiniteValues().evaluate(
         checked, NonFiniteValuesState(), Block.empty(), block_of([Row(3, info, values)]), 0
     )[1]
+    return list(said)
 
 
 @pytest.mark.parametrize("info", [LOSS, OUTPUT, gradient("a"), tensor("w", "weights"), tensor("b", "biases")])

@@ -18,6 +18,7 @@ from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.nonfinite import amount_of, counts_of, is_given, nonfinite
 from watchstep_rules.finding import Finding
+from watchstep_rules.judging.of_catalogue import OfCatalogue
 
 _STATE = ("weight", "bias")
 _MOST_NAMED = 3
@@ -127,6 +128,23 @@ class Origins:
         modules = dict.fromkeys(self._block.info(row).module or "the model" for row in spoilt)
         seen = ", and ".join(counts_of(self._block, row) for row in spoilt[:_MOST_NAMED])
         return f"; weights of {', '.join([*modules][:_MOST_NAMED])} were already non-finite: {seen}"
+
+
+def execution(block: Block, rows: NDArray[np.intp]) -> tuple[NDArray[np.int64], ...]:
+    """Columns that order rows of outputs as they were executed, as `Origins.when` does: time, order of the module, and name."""
+    order, name = _orders.get(block.catalogue, "", lambda: _orders_of(block.catalogue))
+    tensor = block.tensor[rows]
+    return block.time_ns[rows], order[tensor], name[tensor]
+
+
+def _orders_of(catalogue: tuple[TensorInfo, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each tensor the order of its module, and the rank of its name."""
+    names = np.empty(len(catalogue), np.int64)
+    names[sorted(range(len(catalogue)), key=lambda place: catalogue[place].name)] = np.arange(len(catalogue))
+    return np.array([info.order for info in catalogue], np.int64), names
+
+
+_orders: OfCatalogue[tuple[NDArray[np.int64], NDArray[np.int64]]] = OfCatalogue()
 
 
 def _named(info: TensorInfo) -> str:

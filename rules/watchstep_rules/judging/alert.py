@@ -11,7 +11,6 @@ alert. Where rows that come later show that it fired at an earlier step, or for 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from watchstep_rules.finding import Finding
+from watchstep_rules.finding_rows import steps_of, taken
 from watchstep_rules.judging.alert_memory import AlertMemory, Transition
 from watchstep_rules.judging.life import ALL, Life, Seals
 from watchstep_rules.judging.streaks import JudgedRows, Tick, Timing, follow
@@ -72,17 +72,17 @@ def _parts(rows: JudgedRows, findings: Sequence[Finding], tick: Tick | None) -> 
         yield _Part(rows, findings, tick)
         return
     about_run = [finding for finding in findings if not finding.tensor] if tick else []
-    others = sorted((finding for finding in findings if finding.tensor or not tick), key=_step)
-    steps = [finding.step for finding in others]
+    others = [finding for finding in findings if finding.tensor] if tick else findings
+    steps = steps_of(others)
+    order = np.argsort(steps, kind="stable")
+    steps = steps[order]
     begins = np.flatnonzero(rows.step[1:] != rows.step[:-1]) + 1
     wanted = np.searchsorted(begins, np.arange(PART_ROWS, len(rows), PART_ROWS))
     cuts = np.unique([0, *begins[wanted[wanted < len(begins)]], len(rows)]).tolist()
     for start, end in pairwise(cuts):
         part = rows.part(slice(start, end))
-        held = others[bisect_left(steps, part.step.min()) : bisect_right(steps, part.step.max())]
+        first = np.searchsorted(steps, part.step.min(), side="left")
+        after = np.searchsorted(steps, part.step.max(), side="right")
+        held = taken(others, order[first:after])
         last = end == len(rows)
         yield _Part(part, [*held, *about_run] if last else held, tick if last else None)
-
-
-def _step(finding: Finding) -> int:
-    return finding.step

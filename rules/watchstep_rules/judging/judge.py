@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -75,7 +76,7 @@ class Verdict:
     """What judging gave, and how long it took."""
 
     memory: RuleMemory
-    findings: list[Finding]
+    findings: Sequence[Finding]
     transitions: list[Transition]
     seconds: float = field(default=0.0, compare=False)
 

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 from typing import NamedTuple
 
-from watchstep_rules.finding import likelihood
+from watchstep_rules.finding import Likelihood, likelihood
 from watchstep_rules.judging.alert_memory import AlertMemory, Cause, Mark, Phase, Transition
 from watchstep_rules.judging.streaks import NONE, Change, Known, Streaks, Timing
 
@@ -50,7 +50,7 @@ class Life:
         self._settled, self._over = set(memory.settled), dict(memory.over)
         self._waiting = list(memory.waiting)
         self._newest = {mark.series: mark for mark in memory.waiting}
-        self._causes = {cause.finding.step: cause for cause in memory.causes}
+        self._causes = {cause.finding.step: _Suspect.of(cause) for cause in memory.causes}
         self._tick: Change | None = None
         self.transitions: list[Transition] = []
 
@@ -110,7 +110,7 @@ class Life:
                 "clean": clean,
                 "last": {name: self._last[name] for name in sorted({*hits, *clean}) if name in self._last},
                 "waiting": tuple(self._waiting),
-                "causes": tuple(self._causes[step] for step in sorted(self._causes)),
+                "causes": tuple(self._causes[step].cause() for step in sorted(self._causes)),
                 "bad": tuple(sorted(self._bad)),
                 "firing": tuple(sorted(self._firing)),
                 "settled": tuple(sorted(self._settled)),
@@ -145,7 +145,7 @@ class Life:
 
     def _is_of_what_is_over(self, change: Change) -> bool:
         series = change.series
-        if change.finding is None:
+        if not change.bad:
             self._over.pop(series, None)
             return False
         if self._is_over(change.step):
@@ -183,11 +183,11 @@ class Life:
         return bad, series in (self._firing if bad else self._settled)
 
     def _suspect(self, change: Change) -> None:
-        if change.finding is None or not change.enough:
+        if not change.bad or not change.enough:
             return
-        known = self._causes.get(change.step)
-        if known is None or likelihood(change.finding) < likelihood(known.finding):
-            self._causes[change.step] = Cause(change.finding, change.since)
+        known, rank = self._causes.get(change.step), change.likelihood
+        if known is None or rank < known.likelihood:
+            self._causes[change.step] = _Suspect(rank, change)
 
     def _flash(self, change: Change) -> None:
         """A finding of a row that came after later ones of its series: bad at that step, and then as it is by now."""
@@ -245,16 +245,16 @@ class Life:
         change = self._tick
         if change is None:
             return
-        if change.finding is not None:
-            self._causes[change.step] = Cause(change.finding, change.since)
-        mark = Mark(change.step, change.series, change.finding is not None, change.enough)
+        if change.bad:
+            self._causes[change.step] = _Suspect(change.likelihood, change)
+        mark = Mark(change.step, change.series, change.bad, change.enough)
         self._judge(change.step, [mark])
 
     def _fire(self, step: int) -> None:
         """It fires for what makes it fire at a step; where it was said before that it does, that was said of this."""
         if self._phase is Phase.FIRING:
             return
-        self._blame(self._causes[step])
+        self._blame(self._causes[step].cause())
         self._fired_at = step
         self._go(Phase.FIRING, step)
 
@@ -268,10 +268,11 @@ class Life:
 
     def _revise(self) -> None:
         """Rows of another worker, or late ones, may hold what made the alert fire where it was seen first."""
-        told, first = self._finding, min(self._causes.values(), key=_likelihood, default=None)
-        if self._phase is not Phase.FIRING or first is None or told is None:
+        told, likeliest = self._finding, min(self._causes.values(), key=_likelihood, default=None)
+        if self._phase is not Phase.FIRING or likeliest is None or told is None:
             return
-        if _likelihood(first) < likelihood(told):
+        if likeliest.likelihood < likelihood(told):
+            first = likeliest.cause()
             fired_at = told.step if self._fired_at < 0 else self._fired_at
             self._blame(first)
             self._fired_at = min(fired_at, first.finding.step)
@@ -295,7 +296,7 @@ class Life:
 
 
 def _mark(change: Change) -> Mark:
-    return Mark(change.step, change.series, change.finding is not None, change.enough)
+    return Mark(change.step, change.series, change.bad, change.enough)
 
 
 def _place(change: Change) -> tuple[int, str]:
@@ -307,5 +308,19 @@ def _step(mark: Mark) -> int:
     return mark.step
 
 
-def _likelihood(cause: Cause) -> tuple[int, tuple[int, int], int]:
-    return likelihood(cause.finding)
+class _Suspect(NamedTuple):
+    """What may be named as a cause; its finding is built where it is."""
+
+    likelihood: Likelihood
+    by: Change | Cause
+
+    @classmethod
+    def of(cls, cause: Cause) -> _Suspect:
+        return cls(likelihood(cause.finding), cause)
+
+    def cause(self) -> Cause:
+        return self.by if isinstance(self.by, Cause) else Cause(self.by.finding, self.by.since)
+
+
+def _likelihood(suspect: _Suspect) -> Likelihood:
+    return suspect.likelihood

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block
 from watchstep.tensors import MODES, TensorInfo
-from watchstep_rules.finding import Finding
+from watchstep_rules.finding import Finding, Likelihood
+from watchstep_rules.finding_rows import FindingRows, likelihood_of, steps_of
 
 RUN = "run"
 """The series of findings about the run as a whole, those without a tensor."""
@@ -124,7 +125,8 @@ class Change:
     Attributes:
         step: of the row.
         series: which series.
-        finding: what was found there, if anything.
+        findings: what the rule said of the block,
+        found: and the place of what was found there, or -1.
         enough: the streak is as long as `Timing` asks.
         since: the streak up to here.
         row: its place among the rows that matter, as they came,
@@ -133,11 +135,27 @@ class Change:
 
     step: int
     series: str
-    finding: Finding | None
+    findings: Sequence[Finding]
+    found: int
     enough: bool
     since: Streak
     row: int
     line: int
+
+    @property
+    def bad(self) -> bool:
+        """Whether something was found there."""
+        return self.found >= 0
+
+    @property
+    def finding(self) -> Finding:
+        """What was found there; only where something was."""
+        return self.findings[self.found]
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """That of what was found there."""
+        return likelihood_of(self.findings, self.found)
 
 
 @dataclass(frozen=True)
@@ -227,11 +245,11 @@ class _Lines:
         return Streak(int(self.count[line]), int(self.begun.step[run]), int(self.begun.time_ns[run]))
 
     def change(self, line: int) -> Change:
-        found = self.found[line]
         return Change(
             step=int(self.rows.step[line]),
             series=self.names[self.rows.series[line]],
-            finding=self.findings[found] if found >= 0 else None,
+            findings=self.findings,
+            found=int(self.found[line]),
             enough=bool(self.enough[line]),
             since=self.streak(line),
             row=int(self.order[line]),
@@ -273,9 +291,10 @@ def follow(
         timing: how long is enough.
         tick: of a rule that watches the clock.
     """
-    names = list(dict.fromkeys([*map(_series_of, findings), *known.hits, *known.clean]))
+    of_findings, series = _series(findings)
+    names = list(dict.fromkeys([*of_findings, *known.hits, *known.clean]))
     rows = _rows(block, names, tick)
-    found = _matched(rows, names, findings)
+    found = _matched(rows, series, steps_of(findings))
     counts = np.flatnonzero(rows.conclusive | (found >= 0))
     rows, found = rows.take(counts), found[counts]
     order = np.argsort(rows.series, kind="stable")
@@ -307,8 +326,15 @@ def follow(
     return Streaks(changes, behind, ends, tick is not None and RUN in names, lines)
 
 
-def _series_of(finding: Finding) -> str:
-    return series_of(finding.tensor, finding.worker, finding.mode)
+def _series(findings: Sequence[Finding]) -> tuple[list[str], NDArray[np.int64]]:
+    """The names of the series that findings are about, each once, and of each finding which it is."""
+    if isinstance(findings, FindingRows):
+        named, which = findings.series()
+        return [series_of(*one) for one in named], which
+    place: dict[str, int] = {}
+    of = [series_of(finding.tensor, finding.worker, finding.mode) for finding in findings]
+    which = np.array([place.setdefault(name, len(place)) for name in of], np.int64)
+    return list(place), which
 
 
 def _behind(rows: _Rows, names: list[str], known: Known) -> NDArray[np.bool_]:
@@ -333,7 +359,7 @@ def _alone(
     step = int(rows.step[line])
     since = Streak(1, step, int(rows.time_ns[line]))
     enough = timing.hold_steps <= 1 and timing.hold_ns <= 0
-    return Change(step, names[rows.series[line]], findings[found[line]], enough, since, -1, line)
+    return Change(step, names[rows.series[line]], findings, int(found[line]), enough, since, -1, line)
 
 
 def _rows(block: JudgedRows, names: list[str], tick: Tick | None) -> _Rows:
@@ -384,16 +410,20 @@ def _rows_of_series(block: JudgedRows, names: list[str]) -> tuple[NDArray[np.int
     return rows[held], index_of[at[held]]
 
 
-def _matched(rows: _Rows, names: list[str], findings: Sequence[Finding]) -> NDArray[np.int64]:
-    """For each row the place of its finding, or -1; of several about one step and series, the last."""
+def _matched(rows: _Rows, series: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each row the place of its finding, or -1; of several about one step and series, the last.
+
+    Args:
+        rows: the rows.
+        series: of each finding, an index into the names of the series.
+        step: of each finding.
+    """
     found = np.full(len(rows.step), -1, np.int64)
-    if not findings or not len(found):
+    if not len(step) or not len(found):
         return found
-    index = {name: place for place, name in enumerate(names)}
-    steps = np.unique(np.array([finding.step for finding in findings], np.int64))
+    steps = np.unique(step)
     width = len(steps)
-    step = np.searchsorted(steps, [finding.step for finding in findings])
-    keys = np.array([index[_series_of(finding)] for finding in findings], np.int64) * width + step
+    keys = series * width + np.searchsorted(steps, step)
     at = np.minimum(np.searchsorted(steps, rows.step), width - 1)
     wanted = rows.series * width + at
     order = np.argsort(keys, kind="stable")

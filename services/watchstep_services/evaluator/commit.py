@@ -25,7 +25,7 @@ from watchstep_services.evaluator.alerting import publish
 from watchstep_services.evaluator.claim import Claim
 from watchstep_services.evaluator.collect import Collected, spans_of_ranks
 from watchstep_services.evaluator.inbox import FAILED_ATTEMPTS
-from watchstep_services.evaluator.judging import Judged, LostContext
+from watchstep_services.evaluator.judging import FINDINGS_KEPT, Judged, LostContext
 from watchstep_services.evaluator.lifecycle import start_run
 from watchstep_services.evaluator.memories import write_memories
 from watchstep_services.evaluator.place import Place
@@ -36,9 +36,6 @@ from watchstep_services.evaluator.seals import AttemptProgress, SealDecision, wr
 from watchstep_services.evaluator.unfinished_reads import unfinished_after
 from watchstep_services.points import reach
 from watchstep_services.service import Service
-
-FINDINGS_KEPT = 1000
-"""Findings of one rule config on one attempt that are kept; the rest are counted."""
 
 _MISSING_ROWS = 1000
 """Rows of missing segments that one evaluation writes; the rest are counted. What comes late is found by a listing anyway."""
@@ -319,5 +316,5 @@ def _remember(session: Session, attempt: str, judged: Judged, row: Memory | None
                 finding=json.loads(finding.model_dump_json()),
             )
         )
-    row.findings += len(judged.findings)
+    row.findings += judged.found
     return row

@@ -21,6 +21,9 @@ from watchstep_rules.judging.rule_set import judge_set
 from watchstep_rules.pinned_baseline import with_baseline
 from watchstep_services.database.models import RuleConfigRow
 
+FINDINGS_KEPT = 1000
+"""Findings of one rule config on one attempt that are kept; the rest are counted."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -39,7 +42,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Judged:
-    """What one rule config said; its memory also as the JSON text that is kept, and whether that is another than before."""
+    """What one rule config said; its memory also as the JSON text that is kept, and whether that is another than before.
+
+    Of its findings the first `FINDINGS_KEPT`, for no more are stored of a rule config, and how many there are.
+    """
 
     row: RuleConfigRow
     config: RuleConfig | None
@@ -47,6 +53,7 @@ class Judged:
     kept: str
     findings: list[Finding]
     transitions: list[Transition]
+    found: int = 0
     seconds: float = 0.0
     changed: bool = True
     told: str | None = None
@@ -129,17 +136,27 @@ def _judged(held: Loaded, verdict: Verdict) -> Judged:
             held.kept,
             [],
             [],
-            verdict.seconds,
+            seconds=verdict.seconds,
             changed=False,
             told=held.told,
         )
     try:
         kept = verdict.memory.model_dump_json()
-    except Exception as error:  # noqa: BLE001 - a state that cannot be kept is its rule's fault, and must not stop the others
+        findings = list(verdict.findings[:FINDINGS_KEPT])  # built here, outside of the transaction
+    except Exception as error:  # noqa: BLE001 - what cannot be kept is its rule's fault, and must not stop the others
         told = failed(held.memory, error)
         return Judged(held.row, held.config, told, told.model_dump_json(), [], [], told=held.told)
-    said = (verdict.findings, verdict.transitions)
-    return Judged(held.row, held.config, verdict.memory, kept, *said, seconds=verdict.seconds, told=held.told)
+    return Judged(
+        held.row,
+        held.config,
+        verdict.memory,
+        kept,
+        findings,
+        verdict.transitions,
+        len(verdict.findings),
+        verdict.seconds,
+        told=held.told,
+    )
 
 
 def _unreadable(held: Loaded) -> Judged:
