@@ -20,6 +20,7 @@ from watchstep.tensors import LOSSES, MODES, Mode
 from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
 from watchstep_services.cli.calling import client_of, service_of
 from watchstep_services.cli.output import console, echo, figure, show, table
+from watchstep_services.cli.runs_incidents import print_incidents
 from watchstep_services.cli.service_options import DEFAULT_STORE
 
 app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
@@ -97,8 +98,18 @@ def _list_known(client: Client) -> None:
 
 
 @app.command("show")
-def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
-    """Show a run: its state, steps, workers, losses, what was recorded, how it ended."""
+def show_run(
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    service: Annotated[
+        str,
+        typer.Option(
+            envvar="WATCHSTEP_SERVICE",
+            help="URL of the service that knows its incidents; the one of a local store if left out.",
+        ),
+    ] = "",
+) -> None:
+    """Show a run: its state, steps, workers, losses, how it ended, its incidents where a service watches it, and what was recorded."""
     opened = find_run(run, store)
     out = console()
     steps = opened.steps()
@@ -121,6 +132,7 @@ def show_run(run: RunArgument, store: StoreOption = DEFAULT_STORE) -> None:
         out.print(f"damaged   {stored.damage}", soft_wrap=True)
     for name, why in opened.damaged.items():
         out.print(f"damaged   {name}: {why}", soft_wrap=True)
+    print_incidents(opened, service)
     shown = table("COLLECTION", ">TENSORS", "FOR EXAMPLE")
     for collection, names in sorted(opened.collections.items()):
         shown.add_row(collection, str(len(names)), ", ".join(names[:3]))

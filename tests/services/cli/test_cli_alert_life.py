@@ -99,6 +99,9 @@ def test_the_list_of_runs_without_an_answer_of_the_service(folder: Path) -> None
         assert "alerts are not shown" in listed
         assert "FIRING" not in listed
         assert "run-1" in listed
+        shown = watchstep(folder, "runs", "show", f"{PROJECT}/run-1")
+        assert "incidents are not shown" in shown
+        assert "COLLECTION" in shown
 
 
 def test_what_is_asked_of_a_run(folder: Path) -> None:
@@ -130,6 +133,14 @@ def test_the_tensors_that_deviate_where_an_incident_begins_are_shown(tmp_path: P
 
         assert service.wait_until(fired, 60.0)
         shown = watchstep(place, "runs", "alerts", f"{PROJECT}/run-1")
+        run = watchstep(place, "runs", "show", f"{PROJECT}/run-1")
+    lines = [line.strip() for line in run[run.index("incident") : run.index("COLLECTION")].splitlines()]
+    assert lines[0] == "incident  step 100, likeliest cause exploding_gradient"
+    assert lines[1].startswith("cause   norm of second.weight:gradient is 1e+06")
+    assert lines[2].startswith("check   ")
+    member = re.compile(r"alerts  exploding_gradient: warning, (firing|resolved), since step 100")
+    assert any(map(member.fullmatch, lines))
+    assert f"watchstep runs alerts {PROJECT}/run-1 explains each alert" in lines
     assert "usual ranges at step 100 (attempt a1)" in shown
     assert re.search(
         r"^  second.weight:gradient: (rms|mean|abs_max) 1e\+06 at step 100, usually ", shown, re.MULTILINE
