@@ -19,6 +19,14 @@ from watchstep_rules.finding import Finding, finding_at
 
 _FIRST = 10
 _FALLS = 0.8
+_FALLEN = 0.25
+"""Share of its beginning that a loss must have come down by, for what it came down by to be its measure."""
+_CLIMB = 6
+_CLIMB_SPREAD = 3.0
+_CLIMB_SHARE = 0.5
+_CLIMB_FACTOR = 1.3
+_CLIMB_INVERSIONS = 2
+"""Of the 15 pairs of six losses so many may fall: of noise without a trend one window in 36 has so few."""
 
 
 class LossSpikeParams(Params):
@@ -34,7 +42,9 @@ class LossSpikeParams(Params):
     )
     rise: float = Field(2.0, gt=1, description="… which they also are so many times …")
     of_first: float = Field(
-        1.0, ge=0, description="… and above by this share of where it began, or of its highest level since."
+        1.0,
+        ge=0,
+        description="… and above by this share of what it had come down by since it began, or since its highest level.",
     )
     far: float = Field(10.0, gt=1, description="How many times where it began a loss is that has exploded.")
 
@@ -59,12 +69,19 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
 
     With ``level`` the median of the window, ``spread`` 1.4826 times the median of distances from it (which is the
     standard deviation, were they normal, and does not notice single outliers: Hampel 1974) and ``began`` the median of the first
-    ten losses, or the highest level so far where that is more, each of the last losses is at least ``level`` plus the largest of::
+    ten losses, or the highest level so far where that is more, each of the last losses is at least ``level`` plus the larger of::
+
+        deviations * spread,    of_first * (|began| - |level|)
+
+    So a loss with a floor (a contrastive loss, the entropy of a language) is measured by what it has learnt, and not by its height. Of a loss
+    that has come down by less than a quarter of its beginning, or by less than ``deviations * spread``, each must be at least ``level`` plus the largest of::
 
         deviations * spread,    (rise - 1) * |level|,    of_first * |began|
 
-    and the median of the newest third of them is at least 0.8 times that of the oldest. Of a loss that is ``far * began`` above, which has exploded,
-    the last ``exploded`` are enough, whether they fall or not. A loss that was never below zero and is as far below its level
+    And the median of the newest third of them is at least 0.8 times that of the oldest. Of a loss that is ``far * began`` above, which has exploded,
+    the last ``exploded`` are enough, whether they fall or not. A loss that *climbs* is found before it has lasted: of the last six all
+    are three spreads above the level, the mean of the newer three is above it by ``deviations * spread`` and by half of what the loss had come down by,
+    and that is 1.3 times as much as of the older three, and of the 15 pairs of the six two at most do not rise. So a loss looks whose sign was flipped, or whose updates have become too large. A loss that was never below zero and is as far below its level
     has had its sign turned around.
 
     Large models are known for losses that jump within a few steps, after which some recover and some do not (Chowdhery
@@ -76,7 +93,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     """
 
     name = "loss_spike"
-    version = 2
+    version = 3
     summary = "the training loss jumps far above its recent level and where it began, and stays there"
     needs = Needs(collections=("losses",), roles=("loss",))
     merge = "sealed"
@@ -99,7 +116,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
 
     def lookback(self, params: LossSpikeParams) -> int:
         """The window and what is held against it."""
-        return params.window + max(params.lasting, params.exploded) - 1
+        return params.window + max(params.lasting, params.exploded, _CLIMB) - 1
 
     def evaluate(
         self,
@@ -120,8 +137,12 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
                 continue
             soon = _spikes(params, series, params.exploded, began, signed)
             late = _spikes(params, series, params.lasting, began, signed)
-            for spike, holds in ((soon, soon.far), (late, late.stays)):
-                jumped = spike.jumped & holds
+            climb = _climbs(params, series, began)
+            for spike, jumped in (
+                (soon, soon.jumped & soon.far),
+                (late, late.jumped & late.stays),
+                (climb, climb.jumped),
+            ):
                 for place in map(int, np.flatnonzero(jumped & is_whole(series, names))):
                     row = int(series.rows[place])
                     if row not in findings:
@@ -133,8 +154,13 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     ) -> Finding:
         nearest, level, above = (float(each[place]) for each in (spike.nearest, spike.level, spike.above))
         end, bar = ("lowest", level + above) if nearest > level else ("highest", level - above)
+        figure = (
+            f"mean of the last {_CLIMB // 2}, which climb,"
+            if spike.climbs
+            else f"{end} of the last {spike.lasting}"
+        )
         message = (
-            f"{series.name} is {series.values[place]:.4g}, the {end} of the last {spike.lasting} is {nearest:.4g}; the median "
+            f"{series.name} is {series.values[place]:.4g}, the {figure} is {nearest:.4g}; the median "
             f"of the {params.window} before is {level:.4g}"
         )
         return finding_at(
@@ -145,7 +171,8 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
 class _Spikes(NamedTuple):
     """Of the last losses at each row the one nearest to the level, the level before them, and how far above they must be.
 
-    ``jumped``: they are so far above, or below; ``far``: they have exploded; ``stays``: they do not come back.
+    ``jumped``: they are so far above, or below; ``far``: they have exploded; ``stays``: they do not come back. ``climbs``: it is the mean of the
+    newer half that is held against the level, and none of ``far`` and ``stays`` is asked.
     """
 
     lasting: int
@@ -155,12 +182,13 @@ class _Spikes(NamedTuple):
     jumped: NDArray[np.bool_]
     far: NDArray[np.bool_]
     stays: NDArray[np.bool_]
+    climbs: bool = False
 
 
 def _may_spike(params: LossSpikeParams, series: LossSeries, began: Floats) -> bool:
     """Whether some losses are so high, or below zero: of a training that goes well none are, and there is no more to work out."""
     with np.errstate(invalid="ignore"):
-        high = series.values >= params.of_first * began
+        high = series.values >= min(params.of_first, _CLIMB_SHARE) * began
     return bool(high.any()) or bool((series.values < 0).any()) or bool((series.before < 0).any())
 
 
@@ -197,18 +225,50 @@ def _spikes(
         width, lambda windows: medians(windows[:, params.window : params.window + third])
     )
     newest = series.trailing(width, lambda windows: medians(windows[:, -third:]))
-    above = np.maximum(
-        np.maximum(params.deviations * spread, (params.rise - 1) * np.abs(level)), params.of_first * began
-    )
+    noise = params.deviations * spread
+    plain = np.maximum(np.maximum(noise, (params.rise - 1) * np.abs(level)), params.of_first * began)
     with np.errstate(invalid="ignore"):
+        fallen = began - np.abs(level)
+        has_fallen = (fallen >= _FALLEN * began) & (fallen >= noise)
+        above = np.where(has_fallen, np.maximum(noise, params.of_first * fallen), plain)
         up = (lowest >= level + above) & (above > 0)
-        below = (highest <= level - above) & (above > 0) & ~signed & (highest < 0)
+        below = (highest <= level - plain) & (plain > 0) & ~signed & (highest < 0)
         return _Spikes(
             lasting,
             np.where(below, highest, lowest),
             level,
-            above,
+            np.where(below, plain, above),
             up | below,
             lowest >= params.far * began,
             below | (newest >= _FALLS * oldest),
         )
+
+
+def _climbs(params: LossSpikeParams, series: LossSeries, began: Floats) -> _Spikes:
+    """Losses that are on their way up, over a part of what had been learnt and the faster the longer."""
+    width, half = params.window + _CLIMB, _CLIMB // 2
+    level = _level(params, series, _CLIMB)
+    spread = series.trailing(width, lambda windows: robust_spread(windows[:, : params.window]))
+    lowest = series.trailing(width, lambda windows: windows[:, params.window :].min(axis=1))
+    older = series.trailing(width, lambda windows: windows[:, params.window : -half].mean(axis=1))
+    newer = series.trailing(width, lambda windows: windows[:, -half:].mean(axis=1))
+    falls = series.trailing(width, lambda windows: _inversions(windows[:, -_CLIMB:]))
+    with np.errstate(invalid="ignore"):
+        noise, fallen = params.deviations * spread, began - level
+        above = np.maximum(noise, _CLIMB_SHARE * fallen)
+        climbs = (level >= 0) & (fallen >= _FALLEN * began) & (fallen >= noise) & (fallen > 0)
+        climbs &= (lowest > level + _CLIMB_SPREAD * spread) & (series.values >= level + above)
+        climbs &= (
+            (falls <= _CLIMB_INVERSIONS)
+            & (newer >= level + above)
+            & (newer - level >= _CLIMB_FACTOR * (older - level))
+        )
+    anywhere = np.zeros(len(level), np.bool_)
+    return _Spikes(_CLIMB, newer, level, above, climbs, anywhere, anywhere, climbs=True)
+
+
+def _inversions(windows: Floats) -> Floats:
+    """How many pairs of each row do not rise."""
+    older, newer = np.triu_indices(windows.shape[1], k=1)
+    found: Floats = (windows[:, newer] <= windows[:, older]).sum(axis=1).astype(np.float64)
+    return found

@@ -49,7 +49,33 @@ def test_a_disaster_is_found_within_some_losses(name: str) -> None:
     assert found(SPIKES[name])[0] <= 170
 
 
+FLOORED = noisy(falling(3.6, 2.0, 150, 30.0), 0.03)
+EARLY = {
+    "back where it began, above a floor": then(FLOORED, noisy(np.full(60, 3.9), 0.01)),
+    "its sign is flipped, above a floor": then(FLOORED, 2.0 + 0.1 * 1.35 ** np.arange(13)),
+    "its sign is flipped, above nothing": then(COURSE, np.minimum(0.4 * 1.25 ** np.arange(40), 2.3)),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_loss_that_climbs_or_is_back_above_its_floor_is_found_within_twelve_losses(name: str) -> None:
+    assert 150 < found(EARLY[name])[0] <= 162
+
+
+def test_a_climb_is_reported_by_the_mean_of_its_newer_half() -> None:
+    losses = np.concatenate([np.linspace(4.0, 1.0, 20), np.full(60, 1.0), [2.0, 2.5, 3.0, 3.5, 4.0, 4.5]])
+    said = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses))
+    finding = said.findings[0]
+    assert (finding.step, finding.value) == (85, 4.0)
+    assert finding.message == (
+        "loss is 4.5, the mean of the last 3, which climb, is 4; the median of the 50 before is 1"
+    )
+
+
 CALM = {
+    "another task above a floor, learnt as fast": then(FLOORED, noisy(falling(4.5, 2.0, 100, 12), 0.02)),
+    "a rate that restarts": then(COURSE, 0.4 + 1.2 * np.array([0.2, 0.9, 0.5, 1.0, 0.6, 0.9, *[0.3] * 40])),
+    "climbs by a third of what it had learnt": then(COURSE, 0.4 + np.minimum(0.05 * np.arange(40), 0.5)),
     "falls": COURSE,
     "noisy": noisy(np.full(300, 1.0), 0.4),
     "less than it began at": with_spike(50, height=1.0),
