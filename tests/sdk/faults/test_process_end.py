@@ -23,6 +23,8 @@ BEGINNING = f"""
 import os, signal, sys, threading, time
 from watchstep import Bounds, CaptureConfig, Hook
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def record(hook, steps={STEPS}):
     for step in range(steps):
         hook.log(loss=float(step))
@@ -33,7 +35,7 @@ def ready():
 
 def wait():
     while True:
-        time.sleep(60)
+        time.sleep(0.05)  # a signal that comes just before a sleep is handled after it
 """
 A_HOOK = "hook = Hook(run='r', config=CaptureConfig(bounds=Bounds(flush_seconds=60.0)))\n"
 
