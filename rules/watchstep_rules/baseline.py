@@ -41,6 +41,9 @@ _MARGIN_OCTAVES = 1.0
 
 _LINEAR_MARGIN = 0.5
 
+_MIN_ELEMENTS = 16
+"""Fewest elements of a tensor whose rms is compared: with fewer, as of the bias of one output, it is set by the seed."""
+
 Statistic = Literal["mean", "rms"]
 Span = Annotated[tuple[float, float], Field(description="The lowest and the highest value.")]
 
@@ -179,14 +182,16 @@ class CatalogueRanges:
         spans: float64 of shape (tensors, phases + 1, 2): the lowest and the highest value that is no deviation. NaN where the
             baseline has none, as in the last phase, which stands for all steps beyond the baseline.
         of_mean: whether the range is of the mean and not of the rms, bool of shape (tensors,).
+        scale: the largest magnitude of a tensor's ranges in any phase, float64 of shape (tensors,); 0 where there are none.
     """
 
     spans: Floats
     of_mean: NDArray[np.bool_]
+    scale: Floats
 
 
 def ranges_of(baseline: Baseline, catalogue: Sequence[TensorInfo]) -> CatalogueRanges:
-    """The ranges of each tensor of a catalogue whose shape is that of the baseline."""
+    """The ranges of each tensor of a catalogue whose shape is that of the baseline, but for the rms of a few elements."""
     phases = max((len(tensor.phases) for tensor in baseline.tensors.values()), default=0)
     spans = np.full((len(catalogue), phases + 1, 2), np.nan)
     of_mean = np.zeros(len(catalogue), np.bool_)
@@ -194,8 +199,11 @@ def ranges_of(baseline: Baseline, catalogue: Sequence[TensorInfo]) -> CatalogueR
         tensor = baseline.tensors.get(info.name)
         if tensor is None or tensor.shape != info.shape or tensor.statistic != statistic_of(info):
             continue
+        if tensor.statistic == "rms" and math.prod(tensor.shape) < _MIN_ELEMENTS:
+            continue
         of_mean[place] = tensor.statistic == "mean"
         for phase, span in enumerate(tensor.phases):
             if span is not None:
                 spans[place, phase] = span
-    return CatalogueRanges(spans, of_mean)
+    scale = np.nan_to_num(np.abs(spans), nan=0.0).max(axis=(1, 2), initial=0.0)
+    return CatalogueRanges(spans, of_mean, scale)

@@ -13,6 +13,9 @@ from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.judging.of_catalogue import OfCatalogue
 from watchstep_rules.reference import figure_of, is_training
 
+_NEGLIGIBLE = 1e-6
+"""Share of the largest value in any phase below which values and ranges are not compared: what is left of updates when a schedule ends."""
+
 
 class UnlikeEarlierRunsParams(Params):
     """Parameters of `UnlikeEarlierRuns`."""
@@ -37,7 +40,8 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, UnlikeEarlierRunsState]):
 
     The range of a tensor's statistic (the mean of losses and metrics, the rms of all others) is that of at least three earlier
     runs in the same phase of training, widened by a factor of two or more (`watchstep_rules.baseline`). Phases double in
-    length. A tensor of another shape, and steps beyond the longest earlier run, are not judged.
+    length. Not judged are tensors of another shape, the rms of tensors with fewer than 16 elements, steps beyond the longest earlier run,
+    and values that are, as their range, below a millionth of the largest value of the tensor's ranges in any phase.
 
     The service makes the baseline of runs that completed without an alert of severity warning or critical, and pins it to an
     attempt before any of the attempt's rows is judged. Without a baseline the rule is silent.
@@ -84,7 +88,8 @@ class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, UnlikeEarlierRunsState]):
         values = np.where(
             means, figure_of(block.statistics, "mean")[rows], figure_of(block.statistics, "rms")[rows]
         )
-        tiny = np.maximum(np.abs(values), np.abs(spans).max(axis=1)) < params.min_magnitude
+        least = np.maximum(params.min_magnitude, _NEGLIGIBLE * ranges.scale[tensors])
+        tiny = np.maximum(np.abs(values), np.abs(spans).max(axis=1)) < least
         below, above = values < spans[:, 0], values > spans[:, 1]
         findings = []
         for place in np.flatnonzero((below | above) & ~tiny):

@@ -58,3 +58,17 @@ def test_values_near_zero_are_not_compared() -> None:
     tiny = {"tensors": {"loss": {"shape": [], "statistic": "mean", "phases": [[1e-20, 1e-19]]}}}
     assert messages(losses(1e-15), baseline=tiny) == []
     assert len(messages(losses(1e-15), baseline=tiny, min_magnitude=0.0)) == 1
+
+
+def test_what_is_left_of_a_tensor_at_the_end_of_a_schedule_is_not_compared() -> None:
+    update = tensor("layer.weight:update", "updates", role="update")
+    phases = [[1e-3, 1e-2], [0.0, 0.0]]
+    baseline = {"tensors": {update.name: {"shape": [8, 8], "statistic": "rms", "phases": phases}}}
+    assert messages(block_of([Row(1, update, [5e-9])]), baseline=baseline) == []
+    assert len(messages(block_of([Row(1, update, [5e-7])]), baseline=baseline)) == 1
+
+
+def test_the_rms_of_a_few_elements_is_not_compared() -> None:
+    few = gradient("layer", shape=(3, 5))
+    baseline = {"tensors": {few.name: {"shape": [3, 5], "statistic": "rms", "phases": [[0.1, 1.0]]}}}
+    assert messages(block_of([Row(0, few, [40.0])]), baseline=baseline) == []
