@@ -330,7 +330,8 @@ def test_the_first_bad_output_is_named_of_a_step_that_is_not_measured(tmp_path: 
         assert (finding.step, finding.mode, finding.worker) == (BAD, "train", 0)
         assert finding.origin == "drop:output"
         assert "; first non-finite output: drop:output (Dropout), " in finding.message
-        assert finding.message.endswith("while encode:output was finite") is (folder == "measured")
+        ends = "while encode:output was finite; it arose between encode:output and the end of drop"
+        assert finding.message.endswith(ends) is (folder == "measured")
 
 
 def test_weights_that_were_bad_before_a_step_are_named_by_it(tmp_path: Path) -> None:

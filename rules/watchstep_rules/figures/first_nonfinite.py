@@ -57,7 +57,7 @@ class Origins:
         self._block = block
         self._bad = nonfinite(block)
         self._step_of = sort_key(block.step, block.worker)
-        rows = np.flatnonzero(rows_where(block, has_role, "output", "input", *_STATE))
+        rows = np.flatnonzero(rows_where(block, has_role, "output", "input", "loss", *_STATE))
         self._rows = rows[np.argsort(self._step_of[rows], kind="stable")]
         self._steps = self._step_of[self._rows]
         self._known: dict[_Pass, Origin] = {}
@@ -81,7 +81,8 @@ class Origins:
         spoilt = [row for row in state if self._bad[row]]
         first = next((place for place, row in enumerate(outputs) if self._bad[row]), None)
         if first is None:
-            return Origin(words=self._weights(spoilt) or self._all_finite(outputs))
+            losses = [row for row in passed if block.info(row).role == "loss"]
+            return Origin(words=self._weights(spoilt) or self._all_finite(outputs, losses))
         if (
             not first
             and not spoilt
@@ -103,7 +104,25 @@ class Origins:
         finite = [block.info(one).name for one in before if not self._bad[one]]
         if any(_within(block.info(one), module) for one in state):
             finite.append(f"the weights of {module or 'the model'}")
-        return Origin(block.info(row).name, words + _were_finite(finite))
+        words += _were_finite(finite)
+        if block.statistics.nan[row] or not any(block.statistics.nan[one] for one in outputs[first:]):
+            words += self._between(row, [one for one in before if not self._bad[one]], fed, outputs[:first])
+        return Origin(block.info(row).name, words)
+
+    def _between(self, row: int, finite: list[int], fed: list[int], before: list[int]) -> str:
+        """What lies between the last tensor that was finite and the first output that was not; infinities that only become NaN later may be a mask's."""
+        block, module = self._block, self._block.info(row).module
+        last = block.info(before[-1] if before else finite[-1]).name if before or finite else ""
+        if fed and all(one in finite for one in fed):
+            return f"; it arose in {module}"
+        if not last:
+            return ""
+        if not module or any(_within(block.info(one), module) for one in before):
+            where = f"in {module}" if module else "in the model's own forward"
+            return f"; it arose after {last}, {where} or in a module that was not recorded"
+        if fed:
+            return f"; it arose between {last} and {module}, whose input was not finite"
+        return f"; it arose between {last} and the end of {module}"
 
     def when(self, row: int) -> tuple[int, int, str]:
         """Orders rows of outputs as they were executed; those of one time by the order of their modules."""
@@ -116,11 +135,15 @@ class Origins:
         name = next((self._block.info(row).name for row in outputs if held.nan[row]), "")
         return f", first NaN: {name}" if name else ""
 
-    def _all_finite(self, outputs: list[int]) -> str:
+    def _all_finite(self, outputs: list[int], losses: list[int]) -> str:
         if not outputs:
             return ""
         last = self._block.info(outputs[-1]).name
-        return f"; all {len(outputs)} recorded outputs were finite, the last of them {last}"
+        words = f"; all {len(outputs)} recorded outputs were finite, the last of them {last}"
+        # What a program logs may be infinite on purpose, as a best loss at its start.
+        nan = self._block.statistics.nan
+        bad = [row for row in losses if nan[row] or (self._bad[row] and self._block.info(row).derived)]
+        return f"{words}; it arose between {last} and {self._block.info(bad[0]).name}" if bad else words
 
     def _weights(self, spoilt: list[int]) -> str:
         if not spoilt:

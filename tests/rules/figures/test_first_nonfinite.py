@@ -71,11 +71,17 @@ def test_the_first_in_the_order_of_execution_is_named_whatever_the_order_of_modu
     ("more", "words"),
     [
         ([], ""),
-        ([Row(3, GIVEN, [1.0])], ", while model:input was finite"),
+        (
+            [Row(3, GIVEN, [1.0])],
+            ", while model:input was finite; it arose between model:input and the end of b",
+        ),
         ([Row(3, weight("b"), [1.0])], ", while the weights of b were finite"),
         (
             [Row(3, GIVEN, [1.0]), Row(3, weight("b"), [1.0])],
-            ", while model:input and the weights of b were finite",
+            (
+                ", while model:input and the weights of b were finite"
+                "; it arose between model:input and the end of b"
+            ),
         ),
         ([Row(3, weight("c"), [-INF])], ""),  # a mask's
         ([Row(2, GIVEN, [NAN]), Row(3, GIVEN, [NAN], "eval"), Row(3, GIVEN, [NAN], worker=1)], ""),
@@ -95,7 +101,7 @@ def test_an_input_that_held_nan_is_the_origin_unless_outputs_after_it_were_finit
     origin, told = said([rows[0], Row(3, output("gaps"), [0.0]), *rows[1:]])
     assert origin == "b:output"
     assert "; the input held 1 NaN" in told
-    assert told.endswith("while gaps:output was finite")
+    assert told.endswith("while gaps:output was finite; it arose between gaps:output and the end of b")
 
 
 @pytest.mark.parametrize("module", ["b", "b.inner", "c"])
@@ -115,6 +121,39 @@ def test_that_all_outputs_were_finite_is_said_and_nothing_where_none_was_recorde
     rows = [Row(3, output("b"), [1.0]), Row(3, output("a"), [2.0]), bad_gradient()]
     assert said(rows) == ("", "; all 2 recorded outputs were finite, the last of them a:output")
     assert said([bad_gradient()]) == ("", "")
+
+
+def test_that_it_arose_between_the_last_output_and_the_loss_is_said_of_losses_that_are_no_best_ones() -> None:
+    all_finite = "; all 1 recorded outputs were finite, the last of them b:output"
+    between = f"{all_finite}; it arose between b:output and loss"
+    logged = replace(LOSS, derived=False)
+    for info, value, words in (
+        (LOSS, NAN, between),
+        (LOSS, INF, between),
+        (LOSS, 1.0, all_finite),
+        (logged, NAN, between),
+        (logged, INF, all_finite),  # a best loss
+    ):
+        assert said([Row(3, output("b"), [1.0]), Row(3, info, [value]), bad_gradient()]) == ("", words)
+
+
+def test_the_modules_are_named_between_which_a_function_made_a_value_non_finite() -> None:
+    before, after = Row(3, output("a"), [1.0]), Row(3, output("b"), [NAN])
+    fed = replace(tensor("b:input", "activations", role="input"), module="b")
+    head = "; first non-finite output: b:output (Linear), 1 NaN among 1 elements"
+    assert said([before, Row(3, fed, [INF]), after, bad_gradient()])[1] == (
+        f"{head}; it arose between a:output and b, whose input was not finite"
+    )
+    assert said([before, Row(3, fed, [1.0]), after, bad_gradient()])[1] == (
+        f"{head}, while b:input was finite; it arose in b"
+    )
+    assert said([before, after, bad_gradient()])[1] == (
+        f"{head}, while a:output was finite; it arose between a:output and the end of b"
+    )
+    model = replace(output(""), name="model:output", module_type="Net")
+    assert said([before, Row(3, model, [NAN]), bad_gradient()])[1].endswith(
+        "while a:output was finite; it arose after a:output, in the model's own forward or in a module that was not recorded"
+    )
 
 
 def test_other_steps_modes_and_workers_have_origins_of_their_own() -> None:
