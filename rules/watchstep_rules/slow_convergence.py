@@ -10,12 +10,13 @@ from watchstep.block import Block
 from watchstep.derived import rms
 from watchstep.statistics import Floats
 from watchstep.tensors import TensorInfo
-from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures import constant_prediction
+from watchstep_rules.contract import Advice, Needs, Params, Rule, State
+from watchstep_rules.figures import constant_prediction, rate_changes
 from watchstep_rules.figures.chosen_tensors import is_matrix_of, rows_where
 from watchstep_rules.figures.constant_prediction import AgainstLabels, LabelState, against_labels
 from watchstep_rules.figures.loss_progress import Beginning, Progress, lookback, progress
 from watchstep_rules.figures.loss_series import first_steps, is_whole, loss_series
+from watchstep_rules.figures.rate_changes import RateChange, Rates
 from watchstep_rules.figures.trend import Trend, as_flags, improvement
 from watchstep_rules.finding import Finding, finding_at
 
@@ -39,7 +40,7 @@ class SlowConvergenceParams(Params):
 
 
 class SlowConvergenceState(State):
-    """As of `LossNotDecreasing`; of the fastest weight's relative updates the last five; and how large inputs are, 0 where that is not known."""
+    """As of `LossNotDecreasing`; of the fastest weight's relative updates the last five; how large inputs are, 0 where that is not known; and learning rates."""
 
     series: dict[str, Beginning] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
@@ -48,6 +49,7 @@ class SlowConvergenceState(State):
     inputs: float = 0.0
     others: dict[str, Trend] = Field(default_factory=dict)
     improved: int | None = None
+    rates: Rates = Rates()
 
 
 class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
@@ -72,6 +74,9 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
     loss is below that of the best constant prediction. A loss whose function is not known, that is below and hardly varies between
     batches, is scaled, and not learnt. Where labels do not tell, a metric or a validation loss that has improved is progress. An
     attempt that resumes a run is not judged.
+
+    Where a learning rate became three times as large, or a third, from one value to the next within twice the patience before, the
+    message and the advice name that change.
     """
 
     name = "slow_convergence"
@@ -121,6 +126,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
         updates, recent = _updates(state.updates, block)
         inputs, sizes = _inputs(state.inputs, block)
         others, improved = improvement(state.others, state.improved, context, block)
+        rates, changes = rate_changes.follow(state.rates, block)
         kept, findings = dict(state.series), {}
         for series in losses:
             seen, kept[series.key] = progress(
@@ -143,6 +149,8 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
                     f"changes by more than {update[place]:.2g} of its size in a step"
                 )
                 row = int(series.rows[place])
+                change = rate_changes.last_before(changes, int(series.steps[place]), 2 * params.patience)
+                message += "" if change is None else change.words
                 findings[row] = finding_at(
                     self.name,
                     block,
@@ -159,8 +167,23 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
             inputs=inputs,
             others=others,
             improved=improved,
+            rates=rates,
         )
         return state, [findings[row] for row in sorted(findings)]
+
+    def advice(self, finding: Finding) -> Advice:
+        """Where the learning rate jumped or fell shortly before, as recorded, that comes first."""
+        usual, change = super().advice(finding), RateChange.said_in(finding.message)
+        if change is None:
+            return usual
+        went = f"from {change.before:.3g} to {change.after:.3g} at step {change.step} ({change.name})"
+        if change.after < change.before:
+            cause = f"The learning rate fell {went}: a schedule or the program brought it down too early."
+            action = f"Look at what lowered the learning rate at step {change.step}, and keep {change.before:.3g} for longer."
+            return Advice((cause, *usual.usual_causes[2:]), (action, *usual.what_to_try))
+        cause = f"The learning rate rose {went}: large steps may have undone what was learnt and left weights that are large beside their updates."
+        action = f"Look at what raised the learning rate at step {change.step}, and at losses and weights from that step on; go back to {change.before:.3g}."
+        return Advice((cause, *usual.usual_causes), (action, *usual.what_to_try[1:]))
 
 
 def _slow(

@@ -113,3 +113,59 @@ def test_a_run_in_pieces_is_judged_as_the_whole(name: str, cuts: list[int]) -> N
 def test_wrong_parameters_are_refused(params: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         SlowConvergenceParams.model_validate(params)
+
+
+def with_rate(values: dict[int, float], worker: int = 0) -> Block:
+    """Slow from the start, with a learning rate that has a row where it changes."""
+    info = tensor("optimizer:learning_rate/0", "metrics", role="metric", shape=())
+    rate = block_of([Row(step, info, [value], worker=worker) for step, value in values.items()])
+    return concatenate([FAULTY["does not seem to move"], rate]).ordered()
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "cause", "action"),
+    [
+        (
+            {0: 0.1, 40: 1e-5},
+            "; optimizer:learning_rate/0 fell from 0.1 to 1e-05 at step 40",
+            "The learning rate fell from 0.1 to 1e-05 at step 40 (optimizer:learning_rate/0)",
+            "Look at what lowered the learning rate at step 40, and keep 0.1 for longer.",
+        ),
+        (
+            {0: 0.1, 40: 0.0},
+            "; optimizer:learning_rate/0 fell from 0.1 to 0 at step 40",
+            "The learning rate fell from 0.1 to 0 at step 40",
+            "Look at what lowered the learning rate at step 40",
+        ),
+        (
+            {0: 1e-3, 10: 1.0},
+            "; optimizer:learning_rate/0 rose from 0.001 to 1 at step 10",
+            "The learning rate rose from 0.001 to 1 at step 10",
+            "Look at what raised the learning rate at step 10",
+        ),
+        ({0: 0.1}, "", "The learning rate is too low.", "Raise the learning rate by threes"),
+        ({0: 0.0, 40: 0.1}, "", "The learning rate is too low.", "Raise the learning rate by threes"),
+        ({step: 0.1 * 0.97**step for step in range(200)}, "", "The learning rate is too low.", "Raise"),
+    ],
+)
+def test_a_learning_rate_that_jumped_or_fell_before_is_named(
+    values: dict[int, float], words: str, cause: str, action: str
+) -> None:
+    config = RuleConfig(rule="slow_convergence")
+    findings = all_at_once(config, with_rate(values)).findings[:50]
+    assert findings
+    for finding in findings:
+        assert finding.message.endswith(words or "of its size in a step")
+        advice = config.implementation.advice(finding)
+        assert advice.usual_causes[0].startswith(cause)
+        assert advice.what_to_try[0].startswith(action)
+
+
+def test_a_change_of_the_rate_long_before_is_not_named() -> None:
+    findings = all_at_once(
+        RuleConfig(rule="slow_convergence", params={"patience": 50}), with_rate({0: 0.1, 20: 1e-5})
+    ).findings
+    named = [finding.step for finding in findings if "learning_rate" in finding.message]
+    assert named
+    assert max(named) == 120
+    assert max(finding.step for finding in findings) > 120
