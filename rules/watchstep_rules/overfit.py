@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from watchstep.block import Block
 from watchstep.statistics import Floats
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.loss_series import LossSeries, loss_series
+from watchstep_rules.figures.trend import better_high
 from watchstep_rules.finding import Finding, finding_at
 
 
@@ -43,6 +46,7 @@ class Best(NamedTuple):
         after: evaluations since the best.
         total: their sum.
         squares: sum of the squares of their changes, from one to the next.
+        metrics: the best value of each metric up to that step, by ``name/mode``.
     """
 
     first: float
@@ -54,13 +58,27 @@ class Best(NamedTuple):
     after: int = 0
     total: float = 0.0
     squares: float = 0.0
+    metrics: dict[str, float] = {}  # noqa: RUF012 - never changed in place
+
+
+class Metric(NamedTuple):
+    """A metric of validation of which more is better, with the sign turned around.
+
+    Attributes:
+        best: its lowest value.
+        newest: its last values, as many as the patience, oldest first.
+    """
+
+    best: float
+    newest: tuple[float, ...]
 
 
 class OverfitState(State):
-    """What is kept of each validation loss, by ``name/mode``, and the newest mean of each training loss, by name."""
+    """What is kept of each validation loss and metric, by ``name/mode``, and the newest mean of each training loss, by name."""
 
     best: dict[str, Best] = Field(default_factory=dict)
     train: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, Metric] = Field(default_factory=dict)
 
 
 class Overfit(Rule[OverfitParams, OverfitState]):
@@ -82,11 +100,18 @@ class Overfit(Rule[OverfitParams, OverfitState]):
     alone a loss that is close to zero, where a few doubtful examples double it.
 
     A training loss is taken of the same name, or the only one.
+
+    *Left alone* is a model that gets better by a metric of its validation of which more is better (accuracy, F1, AUC, reward and the
+    like): the last ``patience`` values of it are all better than any up to the best validation loss. Cross-entropy rises where a few wrong answers
+    become surer, and where validation has classes that training comes to later, while more and more answers are right (Guo et al.,
+    "On Calibration of Modern Neural Networks", ICML 2017, section 3). All of ``patience`` values above the earlier best leave nothing to noise.
     """
 
     name = "overfit"
     summary = "the validation loss rises from its best while the training loss falls"
-    needs = Needs(collections=("losses",), roles=("loss",))
+    needs = Needs(
+        collections=("losses", "metrics"), roles=("loss", "metric"), about=("loss",), evidence_rows=0
+    )
     merge = "sealed"
     usual_causes = (
         "The training has gone on for longer than the data carry.",
@@ -101,7 +126,7 @@ class Overfit(Rule[OverfitParams, OverfitState]):
         "Check how the validation data were split and prepared.",
     )
     cannot_distinguish = (
-        "A validation loss that rises because a few examples are wrong with more and more certainty, while the share that is right still grows, from a model that gets worse.",
+        "A validation loss that rises because a few examples are wrong with more and more certainty, while the share that is right still grows, from a model that gets worse, where no metric of validation is recorded.",
         "A validation set that is changed on purpose.",
     )
     params_type = OverfitParams
@@ -127,6 +152,9 @@ class Overfit(Rule[OverfitParams, OverfitState]):
             steps, values = means.setdefault(series.name, ([], []))
             steps.extend(series.steps[known].tolist())
             values.extend(course[known].tolist())
+        metrics = {key: _Course.after(metric) for key, metric in state.metrics.items()}
+        for key, at, measured in better_high(block, validation=True):
+            metrics.setdefault(key, _Course()).extend(at, measured)
         kept, findings = dict(state.best), {}
         for series in loss_series(context, block, "eval"):
             for row, step, loss in zip(
@@ -135,8 +163,10 @@ class Overfit(Rule[OverfitParams, OverfitState]):
                 if not np.isfinite(loss):
                     continue
                 train = _train_at(means, series, step)
-                best = kept[series.key] = _follow(params, kept.get(series.key), step, loss, train)
-                if train is not None and _overfits(params, best, train):
+                reached = {key: course.at(step, params.patience) for key, course in metrics.items()}
+                best = kept[series.key] = _follow(params, kept.get(series.key), step, loss, train, reached)
+                better = any(_is_better(params, best, key, metric) for key, metric in reached.items())
+                if train is not None and not better and _overfits(params, best, train):
                     message = (
                         f"{series.name} of validation is {loss:.4g}, its best was {best.loss:.4g} at step {best.step}; "
                         f"training's has fallen from {best.train:.4g} to {train:.4g} since"
@@ -145,7 +175,11 @@ class Overfit(Rule[OverfitParams, OverfitState]):
                         self.name, block, row, value=loss, threshold=best.loss, message=message
                     )
         courses = {key: values[-1] for key, (_, values) in means.items() if values}
-        return OverfitState(best=kept, train=courses), [findings[row] for row in sorted(findings)]
+        newest = {key: course.at(None, params.patience) for key, course in metrics.items()}
+        state = OverfitState(
+            best=kept, train=courses, metrics={key: metric for key, metric in newest.items() if metric.newest}
+        )
+        return state, [findings[row] for row in sorted(findings)]
 
 
 def _mean_of_known(windows: Floats) -> Floats:
@@ -164,10 +198,52 @@ def _train_at(means: dict[str, tuple[list[int], list[float]]], series: LossSerie
     return known.get(series.name, next(iter(known.values())) if len(known) == 1 else None)
 
 
-def _follow(params: OverfitParams, best: Best | None, step: int, loss: float, train: float | None) -> Best:
+@dataclass
+class _Course:
+    """Values of a metric: those of earlier blocks that count, before all steps, and those of this one."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    bests: list[float] = field(default_factory=list)
+
+    @classmethod
+    def after(cls, past: Metric) -> _Course:
+        """That goes on after what is kept."""
+        count = len(past.newest)
+        return cls([-1] * count, list(past.newest), [past.best] * count)
+
+    def extend(self, steps: list[int], values: list[float]) -> None:
+        """Take values of a block."""
+        lowest = self.bests[-1:] or [math.inf]
+        self.steps += steps
+        self.values += values
+        self.bests += list(accumulate(values, min, initial=lowest[0]))[1:]
+
+    def at(self, step: int | None, patience: int) -> Metric:
+        """What there was of it at a step; at the end where that is None."""
+        place = len(self.steps) if step is None else bisect_right(self.steps, step)
+        best = self.bests[place - 1] if place else math.inf
+        return Metric(best, tuple(self.values[max(0, place - patience) : place]))
+
+
+def _is_better(params: OverfitParams, best: Best, key: str, metric: Metric) -> bool:
+    """Whether a metric has been better since the best validation loss than it ever was up to there."""
+    before = best.metrics.get(key)
+    return before is not None and len(metric.newest) == params.patience and max(metric.newest) < before
+
+
+def _follow(
+    params: OverfitParams,
+    best: Best | None,
+    step: int,
+    loss: float,
+    train: float | None,
+    reached: dict[str, Metric],
+) -> Best:
     """What is kept after another evaluation."""
     if best is None or loss < best.loss:
-        return Best(loss if best is None else best.first, loss, step, train, loss)
+        metrics = {key: metric.best for key, metric in reached.items() if metric.newest}
+        return Best(loss if best is None else best.first, loss, step, train, loss, metrics=metrics)
     up = loss - best.loss >= _rise(params, best) / 2
     return best._replace(
         last=loss,

@@ -54,7 +54,7 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
     """Fires at the first step when its weights are of one of five kinds.
 
     - **All the same**: a layer's weights are one number other than zero, and the next layer's too; or all layers'
-      weights are constant, zero or not. Units of such a layer stay equal for ever (Goodfellow et al. 2016, 8.4). One
+      weights are constant, zero or not, those of one input or one output included. Units of such a layer stay equal for ever (Goodfellow et al. 2016, 8.4). One
       layer alone is no fault, if it is zero: last layers, residual branches and adapters begin so on purpose.
     - **Too large**: in two layers or more ``gain = rms(W) * sqrt(fan_in)`` is at least 3, and over these
       ``prod(gain / 1.5) >= 10``. A signal keeps its size at a gain of 1 (Glorot and Bengio 2010) to 1.41 (He et al.
@@ -129,7 +129,9 @@ class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]
         layers = layers[np.lexsort((layers, step.order(layers)))]
         gain = step.size[layers] * np.sqrt(step.fan_in(layers))
         alike = held.m2[layers] <= _CONSTANT * held.square_sum[layers]
-        same = layers[_all_the_same(alike, gain)]
+        others = weights[(step.fan_in(weights) == 0) & step.is_matrix(weights)]
+        random = bool((held.m2[others] > _CONSTANT * held.square_sum[others]).any())
+        same = layers[_all_the_same(alike, gain, others_are_random=random)]
         if len(same):
             return [self._same(block, int(row)) for row in same]
         sure = _too_sure(params, step, weights)
@@ -226,6 +228,11 @@ class _FirstStep:
         """Of each row, as `_fan_in`."""
         return self._fan_in[self.block.tensor[rows]]
 
+    def is_matrix(self, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether each row is of a weighted layer's matrix, of one input or one output as well."""
+        matrices = [is_weighted(info) and len(info.shape) > 1 for info in self.block.catalogue]
+        return np.array(matrices, np.bool_)[self.block.tensor[rows]]
+
     def order(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
         """Of each row, where its tensor comes in the model."""
         return self._order[self.block.tensor[rows]]
@@ -261,9 +268,9 @@ def _fan_in(info: TensorInfo) -> int:
     return inputs if inputs > 1 else 0
 
 
-def _all_the_same(alike: NDArray[np.bool_], gain: Floats) -> NDArray[np.bool_]:
+def _all_the_same(alike: NDArray[np.bool_], gain: Floats, *, others_are_random: bool) -> NDArray[np.bool_]:
     """Which of the layers, in their order, begin as one number and so does the next; all of them where all do."""
-    if len(alike) > 1 and alike.all():
+    if len(alike) > 1 and alike.all() and not others_are_random:
         return alike
     same = alike & (gain > 0)
     same[:-1] &= same[1:]

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.rules.losses import falling, in_pieces, noisy, run_of
+from tests.rules.losses import Curve, falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once
 from tests.sdk.blocks import Row, block_of, tensor
 from watchstep.block import Block
+from watchstep.tensors import Mode
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.overfit import OverfitParams
 
@@ -46,6 +47,42 @@ HEALTHY = {
     "no evaluation": run_of(LEARNS),
     "evaluations are not finite": run_of(LEARNS, evaluations=np.full(30, np.nan)),
 }
+
+
+def evaluated(turns: Curve, metric: Curve, name: str = "accuracy", mode: Mode = "eval") -> Block:
+    """A validation loss and a metric every ten steps."""
+    info, share = tensor("loss", "losses", shape=()), tensor(name, "metrics", shape=())
+    rows = [Row(step, info, [loss]) for step, loss in enumerate(LEARNS)]
+    for place, (loss, value) in enumerate(zip(turns, metric, strict=True)):
+        rows += [Row(10 * place, info, [loss], "eval"), Row(10 * place, share, [value], mode)]
+    return block_of(sorted(rows, key=lambda row: row.step))
+
+
+GROWS = np.linspace(0.3, 0.9, 30)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("accuracy", "eval"), ("val_f1", "train")])
+def test_a_model_that_gets_better_by_a_metric_of_validation_does_not_overfit(name: str, mode: Mode) -> None:
+    assert found(evaluated(TURNS, GROWS, name, mode)) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "name", "mode"),
+    [
+        (np.minimum(GROWS, GROWS[6]), "accuracy", "eval"),
+        (
+            np.minimum(GROWS, GROWS[6]) + np.linspace(0.0, 0.01, 30) * (-1.0) ** np.arange(30),
+            "accuracy",
+            "eval",
+        ),
+        (GROWS[::-1], "accuracy", "eval"),
+        (GROWS, "accuracy", "train"),
+        (GROWS, "perplexity", "eval"),
+    ],
+    ids=["stays", "stays, with noise", "gets worse", "of training", "less is better"],
+)
+def test_another_metric_does_not_hide_it(metric: Curve, name: str, mode: Mode) -> None:
+    assert found(evaluated(TURNS, metric, name, mode)) == found(FAULTY["turns and rises"])
 
 
 def test_the_loss_of_a_value_function_is_no_validation_loss() -> None:

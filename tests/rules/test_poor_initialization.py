@@ -51,6 +51,15 @@ def test_what_begins_at_zero_on_purpose_is_fine() -> None:
     assert found(weight("only", 1, [0.0, 0.0])) == []
 
 
+def test_layers_at_zero_beside_a_random_one_of_one_input_are_fine() -> None:
+    """As in a flow whose coupling layers look at one of two coordinates, and begin as the identity."""
+    zero = [weight("a.2", 1, [0.0, 0.0]), weight("b.2", 3, [0.0, 0.0])]
+    column = replace(tensor("a.0.weight", "weights", order=0, shape=(16, 1)), module_type="Linear")
+    assert found(Row(0, column, [0.5, -0.5]), *zero) == []
+    assert found(Row(0, column, [0.0, 0.0]), *zero) == ["a.2.weight", "b.2.weight"]
+    assert found(Row(0, replace(column, module_type="Embedding"), [0.5, -0.5]), *zero) != []
+
+
 def test_scales_embeddings_and_single_outputs_are_no_layers() -> None:
     ones = [weight("norm", 1, [1.0, 1.0], "LayerNorm"), weight("words", 2, [1.0, 1.0], "Embedding")]
     assert found(*ones) == []

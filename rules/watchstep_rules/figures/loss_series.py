@@ -122,7 +122,7 @@ def _by_key(block: Block, kind: Kind) -> dict[str, NDArray[np.intp]]:
     for number in sorted(set(series.tolist())):
         rows = chosen[series == number]
         name, mode = block.info(int(rows[0])).name, block.mode_name(int(rows[0]))
-        if _kind(name, mode) == kind:
+        if kind_of(name, mode) == kind:
             found[f"{name}/{mode}"] = _first_of_each_step(block, rows)
     return found
 
@@ -137,7 +137,8 @@ def _first_of_each_step(block: Block, rows: NDArray[np.intp]) -> NDArray[np.intp
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(name: str, mode: str) -> Kind | None:
+def kind_of(name: str, mode: str) -> Kind | None:
+    """Whether a loss or metric is of training or of validation, by the mode and the words of its name; None of predictions."""
     if mode == "predict":
         return None
     words = (word.lower() for word in _WORD.findall(name))

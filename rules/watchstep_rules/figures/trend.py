@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from watchstep.block import Block
 from watchstep.tensors import TensorInfo
 from watchstep_rules.figures.chosen_tensors import rows_where
-from watchstep_rules.figures.loss_series import loss_series
+from watchstep_rules.figures.loss_series import kind_of, loss_series
 
 _LEAST = 10
 _IMPROVES = 3.0
@@ -101,7 +101,7 @@ def improvement(
         by a twentieth of its first value.
     """
     trends = dict(kept)
-    for key, at, values in [*_metrics(block), *_validation(context, block)]:
+    for key, at, values in [*better_high(block), *_validation(context, block)]:
         trend = trends.get(key, Trend())
         for step, value in zip(at, values, strict=True):
             trend = trend.after(value)
@@ -111,9 +111,20 @@ def improvement(
     return trends, since
 
 
-def _metrics(block: Block) -> list[tuple[str, list[int], list[float]]]:
-    """Metrics of which more is better, of the lowest worker that has any, with the sign turned around."""
+def better_high(block: Block, *, validation: bool = False) -> list[tuple[str, list[int], list[float]]]:
+    """Metrics of which more is better, with the sign turned around.
+
+    Args:
+        block: rows to look through.
+        validation: those of validation only.
+
+    Returns:
+        Of each its ``name/mode``, its steps and its values there, at each step of the lowest worker that has any.
+    """
     chosen = np.flatnonzero(rows_where(block, _is_better_high) & (block.statistics.finite > 0))
+    if validation:
+        evaluated = [kind_of(block.info(row).name, block.mode_name(row)) == "eval" for row in chosen.tolist()]
+        chosen = chosen[np.array(evaluated, np.bool_)]
     if not len(chosen):
         return []
     chosen = chosen[np.lexsort((block.worker[chosen], block.step[chosen]))]
