@@ -153,7 +153,7 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "gradients_cease": {
         "records": "ours: chance takes a layer at one step, not the first ones at four",
-        "warmup": "ours: what was there at sixteen records is no matter of chance",
+        "warmup": "ours: what was there at eight records is no matter of chance",
     },
     "hyperparameter_jump": {
         "factor": "ours: a decade; an alarm needs harm besides",

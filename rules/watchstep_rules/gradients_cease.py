@@ -22,7 +22,7 @@ class GradientsCeaseParams(Params):
     """Parameters of `GradientsCease`."""
 
     records: int = Field(4, ge=1, le=1000, description="Records in a row without a gradient …")
-    warmup: int = Field(16, ge=1, le=1000, description="… after so many in a row with one.")
+    warmup: int = Field(8, ge=1, le=1000, description="… after so many in a row with one.")
 
 
 class Flow(NamedTuple):

@@ -19,8 +19,11 @@ from watchstep_rules.finding import Finding, finding_at
 
 _FIRST = 10
 _FALLS = 0.8
+_FALLS_WITH_DIP = 0.9
 _FALLEN = 0.25
 """Share of its beginning that a loss must have come down by, for what it came down by to be its measure."""
+_MAY_DIP = 10
+"""Losses of which one may come down by half of the jump: small batches do that."""
 _CLIMB = 6
 _CLIMB_SPREAD = 3.0
 _CLIMB_SHARE = 0.5
@@ -78,7 +81,8 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
 
         deviations * spread,    (rise - 1) * |level|,    of_first * |began|
 
-    And the median of the newest third of them is at least 0.8 times that of the oldest. Of a loss that is ``far * began`` above, which has exploded,
+    One of ten may be only half as far above: small batches do that. And the median of the newest third of them is at least 0.8 times that of the oldest, 0.9 times where one
+    came down. Of a loss that is ``far * began`` above, which has exploded,
     the last ``exploded`` are enough, whether they fall or not. A loss that *climbs* is found before it has lasted: of the last six all
     are three spreads above the level, the mean of the newer three is above it by ``deviations * spread`` and by half of what the loss had come down by,
     and that is 1.3 times as much as of the older three, and of the 15 pairs of the six two at most do not rise. So a loss looks whose sign was flipped, or whose updates have become too large. A loss that was never below zero and is as far below its level
@@ -220,6 +224,7 @@ def _spikes(
     level = _level(params, series, lasting)
     spread = series.trailing(width, lambda windows: robust_spread(windows[:, : params.window]))
     lowest = series.trailing(width, lambda windows: windows[:, params.window :].min(axis=1))
+    second = series.trailing(width, lambda windows: _second(windows[:, params.window :]))
     highest = series.trailing(width, lambda windows: windows[:, params.window :].max(axis=1))
     oldest = series.trailing(
         width, lambda windows: medians(windows[:, params.window : params.window + third])
@@ -231,17 +236,25 @@ def _spikes(
         fallen = began - np.abs(level)
         has_fallen = (fallen >= _FALLEN * began) & (fallen >= noise)
         above = np.where(has_fallen, np.maximum(noise, params.of_first * fallen), plain)
-        up = (lowest >= level + above) & (above > 0)
+        dips = lasting >= _MAY_DIP
+        nearest = np.where(dips & (lowest >= level + above / 2), second, lowest)
+        up = (nearest >= level + above) & (above > 0)
         below = (highest <= level - plain) & (plain > 0) & ~signed & (highest < 0)
         return _Spikes(
             lasting,
-            np.where(below, highest, lowest),
+            np.where(below, highest, nearest),
             level,
             np.where(below, plain, above),
             up | below,
-            lowest >= params.far * began,
-            below | (newest >= _FALLS * oldest),
+            nearest >= params.far * began,
+            below | (newest >= np.where(lowest < level + above, _FALLS_WITH_DIP, _FALLS) * oldest),
         )
+
+
+def _second(windows: Floats) -> Floats:
+    """The second lowest of each row; of one number that."""
+    found: Floats = np.sort(windows, axis=1)[:, min(1, windows.shape[1] - 1)]
+    return found
 
 
 def _climbs(params: LossSpikeParams, series: LossSeries, began: Floats) -> _Spikes:

@@ -19,7 +19,7 @@ class MissingZeroGradParams(Params):
     """Parameters of `MissingZeroGrad`."""
 
     records: int = Field(
-        10, ge=1, le=1000, description="Steps in a row that add to the gradients of the step before."
+        6, ge=1, le=1000, description="Steps in a row that add to the gradients of the step before."
     )
 
 
@@ -35,7 +35,7 @@ class MissingZeroGrad(Rule[MissingZeroGradParams, MissingZeroGradState]):
     gradients so far is what the optimizer was given. ``backward`` adds to what is there (PyTorch's documentation of
     `torch.Tensor.backward`); micro-batches between two steps do not count, for these are cleared before the first.
 
-    Ten steps leave alone a program that takes two or three steps on one gradient on purpose, as some that train several
+    Six steps leave alone a program that takes two or three steps on one gradient on purpose, as some that train several
     tasks do. A training that never clears is like one with a momentum of 1; whoever wants that leaves the rule out.
     """
 

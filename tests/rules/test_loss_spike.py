@@ -52,6 +52,9 @@ def test_a_disaster_is_found_within_some_losses(name: str) -> None:
 FLOORED = noisy(falling(3.6, 2.0, 150, 30.0), 0.03)
 EARLY = {
     "back where it began, above a floor": then(FLOORED, noisy(np.full(60, 3.9), 0.01)),
+    "back where it began, but for one small batch": then(
+        COURSE, np.array([3.0, 2.2, 2.4, 1.7, 2.3, 2.6, 2.2, 2.5, 2.1, 2.4])
+    ),
     "its sign is flipped, above a floor": then(FLOORED, 2.0 + 0.1 * 1.35 ** np.arange(13)),
     "its sign is flipped, above nothing": then(COURSE, np.minimum(0.4 * 1.25 ** np.arange(40), 2.3)),
 }
@@ -74,6 +77,9 @@ def test_a_climb_is_reported_by_the_mean_of_its_newer_half() -> None:
 
 CALM = {
     "another task above a floor, learnt as fast": then(FLOORED, noisy(falling(4.5, 2.0, 100, 12), 0.02)),
+    "back for nine losses, two of them lower": then(
+        COURSE, np.array([3.0, 2.2, 2.4, 1.7, 2.3, 1.6, 2.2, 2.5, 2.1, 2.4, 0.4])
+    ),
     "a rate that restarts": then(COURSE, 0.4 + 1.2 * np.array([0.2, 0.9, 0.5, 1.0, 0.6, 0.9, *[0.3] * 40])),
     "climbs by a third of what it had learnt": then(COURSE, 0.4 + np.minimum(0.05 * np.arange(40), 0.5)),
     "falls": COURSE,
