@@ -133,6 +133,9 @@ SOURCES: dict[str, dict[str, str]] = {
     "running_statistics_frozen": {
         "records": "as of `frozen_batch_norm`",
     },
+    "starved_expert": {
+        "records": "ours: with 64 experts of equal share, 50 batches of 32 examples leave one out by chance in one of 10^9 runs",
+    },
     "symmetric_units": {
         "share": "ours: between what rounding parts (1e-6) and what learning parts (1)",
         "records": "ours: not one update alone",

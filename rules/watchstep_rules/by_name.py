@@ -81,6 +81,7 @@ from watchstep_rules.scaler_skips import ScalerSkipsParams
 from watchstep_rules.similar_across_runs import SimilarAcrossRunsParams
 from watchstep_rules.slow_convergence import SlowConvergenceParams
 from watchstep_rules.stalled_training import StalledTrainingParams
+from watchstep_rules.starved_expert import StarvedExpertParams
 from watchstep_rules.step_outlier import StepOutlierParams
 from watchstep_rules.symmetric_units import SymmetricUnitsParams
 from watchstep_rules.tensor_variance import TensorVarianceParams
@@ -181,6 +182,7 @@ scaler_skips = attachable("scaler_skips", ScalerSkipsParams)
 similar_across_runs = attachable("similar_across_runs", SimilarAcrossRunsParams)
 slow_convergence = attachable("slow_convergence", SlowConvergenceParams)
 stalled_training = attachable("stalled_training", StalledTrainingParams)
+starved_expert = attachable("starved_expert", StarvedExpertParams)
 step_outlier = attachable("step_outlier", StepOutlierParams)
 symmetric_units = attachable("symmetric_units", SymmetricUnitsParams)
 tensor_variance = attachable("tensor_variance", TensorVarianceParams)
@@ -268,6 +270,7 @@ __all__ = [
     "similar_across_runs",
     "slow_convergence",
     "stalled_training",
+    "starved_expert",
     "step_outlier",
     "symmetric_units",
     "tensor_variance",

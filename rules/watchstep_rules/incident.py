@@ -57,6 +57,7 @@ _STAGES: tuple[tuple[str, ...], ...] = (
         "gradient_norm_spike",
         "vanishing_gradient",
         "gradients_cease",
+        "starved_expert",
         "weight_not_updating",
         "weight_update_ratio",
     ),

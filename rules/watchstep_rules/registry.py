@@ -84,6 +84,7 @@ from watchstep_rules.similar_across_runs import SimilarAcrossRuns
 from watchstep_rules.slow_convergence import SlowConvergence
 from watchstep_rules.sql_rule import Sql
 from watchstep_rules.stalled_training import StalledTraining
+from watchstep_rules.starved_expert import StarvedExpert
 from watchstep_rules.step_outlier import StepOutlier
 from watchstep_rules.symmetric_units import SymmetricUnits
 from watchstep_rules.tensor_variance import TensorVariance
@@ -113,6 +114,7 @@ RULES: dict[str, AnyRule] = {
         WeightNotUpdating(),
         ClassImbalance(),
         StalledTraining(),
+        StarvedExpert(),
         AllZero(),
         UnchangedTensor(),
         TensorVariance(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
@@ -15,6 +13,7 @@ from watchstep.statistics import Floats, StatisticsBatch
 from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.experts import kind_of_expert
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import step_numbers
@@ -22,7 +21,6 @@ from watchstep_rules.finding import Finding, finding_at
 
 _NOTHING = 1e-6  # of a loss of about 1 it is what float32 rounds away
 _FIRST = 2.0  # times its first size a gradient may have without being one that grows
-_EXPERT = re.compile(r"([^.]*expert[^.]*\.)\d+(\.)", re.IGNORECASE)
 _NEAR = 0.1  # share of the limit from which on a size is near to it
 
 
@@ -174,24 +172,18 @@ def _of_starved_experts(
     block: Block, found: NDArray[np.intp], size: Floats, step: NDArray[np.intp]
 ) -> set[int]:
     """Those among found rows that are zero, while the same weight of another expert has a gradient at that step."""
-    kinds = {row: _kind_of_expert(block.info(row).name) for row in found[size[found] == 0].tolist()}
+    kinds = {row: kind_of_expert(block.info(row).name) for row in found[size[found] == 0].tolist()}
     kinds = {row: kind for row, kind in kinds.items() if kind}
     if not kinds:
         return set()
     wanted = set(kinds.values())
-    of_tensor = [_kind_of_expert(info.name) for info in block.catalogue]
+    of_tensor = [kind_of_expert(info.name) for info in block.catalogue]
     learns = {
         (int(step[row]), of_tensor[block.tensor[row]], block.info(row).shape)
         for row in np.flatnonzero(size > 0).tolist()
         if of_tensor[block.tensor[row]] in wanted
     }
     return {row for row, kind in kinds.items() if (int(step[row]), kind, block.info(row).shape) in learns}
-
-
-def _kind_of_expert(name: str) -> str:
-    """The name of an expert's tensor without the expert's number; empty where it is of none."""
-    kind, experts = _EXPERT.subn(r"\1*\2", name)
-    return kind if experts else ""
 
 
 def _at_rest(

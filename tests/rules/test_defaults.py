@@ -25,6 +25,7 @@ WAIT_BY_THEMSELVES = {
     "symmetric_units",
     "frozen_batch_norm",
     "running_statistics_frozen",
+    "starved_expert",
     "hyperparameter_jump",
     "absent_from_optimizer",
     "loss_spike",
@@ -54,6 +55,7 @@ def test_one_fault_of_a_layer_or_loss_is_one_alert() -> None:
         "unlike_earlier_runs",
         "hyperparameter_jump",
         "gradients_cease",
+        "starved_expert",
     }
 
 
