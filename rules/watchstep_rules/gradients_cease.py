@@ -83,6 +83,7 @@ class GradientsCease(Rule[GradientsCeaseParams, GradientsCeaseState]):
     )
     cannot_distinguish = (
         "A program that detaches its encoder on purpose from step N on, from one that does so by mistake.",
+        "A branch that is detached amid layers that learn, from one whose output is not used on purpose: it is left alone.",
     )
     params_type = GradientsCeaseParams
     state_type = GradientsCeaseState

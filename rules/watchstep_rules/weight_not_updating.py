@@ -118,6 +118,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
     cannot_distinguish = (
         "A program that leaves a layer out of the optimizer on purpose, without requires_grad=False, and trains layers before and after it, from one that forgot it.",
         "A layer that is detached on purpose and still requires a gradient, from one that is cut off by mistake.",
+        "A branch that is detached amid layers that learn, from one whose output is not used on purpose: it is left alone.",
         "An optimizer that is paused on purpose while gradients are alive, from one that is skipped.",
     )
     params_type = WeightNotUpdatingParams
