@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -167,7 +168,7 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
         inputs: dict[_Pass, list[int]],
     ) -> FindingRows:
         """With where their pass was first not finite, and whether an update applied it; the output that was executed first is the likeliest cause."""
-        origins, updates = Origins(block), UpdateEvidence(block)
+        evidence = functools.cache(lambda: (Origins(block), UpdateEvidence(block)))
 
         def upstream(row: int) -> list[int]:
             info = block.info(row)
@@ -190,6 +191,7 @@ class NonFiniteValues(Rule[NonFiniteValuesParams, NonFiniteValuesState]):
             finding = finding.model_copy(update={"upstream": names})
             if finding.role not in _DOWNSTREAM or is_given(block.info(row)):
                 return finding
+            origins, updates = evidence()
             return origins.of(row).said_with(updates.said_with(finding, row))
 
         tolerated = np.full(len(rows), float(params.max_elements))

@@ -12,7 +12,7 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.figures.chosen_tensors import rows_where, tensors_where
 from watchstep_rules.figures.experts import expert_of, kind_of_expert
 from watchstep_rules.figures.steps import in_training, whole_steps
 from watchstep_rules.finding import Finding, finding_at
@@ -78,12 +78,10 @@ class StarvedExpert(Rule[StarvedExpertParams, StarvedExpertState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[StarvedExpertState, list[Finding]]:
         """Follow the weights of experts, step by step."""
-        if state.done:
+        if state.done or not tensors_where(block.catalogue, _is_of_expert).any():
             return state, []
         block = in_training(block)
         chosen = rows_where(block, _is_of_expert)
-        if not chosen.any():
-            return state, []
         without, noted = dict(state.without), state.noted
         findings: list[Finding] = []
         for rows in _steps(block, chosen):
