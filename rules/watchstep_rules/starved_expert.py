@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
+from watchstep.sort_key import sort_key
 from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures.chosen_tensors import rows_where, tensors_where
+from watchstep_rules.figures.chosen_tensors import has_role, rows_where, tensors_where
 from watchstep_rules.figures.experts import expert_of, kind_of_expert
 from watchstep_rules.figures.steps import in_training, whole_steps
 from watchstep_rules.finding import Finding, finding_at
+from watchstep_rules.judging.of_catalogue import OfCatalogue
 
 
 class StarvedExpertParams(Params):
@@ -82,10 +84,12 @@ class StarvedExpert(Rule[StarvedExpertParams, StarvedExpertState]):
             return state, []
         block = in_training(block)
         chosen = rows_where(block, _is_of_expert)
-        without, noted = dict(state.without), state.noted
+        if not state.without and _all_have_gradients(block, chosen):
+            return state, []
+        without, noted, is_alive = dict(state.without), state.noted, _is_alive(block)
         findings: list[Finding] = []
         for rows in _steps(block, chosen):
-            starved = _follow(block, rows, without, params.records)
+            starved = _follow(block, rows, is_alive, without, params.records)
             findings.extend(self._finding(params, block, one) for one in starved)
             if noted and not any(count >= params.records for count in without.values()):
                 return StarvedExpertState(noted=True, done=True), findings
@@ -127,6 +131,34 @@ def _is_of_expert(info: TensorInfo) -> bool:
     return info.role in ("gradient", "update") and len(info.shape) > 1 and bool(kind_of_expert(info.name))
 
 
+def _all_have_gradients(block: Block, chosen: NDArray[np.bool_]) -> bool:
+    """Whether each weight of an expert with an update has a gradient at that step: nothing needs to be looked at singly."""
+    is_gradient = rows_where(block, has_role, "gradient")
+    gradients, updates = np.flatnonzero(chosen & is_gradient), np.flatnonzero(chosen & ~is_gradient)
+    if not _is_alive(block)[gradients].all() or len(gradients) != len(updates):
+        return False
+    weight = _weights.get(block.catalogue, "", lambda: _weights_of(block.catalogue))[block.tensor]
+    key = sort_key(block.step, block.worker, weight)
+    return bool(np.array_equal(np.sort(key[gradients]), np.sort(key[updates])))
+
+
+def _weights_of(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
+    """Of each tensor the number of the weight that it is about."""
+    numbers: dict[str, int] = {}
+    names = (info.name.rpartition(":")[0] for info in catalogue)
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+
+
+_weights: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
+
+
+def _is_alive(block: Block) -> NDArray[np.bool_]:
+    """Of each row, whether some element is not zero, or is no number."""
+    held = block.statistics
+    alive: NDArray[np.bool_] = (held.abs_sum > 0) | (held.finite < held.count)
+    return alive
+
+
 def _steps(block: Block, chosen: NDArray[np.bool_]) -> Iterator[list[int]]:
     """Chosen rows of each step and worker, ascending."""
     for rows in whole_steps(block):
@@ -136,9 +168,11 @@ def _steps(block: Block, chosen: NDArray[np.bool_]) -> Iterator[list[int]]:
                 yield own
 
 
-def _follow(block: Block, rows: list[int], without: dict[str, int], records: int) -> list[_Starved]:
+def _follow(
+    block: Block, rows: list[int], is_alive: NDArray[np.bool_], without: dict[str, int], records: int
+) -> list[_Starved]:
     """Take in the rows of a step of one worker; the first weight of each expert that is starved for long enough."""
-    held, seen, fed = block.statistics, dict[str, int](), set[str]()
+    seen, fed = dict[str, int](), set[str]()
     kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for row in rows:
         info = block.info(row)
@@ -147,7 +181,7 @@ def _follow(block: Block, rows: list[int], without: dict[str, int], records: int
             kinds.setdefault((kind_of_expert(name), info.shape), []).append(name)
         if name not in seen or info.role == "update":
             seen[name] = row
-        if info.role == "gradient" and (held.abs_sum[row] > 0 or held.finite[row] < held.count[row]):
+        if info.role == "gradient" and is_alive[row]:
             fed.add(name)
     starved: dict[str, _Starved] = {}
     worker = int(block.worker[rows[0]])
