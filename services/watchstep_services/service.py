@@ -34,6 +34,7 @@ from watchstep_services.evaluator.rule_time import UsualTime
 from watchstep_services.fair_threads import FairThreads
 from watchstep_services.settings import Settings
 from watchstep_services.stores.endpoint import check_endpoint
+from watchstep_services.stores.hanging import HangingStores
 from watchstep_services.stores.opening import Stores
 from watchstep_services.stores.patience import Patience
 
@@ -87,6 +88,7 @@ class Service:
         owner_backends: the owner's file of backends, which any project's jobs may be on; None where admins register them.
         stores: opened stores.
         patience: asks stores that may not answer, where others wait for their turn.
+        hanging_stores: at which evaluations of this process had no answer.
         local_jobs: whether the jobs of a project that its first run makes may be processes of this machine.
         histories: earlier rows of runs that this process has judged.
         remembered: what their rules remember.
@@ -115,6 +117,7 @@ class Service:
     opened_backends: dict[str, Backend] = field(default_factory=dict)
     stores: Stores = field(default_factory=Stores)
     patience: Patience = field(default_factory=Patience)
+    hanging_stores: HangingStores = field(default_factory=HangingStores)
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
     remembered: RememberedCache = field(default_factory=RememberedCache)

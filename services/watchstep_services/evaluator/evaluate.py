@@ -11,6 +11,7 @@ from typing import Literal
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
+from watchstep import layout
 from watchstep.errors import WatchstepError
 from watchstep_rules.judging.history import History, joined, trimmed
 from watchstep_rules.judging.judge import Progress
@@ -43,7 +44,7 @@ from watchstep_services.evaluator.fence import FencedError, lock_run
 from watchstep_services.evaluator.inbox import FAILED_ATTEMPTS
 from watchstep_services.evaluator.judging import Judged, LostContext, judge_all, lookback, report_lost_context
 from watchstep_services.evaluator.keeping import kept
-from watchstep_services.evaluator.large_turn import RETRY_SECONDS
+from watchstep_services.evaluator.large_turn import RETRY_SECONDS as LARGE_RETRY_SECONDS
 from watchstep_services.evaluator.observation import Observation, came_to, observing
 from watchstep_services.evaluator.plan import Gap, ended_ranks
 from watchstep_services.evaluator.rule_time import charged
@@ -52,6 +53,7 @@ from watchstep_services.evaluator.unfinished_reads import ReadingGuard
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS, nanoseconds
+from watchstep_services.stores.hanging import RETRY_SECONDS as HANGING_RETRY_SECONDS
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
@@ -122,12 +124,15 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
     reach("evaluate.claimed", held)
     collected = None
     try:
+        if not _answers(service, held):
+            return Evaluation("idle", _postpone(service, held, HANGING_RETRY_SECONDS))
         guard, absent = ReadingGuard(service.database, held), AbsentLookups()
         rule_seconds = service.settings.rule_seconds
         time_limits = charged(
             service.database, held.project, rule_seconds, service.usual_time, lambda: absent.seconds
         )
-        with kept(service, held), guard.watching(), on_behalf_of(held.project), time_limits:
+        noted = service.hanging_stores.noted(held.place.registration)
+        with kept(service, held), guard.watching(), on_behalf_of(held.project), time_limits, noted:
             source = RunSource(run_store_of(service, held), guard, absent)
             collected = _collect(service, held, source)
             reach("evaluate.read", held)
@@ -138,8 +143,7 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
                 outcome, history = _judge(service, held, source, collected)
         if postponed:
             # A thread that waited for the other evaluation would keep other runs from their turn.
-            retry_ns = held.now_ns + nanoseconds(RETRY_SECONDS)
-            return Evaluation("idle", release(service.database, held, retry_ns))
+            return Evaluation("idle", _postpone(service, held, LARGE_RETRY_SECONDS))
         if not collected.attempt:
             more = release(service.database, held, _due(service, held, collected))
             reach("evaluate.let_go", held)
@@ -165,6 +169,20 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
     more = outcome.collected.more or done.hinted
     steady = history.steady and not any(one.transitions for one in outcome.judged)
     return Evaluation("committed", more, tuple(done.actions), steady)
+
+
+def _answers(service: Service, held: Claim) -> bool:
+    """Whether the run's store may be used: it does not hang, as far as this process knows."""
+
+    def probe() -> None:
+        run_store_of(service, held).get(layout.RUN_DOCUMENT)
+
+    return service.hanging_stores.answers(held.place.registration, probe)
+
+
+def _postpone(service: Service, held: Claim, seconds: float) -> bool:
+    """Let the run go, to be evaluated in some seconds; whether it is due again at once."""
+    return release(service.database, held, held.now_ns + nanoseconds(seconds))
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,7 @@ class EmbeddedService:
         apply_owner_rules(database, rules)
         self.operator_token, self.recorder_token = self._own_tokens(database, home)
         self._undo.append(self.service.patience.close)
+        self._undo.append(self.service.hanging_stores.close)
         self._undo.append(self.service.intake.shutdown)
         self._undo.append(self.service.status_threads.shutdown)
         self._undo.append(self.service.look_threads.shutdown)
