@@ -102,7 +102,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "exploded": "ours: what is ten times its beginning needs no more",
         "deviations": "ours: noise of heavy tails reaches five (Hampel 1974 takes three for outliers)",
         "rise": "ours: twice its level is no noise",
-        "of_first": "ours: back where it began; PaLM's spikes (2022) are less",
+        "of_first": "ours: nearly back where it began, as a guess may be below the first losses; PaLM's spikes (2022) are less",
         "far": "as of `loss_not_decreasing`",
     },
     "lost_progress": {

@@ -45,7 +45,7 @@ class LossSpikeParams(Params):
     )
     rise: float = Field(2.0, gt=1, description="… which they also are so many times …")
     of_first: float = Field(
-        1.0,
+        0.9,
         ge=0,
         description="… and above by this share of what it had come down by since it began, or since its highest level.",
     )

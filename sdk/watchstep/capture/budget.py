@@ -17,6 +17,9 @@ from typing import Any
 
 DENSE_STEPS = 100
 DENSE_FACTOR = 10.0
+_FIRST_RECORDS = 3
+"""Records of each collection that are made at the first steps whatever they cost, for rules that judge three in a row: a training that begins
+with a poor initialization shows it at once."""
 _MEMORY = 0.2  # weight of the newest value in running means
 _MEMORY_OF_LESS = 0.5  # … of a cost below its mean: what comes between makes costs too high, never too low
 _SPIKE = 4.0  # a cost is taken as at most so many times its mean: the process was interrupted, not slow
@@ -39,8 +42,11 @@ class _Unit:
 
     @property
     def is_cold(self) -> bool:
-        """Whether this is its first time: libraries are loaded then, memory is taken; that says nothing of its cost."""
-        return self.measured <= 1
+        """Whether this is one of its first times: libraries are loaded then, memory is taken; that says nothing of its cost.
+
+        What they cost is reported and takes nothing off the allowance, so that the first records are of the first steps in a row.
+        """
+        return self.measured < _FIRST_RECORDS
 
     def settle(self) -> None:
         """A step is over: take what measuring cost in it into the mean."""

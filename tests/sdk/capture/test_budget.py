@@ -60,6 +60,16 @@ def test_the_first_step_measures_everything(costs: dict[str, float]) -> None:
     assert set(simulate(Budget(list(costs), 0.01, clock=clock), clock, costs, 0, 1).values()) == {1}
 
 
+@given(costs=costs, share=st.sampled_from([0.001, 0.01]))
+def test_the_first_three_steps_measure_everything_and_cost_no_later_record(
+    costs: dict[str, float], share: float
+) -> None:
+    clock = Clock()
+    budget = Budget(list(costs), share, clock=clock)
+    assert simulate(budget, clock, costs, 0, 3) == dict.fromkeys(costs, 3)
+    assert budget.as_data()["spent_seconds"] >= 3 * sum(costs.values()) * (1 - 1e-9)
+
+
 def test_what_costs_nothing_is_measured_always_and_what_is_dear_in_its_turn() -> None:
     clock = Clock()
     prices = {"cheap": 1e-5, "dear": 2e-3}
