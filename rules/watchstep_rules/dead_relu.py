@@ -15,10 +15,14 @@ from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.conclusive import has_probe
+from watchstep_rules.figures.layers import last_layer, orders
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
 from watchstep_rules.finding import Finding, finding_at
+
+_LEARNS = 0.75
+"""Share of its first value to which a loss has come down where the last rectifier does not keep the model from learning."""
 
 
 class DeadReluParams(Params):
@@ -48,11 +52,15 @@ class Streak(NamedTuple):
 
 
 class DeadReluState(State):
-    """Streaks under way by ``tensor@worker``, workers' losses by ``loss@worker``, and parameters without any gradient."""
+    """Streaks under way by ``tensor@worker``, workers' losses by ``loss@worker``, and parameters without any gradient.
+
+    ``last``: where in the model the last weighted layer stands; -1 where none was seen.
+    """
 
     streaks: dict[str, Streak] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
     silent: dict[str, bool] = Field(default_factory=dict)
+    last: int = -1
 
 
 class DeadRelu(Rule[DeadReluParams, DeadReluState]):
@@ -61,6 +69,9 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
     ``dead_channels / channels`` must reach ``share`` through ``steps`` records in a row that saw ``examples`` values of
     each channel; or half the channels, if meanwhile no weight of the model gets any gradient and the loss is not down
     to a tenth of its start: then learning has died, whatever the other half does.
+
+    A rectifier that stands after the last weighted layer (a penalty on what exceeds a bound, an output that is never negative) may well be zero: it is judged
+    by ``share`` only until some loss has come down by a quarter, as `saturated_activation` does with the last activation.
 
     Half of all channels is the limit of SageMaker's DeadRelu, which healthy sparse networks pass: of randomly
     initialised units half are off for an example, and of small batches many are off altogether (Glorot, Bordes and
@@ -120,7 +131,10 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         layers = np.flatnonzero(is_output & (channels > 0) & np.isfinite(dead))
         share = dead[layers] / channels[layers]
         stuck = ~courses.any_converged(params.converged)
-        is_dead = share >= params.share
+        last = last_layer(state.last, block, numbers)
+        is_last = (last >= 0)[numbers[layers]]
+        is_last &= orders(block.catalogue)[block.tensor[layers]] > last[numbers[layers]]
+        is_dead = (share >= params.share) & ~(is_last & courses.any_converged(_LEARNS)[numbers[layers]])
         is_silent = (share >= params.silent_share) & (all_silent & stuck)[numbers[layers]]
         streaks, ends = _follow(state.streaks, view(block, layers), is_dead, is_silent, channels[layers])
         findings = {}
@@ -129,7 +143,12 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
             if found := self._judge(params, block, row, float(share[place]), streak):
                 findings[row] = found
         return (
-            DeadReluState(streaks=streaks, losses=losses, silent=silent),
+            DeadReluState(
+                streaks=streaks,
+                losses=losses,
+                silent=silent,
+                last=int(last[-1]) if len(last) else state.last,
+            ),
             [findings[row] for row in sorted(findings)],
         )
 

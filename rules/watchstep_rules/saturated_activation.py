@@ -15,7 +15,7 @@ from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.figures.four_digits import short
-from watchstep_rules.figures.layers import is_weighted
+from watchstep_rules.figures.layers import last_layer, orders
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
@@ -150,10 +150,10 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         block = in_training(block)
         numbers = step_numbers(block)
         losses, courses = follow(state.losses, block, numbers)
-        last = _last_layer(state.last, block, numbers)
+        last = last_layer(state.last, block, numbers)
         slope, share = _slopes(block), _shares(block)
         judged = np.flatnonzero(~(np.isnan(slope) & np.isnan(share)))
-        order = _orders(block.catalogue)[block.tensor[judged]]
+        order = orders(block.catalogue)[block.tensor[judged]]
         step = numbers[judged]
         stuck = ~courses.any_converged(params.converged)[step]
         at_start = (courses.known & ~courses.any_converged(params.stuck))[step]
@@ -190,18 +190,6 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
             )
         message = f"{share:.0%} of the channels of {name} are at a bound for every example, {since}"
         return finding_at(self.name, block, row, value=float(share), threshold=params.share, message=message)
-
-
-def _is_layer(info: TensorInfo) -> bool:
-    return info.role == "output" and is_weighted(info)
-
-
-def _last_layer(before: int, block: Block, numbers: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Where in the model the last weighted layer stands that was seen up to each step."""
-    last = np.full(int(numbers[-1]) + 1 if len(numbers) else 0, before, np.int64)
-    rows = np.flatnonzero(rows_where(block, _is_layer))
-    np.maximum.at(last, numbers[rows], _orders(block.catalogue)[block.tensor[rows]])
-    return np.maximum.accumulate(last)
 
 
 def _follow(
@@ -272,7 +260,6 @@ def _is_half(info: TensorInfo) -> bool:
 
 
 _bounds_of: OfCatalogue[Floats] = OfCatalogue()
-_orders_of: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
 
 
 def _bounds(catalogue: tuple[TensorInfo, ...]) -> Floats:
@@ -282,11 +269,6 @@ def _bounds(catalogue: tuple[TensorInfo, ...]) -> Floats:
         for info in catalogue
     ]
     return np.array(bounds).reshape(-1, 2)
-
-
-def _orders(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
-    """Where in the model each tensor stands."""
-    return _orders_of.get(catalogue, "", lambda: np.array([info.order for info in catalogue], np.int64))
 
 
 def _slopes(block: Block) -> Floats:

@@ -21,6 +21,7 @@ from watchstep_rules.finding import Finding, finding_at
 
 _NOTHING = 1e-6  # of a loss of about 1 it is what float32 rounds away
 _FIRST = 2.0  # times its first size a gradient may have without being one that grows
+_STATE, _INPUT = "weight_hh", "weight_ih"  # of PyTorch's recurrent layers and cells
 _NEAR = 0.1  # share of the limit from which on a size is near to it
 
 
@@ -91,6 +92,9 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
     An expert of a mixture that no example of the step goes to is left alone: the gradient of ``….experts.3.….weight`` is zero
     everywhere, and that of the same weight of another expert is not.
 
+    The weight of a recurrent layer's state is left alone where its gradient is zero everywhere and that of its input is not: the state was empty,
+    as in a sequence of one step.
+
     Vectors are left out: the gradient of a bias before batch normalisation, or of a key bias in attention, is zero by
     construction.
     """
@@ -152,6 +156,7 @@ class VanishingGradient(Rule[VanishingGradientParams, VanishingGradientState]):
         limit = np.where(settles, _NEAR * limit, limit)
         found = np.flatnonzero((size < limit) & (size <= before) & ~waits)
         starved = _of_starved_experts(judged, found, size, step) if len(found) else set()
+        starved |= _of_empty_states(judged, found, size, step) if len(found) else set()
         return VanishingGradientState(largest=overall, series=kept, losses=losses, began=began), [
             self._finding(judged, int(row), float(size[row]), float(limit[row]), never=bool(never[row]))
             for row in found
@@ -184,6 +189,21 @@ def _of_starved_experts(
         if of_tensor[block.tensor[row]] in wanted
     }
     return {row for row, kind in kinds.items() if (int(step[row]), kind, block.info(row).shape) in learns}
+
+
+def _of_empty_states(block: Block, found: NDArray[np.intp], size: Floats, step: NDArray[np.intp]) -> set[int]:
+    """Those among found rows that are zero and a recurrent state's weights, while the input's weights have a gradient at that step."""
+    names = {row: block.info(row).name for row in found[size[found] == 0].tolist()}
+    wanted = {row: name.replace(_STATE, _INPUT) for row, name in names.items() if _STATE in name}
+    if not wanted:
+        return set()
+    chosen = set(wanted.values())
+    of_input = np.array([info.name in chosen for info in block.catalogue], np.bool_)[block.tensor]
+    learns = {
+        (int(step[row]), int(block.worker[row]), block.info(row).name)
+        for row in np.flatnonzero(of_input & (size > 0)).tolist()
+    }
+    return {row for row, name in wanted.items() if (int(step[row]), int(block.worker[row]), name) in learns}
 
 
 def _at_rest(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tests.rules.runs import all_at_once, in_steps, norms, steps_of
 from tests.sdk.blocks import Row, tensor
@@ -47,6 +48,19 @@ def test_half_a_layer_is_enough_where_learning_has_died() -> None:
 def test_a_training_that_has_nothing_left_to_learn_is_fine() -> None:
     none = norms("a", [*[1.0] * 40, *[0.0] * 40])
     assert found(layer([6] * 80), none, losses([1.0, *[0.0] * 79])) == []
+
+
+def test_a_rectifier_after_the_last_layer_may_be_zero_while_the_model_learns() -> None:
+    """As a penalty on what exceeds a bound: it is zero where the bound is kept."""
+    weighted = [Row(step, tensor("head:output", "activations", order=1), [1.0, 2.0]) for step in range(20)]
+    rectifier = replace(RELU, order=2, module_type="ReLU")
+    dead = [replace(row, info=rectifier) for row in layer([10] * 20)]
+    learns, stuck = losses([1.0] * 5 + [0.5] * 15), losses([1.0] * 20)
+    assert found(dead, weighted, stuck)
+    assert max(found(dead, weighted, learns), default=0) < 10
+    assert found(layer([10] * 20), weighted, learns)[-1] == 19
+    none = norms("a", [1.0, *[0.0] * 19])
+    assert found(dead, weighted, learns, none)[-1] == 19
 
 
 def test_the_finding_says_how_many_and_since_when() -> None:

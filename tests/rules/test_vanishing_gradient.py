@@ -27,6 +27,19 @@ def test_a_layer_whose_gradient_is_all_zero_is_found() -> None:
     assert found(in_steps(norms("first", [0.0] * 3), norms("last", [1e-2] * 3))) == [0, 1, 2]
 
 
+def test_a_recurrent_weight_is_fine_while_the_state_is_empty() -> None:
+    def cell(state: float, given: float) -> Block:
+        weights = {"cell.weight_hh:gradient": state, "cell.weight_ih:gradient": given, LAST: 1e-2}
+        infos = {name: tensor(name, "gradients") for name in weights}
+        return block_of(
+            [Row(step, infos[name], [value] * 4) for step in range(60) for name, value in weights.items()]
+        )
+
+    assert found(cell(0.0, 1e-2), "cell.weight_hh:gradient") == []
+    assert found(cell(1e-12, 1e-2), "cell.weight_hh:gradient")
+    assert found(cell(0.0, 0.0), "cell.weight_hh:gradient")
+
+
 def test_a_converged_training_is_fine() -> None:
     decay = [10.0**-step for step in range(14)]
     assert found(in_steps(norms("first", decay), norms("last", decay))) == []

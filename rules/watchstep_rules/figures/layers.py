@@ -1,9 +1,16 @@
-"""What kind of layer a row speaks of, by the type of its module."""
+"""What kind of layer a row speaks of, by the type of its module, and where in the model it stands."""
 
 from __future__ import annotations
 
-from watchstep.tensors import TensorInfo
+import numpy as np
+from numpy.typing import NDArray
 
+from watchstep.block import Block
+from watchstep.tensors import TensorInfo
+from watchstep_rules.figures.chosen_tensors import rows_where
+from watchstep_rules.judging.of_catalogue import OfCatalogue
+
+_orders_of: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
 _WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN")
 
 
@@ -16,3 +23,29 @@ def is_weighted(info: TensorInfo) -> bool:
 def is_normalisation(info: TensorInfo) -> bool:
     """Whether the module normalises: ``BatchNorm2d``, ``LayerNorm``, ``LlamaRMSNorm``."""
     return "Norm" in info.module_type
+
+
+def orders(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
+    """Where in the model each tensor stands."""
+    return _orders_of.get(catalogue, "", lambda: np.array([info.order for info in catalogue], np.int64))
+
+
+def last_layer(before: int, block: Block, numbers: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Where in the model the last weighted layer stands that was seen up to each step.
+
+    Args:
+        before: where it stood in earlier blocks; -1 where none was seen.
+        block: rows by step.
+        numbers: the number of each row's step, ascending.
+
+    Returns:
+        A number for each step; -1 while none was seen.
+    """
+    last = np.full(int(numbers[-1]) + 1 if len(numbers) else 0, before, np.int64)
+    rows = np.flatnonzero(rows_where(block, _is_output_of_layer))
+    np.maximum.at(last, numbers[rows], orders(block.catalogue)[block.tensor[rows]])
+    return np.maximum.accumulate(last)
+
+
+def _is_output_of_layer(info: TensorInfo) -> bool:
+    return info.role == "output" and is_weighted(info)
