@@ -44,7 +44,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "steps": "ours: not one batch alone",
         "examples": "ours: small batches must agree over 32 values of each channel",
         "converged": "ours: units that become switches while the loss halves are what the network learnt",
-        "stuck": "ours: the output of a classifier that is sure lies at a bound too",
+        "stuck": "ours: the output of a classifier that is sure lies at a bound too, and a loss with smoothed labels may never halve",
     },
     "poor_initialization": {
         "large": "ours: twice what keeps a signal's size (1.41, He et al. 2015) and more",

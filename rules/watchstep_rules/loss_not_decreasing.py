@@ -13,7 +13,7 @@ from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures import constant_prediction
 from watchstep_rules.figures.constant_prediction import AgainstLabels, LabelState, against_labels
 from watchstep_rules.figures.loss_progress import Beginning, Progress, lookback, progress
-from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.figures.loss_series import LossSeries, falls, first_steps, is_whole, loss_series
 from watchstep_rules.figures.trend import Trend, as_flags, improvement
 from watchstep_rules.finding import Finding, finding_at
 
@@ -72,7 +72,8 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     or, instead of the second, where labels are recorded: the mean of the whole patience is what the best constant prediction
     gives (at most 3 % above, and no more than its standard error below), and at least half of ``start``. Or it rises and goes
     on: ``level - earlier > 3 u``, and ``level`` is ``growth * start`` and more than what a constant gives, or ``far * start``
-    where labels do not tell.
+    where labels do not tell. A loss that jumped and falls since does not rise: of the newest fifth of the patience, the
+    mean of the second half is below that of the first by two standard errors.
 
     What a constant gives depends on the function that computes the loss, which is recorded: cross-entropy or squared error. Where
     the function is not known, labels that are classes are taken to be learnt by cross-entropy.
@@ -163,6 +164,7 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
                 series.function,
             )
             stays, rises = _verdict(params, seen, said, as_flags(improved, series.steps))
+            rises &= series.trailing(max(2, params.patience // 5), falls) != 1
             whole = is_whole(series, names)
             for place in np.flatnonzero((stays | rises) & whole):
                 findings[int(series.rows[place])] = self._finding(

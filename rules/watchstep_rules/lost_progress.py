@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
-from watchstep.statistics import Floats
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures import constant_prediction
 from watchstep_rules.figures.constant_prediction import LabelState, own_baselines
 from watchstep_rules.figures.loss_progress import Beginning, progress
 from watchstep_rules.figures.loss_progress import lookback as loss_lookback
-from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.figures.loss_series import falls, first_steps, is_whole, loss_series
 from watchstep_rules.finding import Finding, finding_at
 
 _LONGEST = 200
@@ -141,7 +140,9 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
             )
             if not lasts.any():
                 continue
-            lost = lasts & ~_falls(params, series) & ~seen.signed & is_whole(series, names)
+            lost = (
+                lasts & (series.trailing(params.window, falls) != 1) & ~seen.signed & is_whole(series, names)
+            )
             for place in map(int, np.flatnonzero(lost)):
                 row = int(series.rows[place])
                 message = (
@@ -178,15 +179,3 @@ def _lasts(
             learnt = number
         lasts[place] = away >= max(params.lasting, min(learnt, _LONGEST))
     return lasts, Course(learnt, away)
-
-
-def _falls(params: LostProgressParams, series: LossSeries) -> NDArray[np.bool_]:
-    half = params.window // 2
-
-    def confidence(windows: Floats) -> Floats:
-        noise = np.sqrt(np.mean(np.diff(windows, axis=1) ** 2, axis=1) / 2)
-        fall: Floats = windows[:, :half].mean(axis=1) - windows[:, half:].mean(axis=1)
-        return np.where(fall > 2 * noise * np.sqrt(2 / half), 1.0, 0.0)
-
-    falls: NDArray[np.bool_] = series.trailing(params.window, confidence) == 1
-    return falls

@@ -53,7 +53,7 @@ class SaturatedActivationParams(Params):
         0.75,
         ge=0,
         lt=1,
-        description="The same for an activation that no weighted layer follows: above it, it is judged too.",
+        description="The same for an activation that no weighted layer follows, or that began steep: above it, it is judged too.",
     )
 
 
@@ -71,10 +71,12 @@ class Streak(NamedTuple):
 class SaturatedActivationState(State):
     """Streaks under way by ``tensor@worker``, losses by ``loss@worker``, and where in the model the last weighted layer stands.
 
+    ``began_flat``: of each layer, by ``tensor@worker``, whether it was at its bounds at its first record.
     ``gates``: of each sigmoid, by ``tensor@worker``, its slope at its first record if that is one of a closed gate; else 0.
     """
 
     streaks: dict[str, Streak] = Field(default_factory=dict)
+    began_flat: dict[str, bool] = Field(default_factory=dict)
     gates: dict[str, float] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
     last: int = -1
@@ -94,7 +96,8 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
     left alone once the loss has come down by a quarter: the output of a classifier that is sure lies at a bound, that
     of a network whose targets lie beyond the bounds does so too, and its loss stays where it was. So is any layer once the loss is down to
     half of its start: units that became switches while the network learnt are how it represents what it learnt, and
-    saturation that keeps it from learning is there before that. A layer that was found saturated before stays found until a
+    saturation that keeps it from learning is there before that. A layer that was steep at its first record is left alone as soon as the loss has come
+    down by a quarter: it became flat while the network learnt, and a loss that is high at its best (smoothed labels, noise) may never halve. A layer that was found saturated before stays found until a
     record of it is steep again, however low the loss comes to be.
 
     *Closed gates.* Highway networks (Srivastava et al. 2015) and long-memory LSTMs begin with gates at a bias of -4 or -5, whose slope
@@ -156,19 +159,24 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         order = orders(block.catalogue)[block.tensor[judged]]
         step = numbers[judged]
         stuck = ~courses.any_converged(params.converged)[step]
-        at_start = (courses.known & ~courses.any_converged(params.stuck))[step]
+        high = ~courses.any_converged(params.stuck)[step]
         hidden = order < last[step]
         flat = (slope[judged] < params.slope) | (share[judged] >= params.share)
+        began, began_flat = _beginnings(state.began_flat, view(block, judged), flat)
         gates, first_slope = _gates(state.gates, view(block, judged), slope[judged], params.slope)
         flat &= ~(hidden & (slope[judged] >= _SHUTS * first_slope) & (first_slope > 0))
-        suspect = np.where(hidden, stuck, at_start)
+        suspect = np.where(hidden, np.where(began_flat, stuck, high), high & courses.known[step])
         streaks, faults = _follow(state.streaks, view(block, judged), flat, suspect, params)
         findings = {}
         for place, streak in faults.items():
             row = int(judged[place])
             findings[row] = self._finding(params, block, row, (slope[row], share[row]), streak)
         state = SaturatedActivationState(
-            streaks=streaks, gates=gates, losses=losses, last=int(last[-1]) if len(last) else state.last
+            streaks=streaks,
+            began_flat=began,
+            gates=gates,
+            losses=losses,
+            last=int(last[-1]) if len(last) else state.last,
         )
         return state, [findings[row] for row in sorted(findings)]
 
@@ -231,6 +239,17 @@ def _follow(
         if not last:
             streaks.pop(name, None)
     return streaks, faults
+
+
+def _beginnings(
+    known: dict[str, bool], block: Block, flat: NDArray[np.bool_]
+) -> tuple[dict[str, bool], NDArray[np.bool_]]:
+    """Whether each layer was at its bounds at its first record: to be kept, and of each row's series."""
+    rows = SeriesRows.of(block)
+    began, of_row = dict(known), np.zeros(len(block), np.bool_)
+    for name, of_series in zip(rows.names, rows.rows(), strict=True):
+        of_row[of_series] = began.setdefault(name, bool(flat[of_series[0]]))
+    return began, of_row
 
 
 def _gates(

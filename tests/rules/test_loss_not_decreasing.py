@@ -152,6 +152,13 @@ def test_of_several_workers_the_lowest_is_judged() -> None:
     assert found(block_of(rows)) == []
 
 
+def test_a_loss_that_jumped_and_falls_since_does_not_rise() -> None:
+    """As one that gets a second term, which is learnt at once."""
+    first = noisy(falling(0.1, 0.02, 200, 10), 0.05)
+    assert found(run_of(np.concatenate([first, noisy(falling(2.3, 0.3, 200, 20), 0.05)]))) == []
+    assert found(run_of(np.concatenate([first, noisy(np.full(200, 2.3), 0.05)])))
+
+
 VALIDATION = (
     "val_loss",
     "loss/validation",

@@ -76,6 +76,16 @@ def test_a_layer_that_saturates_while_the_loss_halves_is_fine() -> None:
     assert found(layer([[0.5, -0.5]] * 40 + [[-0.99, 0.99]] * 20), HEAD, halves) == []
 
 
+def test_a_layer_that_becomes_flat_while_a_loss_falls_that_cannot_halve_is_fine() -> None:
+    """As codes that are made binary step by step, with smoothed labels."""
+    falls = [Row(step, LOSS, [2.3 if step < 10 else 1.5]) for step in range(60)]
+    flat = [[-0.99, 0.99]] * 20
+    assert found(layer([[0.5, -0.5]] * 40 + flat), HEAD, falls) == []
+    assert found(layer([[-0.99, 0.99]] + [[0.5, -0.5]] * 39 + flat), HEAD, falls)[-1] == 59
+    stays = [Row(step, LOSS, [2.3 if step < 10 else 1.9]) for step in range(60)]
+    assert found(layer([[0.5, -0.5]] * 40 + flat), HEAD, stays)[-1] == 59
+
+
 def test_the_finding_says_the_slope() -> None:
     said = all_at_once(RuleConfig(rule="saturated_activation"), in_steps(layer([[0.99, -0.99]] * 3), HEAD))
     assert said.findings[0].message == (

@@ -179,3 +179,14 @@ def noise(windows: Floats) -> Floats:
     """
     spread: Floats = np.sqrt(np.mean(np.diff(windows, axis=1) ** 2, axis=1) / 2)
     return spread
+
+
+def falls(windows: Floats) -> Floats:
+    """1 where the mean of the second half is below that of the first by more than two standard errors, from differences of neighbours; else 0.
+
+    Args:
+        windows: shape (rows, width), width at least 2.
+    """
+    half = windows.shape[1] // 2
+    fall = windows[:, :half].mean(axis=1) - windows[:, half:].mean(axis=1)
+    return np.where(fall > 2 * noise(windows) * np.sqrt(2 / half), 1.0, 0.0)
