@@ -64,8 +64,14 @@ def _resident() -> float:
 
 
 def configs() -> list[RuleConfig]:
-    """Every rule over statistics, by its defaults."""
-    return [RuleConfig(rule=name) for name, rule in RULES.items() if not rule.clock]
+    """Every rule over statistics, by its defaults, but for those that judge a figure of elements, which the made rows lack."""
+    every = [RuleConfig(rule=name) for name, rule in RULES.items() if not rule.clock]
+    return [config for config in every if not _judges_elements(config)]
+
+
+def _judges_elements(config: RuleConfig) -> bool:
+    """Whether it needs a probe with parameters, such as a share of elements below a threshold."""
+    return any(":" in probe for probe in config.implementation.needed(config.parameters).probes)
 
 
 def judge_blocks(blocks: Iterator[Block], chosen: Sequence[RuleConfig]) -> Judged:
@@ -156,6 +162,12 @@ def main() -> None:
     report.remark(
         "Putting rows in order and merging shards is charged to the first rule that waits for seals. State is that of all "
         "tensors as JSON, over the tensors of the run."
+    )
+    clocked = [name for name, rule in RULES.items() if rule.clock]
+    judged = {config.rule for config in configs()}
+    left_out = [name for name in RULES if name not in judged and name not in clocked]
+    report.remark(
+        f"Left out, for the rows lack the figures of elements that they judge: {', '.join(left_out)}."
     )
     report.finish(parsed.json)
 
