@@ -41,7 +41,7 @@ class LossSpikeParams(Params):
         5, ge=1, le=1000, description="The same of a loss that is far above where it began."
     )
     deviations: float = Field(
-        10.0, gt=0, description="Robust standard deviations by which they are above the level …"
+        6.0, gt=0, description="Robust standard deviations by which they are above the level …"
     )
     rise: float = Field(2.0, gt=1, description="… which they also are so many times …")
     of_first: float = Field(
@@ -161,7 +161,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         figure = (
             f"mean of the last {_CLIMB // 2}, which climb,"
             if spike.climbs
-            else f"{end} of the last {spike.lasting}"
+            else f"{end}{' but one' if spike.one_dips[place] else ''} of the last {spike.lasting}"
         )
         message = (
             f"{series.name} is {series.values[place]:.4g}, the {figure} is {nearest:.4g}; the median "
@@ -175,7 +175,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
 class _Spikes(NamedTuple):
     """Of the last losses at each row the one nearest to the level, the level before them, and how far above they must be.
 
-    ``jumped``: they are so far above, or below; ``far``: they have exploded; ``stays``: they do not come back. ``climbs``: it is the mean of the
+    ``jumped``: they are so far above, or below; ``far``: they have exploded; ``stays``: they do not come back; ``one_dips``: the lowest is left out. ``climbs``: it is the mean of the
     newer half that is held against the level, and none of ``far`` and ``stays`` is asked.
     """
 
@@ -186,6 +186,7 @@ class _Spikes(NamedTuple):
     jumped: NDArray[np.bool_]
     far: NDArray[np.bool_]
     stays: NDArray[np.bool_]
+    one_dips: NDArray[np.bool_]
     climbs: bool = False
 
 
@@ -236,8 +237,13 @@ def _spikes(
         fallen = began - np.abs(level)
         has_fallen = (fallen >= _FALLEN * began) & (fallen >= noise)
         above = np.where(has_fallen, np.maximum(noise, params.of_first * fallen), plain)
-        dips = lasting >= _MAY_DIP
-        nearest = np.where(dips & (lowest >= level + above / 2), second, lowest)
+        one_dips = (
+            (lasting >= _MAY_DIP)
+            & (lowest < level + above)
+            & (lowest >= level + above / 2)
+            & (second >= level + above)
+        )
+        nearest = np.where(one_dips, second, lowest)
         up = (nearest >= level + above) & (above > 0)
         below = (highest <= level - plain) & (plain > 0) & ~signed & (highest < 0)
         return _Spikes(
@@ -247,7 +253,8 @@ def _spikes(
             np.where(below, plain, above),
             up | below,
             nearest >= params.far * began,
-            below | (newest >= np.where(lowest < level + above, _FALLS_WITH_DIP, _FALLS) * oldest),
+            below | (newest >= np.where(one_dips, _FALLS_WITH_DIP, _FALLS) * oldest),
+            one_dips & ~below,
         )
 
 
@@ -277,7 +284,7 @@ def _climbs(params: LossSpikeParams, series: LossSeries, began: Floats) -> _Spik
             & (newer - level >= _CLIMB_FACTOR * (older - level))
         )
     anywhere = np.zeros(len(level), np.bool_)
-    return _Spikes(_CLIMB, newer, level, above, climbs, anywhere, anywhere, climbs=True)
+    return _Spikes(_CLIMB, newer, level, above, climbs, anywhere, anywhere, anywhere, climbs=True)
 
 
 def _inversions(windows: Floats) -> Floats:

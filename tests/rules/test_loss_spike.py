@@ -55,6 +55,9 @@ EARLY = {
     "back where it began, but for one small batch": then(
         COURSE, np.array([3.0, 2.2, 2.4, 1.7, 2.3, 2.6, 2.2, 2.5, 2.1, 2.4])
     ),
+    "back where it began, and noisy": then(
+        falling(1.1, 0.27, 200, 15.0) + 0.1 * (noisy(np.ones(200), 1.0) - 1), np.full(30, 1.12)
+    ),
     "its sign is flipped, above a floor": then(FLOORED, 2.0 + 0.1 * 1.35 ** np.arange(13)),
     "its sign is flipped, above nothing": then(COURSE, np.minimum(0.4 * 1.25 ** np.arange(40), 2.3)),
 }
@@ -63,6 +66,14 @@ EARLY = {
 @pytest.mark.parametrize("name", EARLY)
 def test_a_loss_that_climbs_or_is_back_above_its_floor_is_found_within_twelve_losses(name: str) -> None:
     assert 150 < found(EARLY[name])[0] <= 162
+
+
+def test_a_loss_that_dips_once_is_left_out_of_the_message() -> None:
+    losses = then(COURSE, np.array([3.0, 2.2, 2.4, 1.7, 2.3, 2.6, 2.2, 2.5, 2.1, 2.4]))
+    losses[153] = 1.3
+    (finding,) = all_at_once(RuleConfig(rule="loss_spike"), run_of(losses)).findings
+    assert (finding.step, finding.value) == (159, 2.1)
+    assert "the lowest but one of the last 10 is 2.1" in finding.message
 
 
 def test_a_climb_is_reported_by_the_mean_of_its_newer_half() -> None:

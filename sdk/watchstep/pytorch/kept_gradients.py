@@ -28,7 +28,7 @@ _ELEMENTS = 64
 _AT_EACH_STEP = (
     100  # steps that began with cleared gradients, after which a program is looked at now and then
 )
-_NOW_AND_THEN = 16
+_NOW_AND_THEN = 4
 
 
 @dataclass
