@@ -23,6 +23,8 @@ from watchstep_rules.finding import Finding, finding_at
 
 _LEARNS = 0.75
 """Share of its first value to which a loss has come down where the last rectifier does not keep the model from learning."""
+_SETTLING = 50
+"""Steps in which a loss may come down so far, as those of `vanishing_gradient`."""
 
 
 class DeadReluParams(Params):
@@ -54,13 +56,14 @@ class Streak(NamedTuple):
 class DeadReluState(State):
     """Streaks under way by ``tensor@worker``, workers' losses by ``loss@worker``, and parameters without any gradient.
 
-    ``last``: where in the model the last weighted layer stands; -1 where none was seen.
+    ``last``: where in the model the last weighted layer stands; -1 where none was seen. ``began``: the first step, None before it.
     """
 
     streaks: dict[str, Streak] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
     silent: dict[str, bool] = Field(default_factory=dict)
     last: int = -1
+    began: int | None = None
 
 
 class DeadRelu(Rule[DeadReluParams, DeadReluState]):
@@ -71,7 +74,7 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
     to a tenth of its start: then learning has died, whatever the other half does.
 
     A rectifier that stands after the last weighted layer (a penalty on what exceeds a bound, an output that is never negative) may well be zero: it is judged
-    by ``share`` only until some loss has come down by a quarter, as `saturated_activation` does with the last activation.
+    by ``share`` only after the first 50 steps, and until some loss has come down by a quarter, as `saturated_activation` does with the last activation.
 
     Half of all channels is the limit of SageMaker's DeadRelu, which healthy sparse networks pass: of randomly
     initialised units half are off for an example, and of small batches many are off altogether (Glorot, Bordes and
@@ -134,7 +137,11 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         last = last_layer(state.last, block, numbers)
         is_last = (last >= 0)[numbers[layers]]
         is_last &= orders(block.catalogue)[block.tensor[layers]] > last[numbers[layers]]
-        is_dead = (share >= params.share) & ~(is_last & courses.any_converged(_LEARNS)[numbers[layers]])
+        began = state.began if state.began is not None or not len(block) else int(block.step.min())
+        learns = courses.any_converged(_LEARNS)[numbers[layers]]
+        if began is not None:
+            learns |= block.step[layers] < began + _SETTLING
+        is_dead = (share >= params.share) & ~(is_last & learns)
         is_silent = (share >= params.silent_share) & (all_silent & stuck)[numbers[layers]]
         streaks, ends = _follow(state.streaks, view(block, layers), is_dead, is_silent, channels[layers])
         findings = {}
@@ -148,6 +155,7 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
                 losses=losses,
                 silent=silent,
                 last=int(last[-1]) if len(last) else state.last,
+                began=began,
             ),
             [findings[row] for row in sorted(findings)],
         )

@@ -52,15 +52,16 @@ def test_a_training_that_has_nothing_left_to_learn_is_fine() -> None:
 
 def test_a_rectifier_after_the_last_layer_may_be_zero_while_the_model_learns() -> None:
     """As a penalty on what exceeds a bound: it is zero where the bound is kept."""
-    weighted = [Row(step, tensor("head:output", "activations", order=1), [1.0, 2.0]) for step in range(20)]
+    weighted = [Row(step, tensor("head:output", "activations", order=1), [1.0, 2.0]) for step in range(80)]
     rectifier = replace(RELU, order=2, module_type="ReLU")
-    dead = [replace(row, info=rectifier) for row in layer([10] * 20)]
-    learns, stuck = losses([1.0] * 5 + [0.5] * 15), losses([1.0] * 20)
-    assert found(dead, weighted, stuck)
-    assert max(found(dead, weighted, learns), default=0) < 10
-    assert found(layer([10] * 20), weighted, learns)[-1] == 19
-    none = norms("a", [1.0, *[0.0] * 19])
-    assert found(dead, weighted, learns, none)[-1] == 19
+    dead = [replace(row, info=rectifier) for row in layer([10] * 80)]
+    learns, stuck = losses([1.0] * 30 + [0.5] * 50), losses([1.0] * 80)
+    assert found(dead, weighted, learns) == []
+    assert found(dead, weighted, stuck) == list(range(52, 80))
+    none = norms("a", [1.0, *[0.0] * 79])
+    assert found(dead, weighted, stuck, none)[0] == 3
+    hidden = [replace(row, info=replace(rectifier, order=0)) for row in layer([10] * 80)]
+    assert found(hidden, weighted, learns) == list(range(2, 80))
 
 
 def test_the_finding_says_how_many_and_since_when() -> None:

@@ -3,6 +3,7 @@
 from benchmarks.detection.difficult import (
     designs,
     frameworks,
+    further_tasks,
     games,
     gated_and_frozen,
     generative,
@@ -20,6 +21,7 @@ __all__ = [
     "PROGRAMS",
     "designs",
     "frameworks",
+    "further_tasks",
     "games",
     "gated_and_frozen",
     "generative",
