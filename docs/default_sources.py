@@ -134,7 +134,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "records": "as of `frozen_batch_norm`",
     },
     "starved_expert": {
-        "records": "ours: with 64 experts of equal share, 50 batches of 32 examples leave one out by chance in one of 10^9 runs",
+        "records": "ours: with 64 experts of equal share, 50 batches of 32 examples leave one out by chance in about one of 10^9 windows",
     },
     "symmetric_units": {
         "share": "ours: between what rounding parts (1e-6) and what learning parts (1)",

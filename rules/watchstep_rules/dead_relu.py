@@ -15,7 +15,7 @@ from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 from watchstep_rules.figures.conclusive import has_probe
-from watchstep_rules.figures.layers import last_layer, orders
+from watchstep_rules.figures.layers import after_last_layer
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
@@ -56,13 +56,12 @@ class Streak(NamedTuple):
 class DeadReluState(State):
     """Streaks under way by ``tensor@worker``, workers' losses by ``loss@worker``, and parameters without any gradient.
 
-    ``last``: where in the model the last weighted layer stands; -1 where none was seen. ``began``: the first step, None before it.
+    ``began``: the first step, None before it.
     """
 
     streaks: dict[str, Streak] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
     silent: dict[str, bool] = Field(default_factory=dict)
-    last: int = -1
     began: int | None = None
 
 
@@ -73,7 +72,7 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
     each channel; or half the channels, if meanwhile no weight of the model gets any gradient and the loss is not down
     to a tenth of its start: then learning has died, whatever the other half does.
 
-    A rectifier that stands after the last weighted layer (a penalty on what exceeds a bound, an output that is never negative) may well be zero: it is judged
+    A rectifier that is computed after the last weighted layer (a penalty on what exceeds a bound, an output that is never negative) may well be zero: it is judged
     by ``share`` only after the first 50 steps, and until some loss has come down by a quarter, as `saturated_activation` does with the last activation.
 
     Half of all channels is the limit of SageMaker's DeadRelu, which healthy sparse networks pass: of randomly
@@ -134,9 +133,7 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         layers = np.flatnonzero(is_output & (channels > 0) & np.isfinite(dead))
         share = dead[layers] / channels[layers]
         stuck = ~courses.any_converged(params.converged)
-        last = last_layer(state.last, block, numbers)
-        is_last = (last >= 0)[numbers[layers]]
-        is_last &= orders(block.catalogue)[block.tensor[layers]] > last[numbers[layers]]
+        is_last = after_last_layer(block, layers)
         began = state.began if state.began is not None or not len(block) else int(block.step.min())
         learns = courses.any_converged(_LEARNS)[numbers[layers]]
         if began is not None:
@@ -154,7 +151,6 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
                 streaks=streaks,
                 losses=losses,
                 silent=silent,
-                last=int(last[-1]) if len(last) else state.last,
                 began=began,
             ),
             [findings[row] for row in sorted(findings)],

@@ -85,7 +85,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     came down. Of a loss that is ``far * began`` above, which has exploded,
     the last ``exploded`` are enough, whether they fall or not. A loss that *climbs* is found before it has lasted: of the last six all
     are three spreads above the level, the mean of the newer three is above it by ``deviations * spread`` and by half of what the loss had come down by,
-    and that is 1.3 times as much as of the older three, and of the 15 pairs of the six two at most do not rise. So a loss looks whose sign was flipped, or whose updates have become too large. A loss that was never below zero and is as far below its level
+    and that is 1.3 times as much as of the older three, and of the 15 pairs of the six two at most do not rise. A loss climbs like this after its sign was flipped, or where updates have become too large. A loss that was never below zero and is as far below its level
     has had its sign turned around.
 
     Large models are known for losses that jump within a few steps, after which some recover and some do not (Chowdhery
@@ -191,9 +191,12 @@ class _Spikes(NamedTuple):
 
 
 def _may_spike(params: LossSpikeParams, series: LossSeries, began: Floats) -> bool:
-    """Whether some losses are so high, or below zero: of a training that goes well none are, and there is no more to work out."""
+    """Whether some losses are so high, or below zero: of a training that goes well none are, and there is no more to work out.
+
+    The newest loss may be the one that dips, to half of what the others reach.
+    """
     with np.errstate(invalid="ignore"):
-        high = series.values >= min(params.of_first, _CLIMB_SHARE) * began
+        high = series.values >= min(params.of_first / 2, _CLIMB_SHARE) * began
     return bool(high.any()) or bool((series.values < 0).any()) or bool((series.before < 0).any())
 
 

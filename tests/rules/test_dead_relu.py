@@ -3,6 +3,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
 from tests.rules.runs import all_at_once, in_steps, norms, steps_of
 from tests.sdk.blocks import Row, tensor
 from watchstep_rules.config import RuleConfig
@@ -62,6 +65,19 @@ def test_a_rectifier_after_the_last_layer_may_be_zero_while_the_model_learns() -
     assert found(dead, weighted, stuck, none)[0] == 3
     hidden = [replace(row, info=replace(rectifier, order=0)) for row in layer([10] * 80)]
     assert found(hidden, weighted, learns) == list(range(2, 80))
+
+
+@pytest.mark.parametrize(("relu_ns", "steps"), [(5, list(range(2, 60))), (15, [])])
+def test_the_last_layer_is_told_by_when_it_was_computed(relu_ns: int, steps: list[int]) -> None:
+    """A module that is used between layers may be declared after them."""
+    head = tensor("head:output", "activations", order=1)
+    weighted = [Row(step, head, [1.0, 2.0]) for step in range(60)]
+    rectifier = replace(RELU, order=9, module_type="ReLU")
+    dead = [replace(row, info=rectifier) for row in layer([10] * 60)]
+    block = in_steps(dead, weighted, losses([1.0] * 20 + [0.5] * 40))
+    is_relu = block.mask_of_tensors([info.name == "act:output" for info in block.catalogue])
+    block = replace(block, time_ns=1000 * block.step + np.where(is_relu, relu_ns, 10))
+    assert steps_of(all_at_once(RuleConfig(rule="dead_relu"), block), "act:output") == steps
 
 
 def test_the_finding_says_how_many_and_since_when() -> None:

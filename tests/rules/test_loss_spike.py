@@ -126,6 +126,14 @@ def test_a_loss_below_zero_has_a_level_as_well() -> None:
     assert found(losses)[0] == 109
 
 
+@pytest.mark.parametrize("cut", range(155, 162))
+def test_the_newest_loss_may_be_the_one_that_dips_wherever_the_run_is_cut(cut: int) -> None:
+    course = np.concatenate([np.full(50, 2.0), np.full(100, 0.002), np.full(9, 2.0), [0.97, 0.002]])
+    block, config = run_of(course), RuleConfig(rule="loss_spike")
+    assert in_pieces(config, block, [cut]) == in_pieces(config, block, [])
+    assert found(course) == [159]
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(SPIKES) + sorted(CALM)),

@@ -104,8 +104,11 @@ def test_others_are_fine(name: str) -> None:
     assert found(HEALTHY[name]) == []
 
 
-def test_a_validation_loss_is_known_by_its_name_as_well() -> None:
-    train, held_out = tensor("train_loss", "losses", shape=()), tensor("val_loss", "losses", shape=())
+@pytest.mark.parametrize(
+    "name", ["val_loss", "VALLoss", "evals/loss", "validatorLoss", "Loss/valid", "test-losses"]
+)
+def test_a_validation_loss_is_known_by_its_name_as_well(name: str) -> None:
+    train, held_out = tensor("train_loss", "losses", shape=()), tensor(name, "losses", shape=())
     rows = [Row(step, train, [loss]) for step, loss in enumerate(LEARNS)]
     rows += [Row(10 * place, held_out, [loss]) for place, loss in enumerate(TURNS)]
     assert found(block_of(sorted(rows, key=lambda row: row.step)))

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.block import Block
+from watchstep.sort_key import sort_key
 from watchstep.tensors import TensorInfo
 from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.judging.of_catalogue import OfCatalogue
@@ -45,6 +46,29 @@ def last_layer(before: int, block: Block, numbers: NDArray[np.intp]) -> NDArray[
     rows = np.flatnonzero(rows_where(block, _is_output_of_layer))
     np.maximum.at(last, numbers[rows], orders(block.catalogue)[block.tensor[rows]])
     return np.maximum.accumulate(last)
+
+
+def after_last_layer(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Which rows of outputs were computed after the last weighted layer of their step and worker; bool, shape of ``rows``.
+
+    What was computed at the same nanosecond is told apart by its place in the model. Where no weighted layer was recorded at the step none is.
+    """
+    _, group = np.unique(sort_key(block.step, block.worker), return_inverse=True)
+    group = group.reshape(-1)
+    groups = int(group.max()) + 1 if len(group) else 0
+    layers = np.flatnonzero(rows_where(block, _is_output_of_layer))
+    order = orders(block.catalogue)[block.tensor]
+    never = np.iinfo(np.int64).max
+    last_ns, last_order = np.full(groups, -1, np.int64), np.full(groups, -1, np.int64)
+    np.maximum.at(last_ns, group[layers], block.time_ns[layers])
+    newest = layers[block.time_ns[layers] == last_ns[group[layers]]]
+    np.maximum.at(last_order, group[newest], order[newest])
+    last_ns[last_ns < 0] = never
+    time_ns, at = block.time_ns[rows], group[rows]
+    after: NDArray[np.bool_] = (time_ns > last_ns[at]) | (
+        (time_ns == last_ns[at]) & (order[rows] > last_order[at])
+    )
+    return after
 
 
 def _is_output_of_layer(info: TensorInfo) -> bool:

@@ -17,10 +17,11 @@ from watchstep_rules.figures.chosen_tensors import has_role, rows_where
 
 Kind = Literal["train", "eval"]
 _VALIDATION = re.compile(
-    r"(val|vali|valid|validate|validation|eval|evaluate|evaluation|test|testing|dev|development)(loss|set|data)?"
+    r"(val|vali|valid|validate|validating|validation|validator|eval|evaluate|evaluation|test|testing|dev|development)"
+    r"s?(loss|losses|set|data)?"
 )
 """Whole words, so that the ``value_loss`` of a critic is a training loss."""
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
 _NUMBERED = re.compile(r"loss_\d+")
 _ROWS_AT_ONCE = 4096

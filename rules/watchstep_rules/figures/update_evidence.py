@@ -43,6 +43,7 @@ class UpdateEvidence:
         self._rows = rows[np.argsort(self._step_of[rows], kind="stable")]
         self._steps = self._step_of[self._rows]
         self._known: dict[int, str] = {}
+        self._is = {name: rows_where(block, is_metric, name) for name in (APPLIED, MISSING, SKIPPED)}
 
     def words(self, row: int) -> str:
         """What speaks against damage at the step and worker of a row; to follow a finding's message. Empty where nothing does."""
@@ -84,6 +85,6 @@ class UpdateEvidence:
         return ""
 
     def _values(self, rows: NDArray[np.intp], name: str) -> list[float]:
-        chosen = rows[rows_where(self._block, is_metric, name)[rows]]
+        chosen = rows[self._is[name][rows]]
         values: list[float] = self._block.statistics.mean[chosen].tolist()
         return values

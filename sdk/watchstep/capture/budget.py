@@ -42,9 +42,9 @@ class _Unit:
 
     @property
     def is_cold(self) -> bool:
-        """Whether this is one of its first times: libraries are loaded then, memory is taken; that says nothing of its cost.
+        """Whether fewer records than the first were made: libraries are loaded then, memory is taken; that says nothing of its cost.
 
-        What they cost is reported and takes nothing off the allowance, so that the first records are of the first steps in a row.
+        What all but the last of the first records cost is reported, and takes nothing off the allowance.
         """
         return self.measured < _FIRST_RECORDS
 

@@ -101,8 +101,10 @@ def _lines(
             said = (
                 f"{name}: {alert['severity']}, {alert['phase']}, since step {alert['details']['since_step']}"
             )
-        else:
+        elif alert is not None:
             said = f"{name}: fired again in a later incident"
+        else:
+            said = f"{name}: no longer listed"
         yield "" if place else "  alerts", said
 
 

@@ -44,7 +44,7 @@ from watchstep_services.evaluator.fence import FencedError, lock_run
 from watchstep_services.evaluator.inbox import FAILED_ATTEMPTS
 from watchstep_services.evaluator.judging import Judged, LostContext, judge_all, lookback, report_lost_context
 from watchstep_services.evaluator.keeping import kept
-from watchstep_services.evaluator.large_turn import RETRY_SECONDS as LARGE_RETRY_SECONDS
+from watchstep_services.evaluator.large_turn import RETRY_SECONDS
 from watchstep_services.evaluator.observation import Observation, came_to, observing
 from watchstep_services.evaluator.plan import Gap, ended_ranks
 from watchstep_services.evaluator.rule_time import charged
@@ -53,7 +53,6 @@ from watchstep_services.evaluator.unfinished_reads import ReadingGuard
 from watchstep_services.points import reach
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS, nanoseconds
-from watchstep_services.stores.hanging import RETRY_SECONDS as HANGING_RETRY_SECONDS
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62
@@ -125,7 +124,8 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
     collected = None
     try:
         if not _answers(service, held):
-            return Evaluation("idle", _postpone(service, held, HANGING_RETRY_SECONDS))
+            wait = service.hanging_stores.retry_seconds(held.place.registration)
+            return Evaluation("idle", _postpone(service, held, wait))
         guard, absent = ReadingGuard(service.database, held), AbsentLookups()
         rule_seconds = service.settings.rule_seconds
         time_limits = charged(
@@ -143,7 +143,7 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
                 outcome, history = _judge(service, held, source, collected)
         if postponed:
             # A thread that waited for the other evaluation would keep other runs from their turn.
-            return Evaluation("idle", _postpone(service, held, LARGE_RETRY_SECONDS))
+            return Evaluation("idle", _postpone(service, held, RETRY_SECONDS))
         if not collected.attempt:
             more = release(service.database, held, _due(service, held, collected))
             reach("evaluate.let_go", held)

@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from watchstep.errors import NotFoundError, StoreError
 from watchstep_services.stores.place import Registration
 
-RETRY_SECONDS = 2.0
-"""So long after it was postponed a run at a hanging store is due again."""
+_RETRY_SECONDS = 2.0
+_LONGEST_RETRY_SECONDS = 20.0
+_RETRY_SHARE = 0.2
+"""Of the time that a store has hung: thousands of runs that are due every two seconds would keep workers busy with nothing."""
 
 _HANGS_SECONDS = 2.0
-"""A store that fails sooner holds nobody: it refuses, and is asked again by each evaluation."""
+"""A store that fails sooner holds up no worker: it refuses, and each evaluation asks it again."""
 
+_now = time.monotonic
 _log = logging.getLogger(__name__)
 
 
@@ -29,28 +32,28 @@ class HangingStores:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hanging: set[Registration] = set()
+        self._hanging: dict[Registration, float] = {}
         self._probes: dict[Registration, threading.Thread] = {}
 
     @contextmanager
     def noted(self, store: Registration) -> Iterator[None]:
         """In the ``with`` block a store is used; if that raises `StoreError` after some seconds, the store hangs."""
-        began = time.monotonic()
+        began = _now()
         try:
             yield
         except StoreError as error:
-            waited = time.monotonic() - began >= _HANGS_SECONDS
+            waited = _now() - began >= _HANGS_SECONDS
             if waited and not (store.is_local or isinstance(error, NotFoundError)):
                 with self._lock:
-                    self._hanging.add(store)
-                _log.warning("store %s: does not answer; its runs are postponed until it does", store.url)
+                    self._hanging.setdefault(store, _now())
+                _log.warning("store %s: its runs are postponed until it answers: %s", store.url, error)
             raise
 
     def answers(self, store: Registration, probe: Callable[[], object]) -> bool:
         """Whether the store may be used. Never waits.
 
-        Of a store that hangs, a probe runs in a thread of its own, one at a time. As soon as it gets an answer the store counts as
-        answering again, however long the answer took.
+        Of a store that hangs, a probe runs in a thread of its own, one at a time. As soon as it gets an answer, however
+        late, or is refused at once, the store counts as answering again.
 
         Args:
             store: which one.
@@ -63,9 +66,19 @@ class HangingStores:
                 thread = threading.Thread(
                     target=self._probe, args=(store, probe), name="watchstep-probe", daemon=True
                 )
-                self._probes[store] = thread
-                thread.start()
+                try:
+                    thread.start()  # it waits for the lock before it ends
+                except RuntimeError as error:
+                    _log.warning("store %s: cannot be asked now: %s", store.url, error)
+                else:
+                    self._probes[store] = thread
             return False
+
+    def retry_seconds(self, store: Registration) -> float:
+        """In how many seconds a postponed run at the store is due again: 2 to 20, the longer the store has hung."""
+        with self._lock:
+            hung = _now() - self._hanging.get(store, _now())
+        return min(_LONGEST_RETRY_SECONDS, max(_RETRY_SECONDS, _RETRY_SHARE * hung))
 
     def close(self) -> None:
         """Wait for the probes; the client's timeouts end them."""
@@ -75,17 +88,20 @@ class HangingStores:
             thread.join()
 
     def _probe(self, store: Registration, probe: Callable[[], object]) -> None:
+        began = _now()
         answered = False
         try:
             probe()
             answered = True
         except NotFoundError:
             answered = True
-        except Exception as error:  # noqa: BLE001 - the next evaluation asks again, and tells what is wrong then
-            _log.info("store %s: does not answer yet: %s", store.url, error)
+        except Exception as error:  # noqa: BLE001 - the next evaluation asks again, and reports what is wrong
+            # What refuses at once holds up no worker: evaluations are to report the reason.
+            answered = _now() - began < _HANGS_SECONDS
+            _log.info("store %s: a probe failed: %s", store.url, error)
         with self._lock:
             del self._probes[store]
             if answered:
-                self._hanging.discard(store)
+                self._hanging.pop(store, None)
         if answered:
             _log.warning("store %s: answers again", store.url)

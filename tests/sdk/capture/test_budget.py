@@ -61,7 +61,7 @@ def test_the_first_step_measures_everything(costs: dict[str, float]) -> None:
 
 
 @given(costs=costs, share=st.sampled_from([0.001, 0.01]))
-def test_the_first_three_steps_measure_everything_and_cost_no_later_record(
+def test_the_first_three_steps_measure_everything_whatever_that_costs(
     costs: dict[str, float], share: float
 ) -> None:
     clock = Clock()

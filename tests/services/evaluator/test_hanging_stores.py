@@ -96,8 +96,9 @@ def test_an_object_that_is_not_there_is_an_answer() -> None:
     assert stores.answers(BUCKET, probe)
 
 
-def test_a_probe_without_an_answer_is_repeated() -> None:
+def test_a_probe_without_an_answer_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     stores = HangingStores()
+    monkeypatch.setattr(hanging, "_HANGS_SECONDS", -1.0)
 
     def fails() -> None:
         raise NO_ANSWER
@@ -109,6 +110,49 @@ def test_a_probe_without_an_answer_is_repeated() -> None:
     assert not stores.answers(BUCKET, list)
     stores.close()
     assert stores.answers(BUCKET, fails)
+
+
+def test_a_probe_that_is_refused_at_once_leaves_the_reason_to_evaluations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores = HangingStores()
+
+    def refused() -> None:
+        raise NO_ANSWER
+
+    hang(stores, BUCKET, NO_ANSWER)
+    monkeypatch.setattr(hanging, "_HANGS_SECONDS", 60.0)
+    assert not stores.answers(BUCKET, refused)
+    stores.close()
+    assert stores.answers(BUCKET, refused)
+
+
+def test_a_probe_that_cannot_begin_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = HangingStores()
+    hang(stores, BUCKET, NO_ANSWER)
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        assert not stores.answers(BUCKET, list)
+        stores.close()
+    assert not stores.answers(BUCKET, list)
+    stores.close()
+    assert stores.answers(BUCKET, list)
+
+
+def test_runs_come_again_the_later_the_longer_their_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = HangingStores()
+    assert stores.retry_seconds(BUCKET) == 2.0
+    hang(stores, BUCKET, NO_ANSWER)
+    now = hanging._now()
+    seconds = []
+    for hung in (0, 30, 1000):
+        monkeypatch.setattr(hanging, "_now", lambda hung=hung: now + hung)
+        seconds.append(round(stores.retry_seconds(BUCKET)))
+    assert seconds == [2, 6, 20]
 
 
 @pytest.mark.parametrize(
