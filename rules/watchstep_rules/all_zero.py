@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from watchstep.block import Block
 from watchstep.derived import zero_share
 from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.figures.conclusive import has_elements
 from watchstep_rules.finding import Finding, finding_at
 
 
@@ -51,6 +53,10 @@ class AllZero(Rule[AllZeroParams, AllZeroState]):
     )
     params_type = AllZeroParams
     state_type = AllZeroState
+
+    def conclusive(self, params: AllZeroParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows of tensors with elements: one that is not finite is not zero."""
+        return has_elements(block)
 
     def evaluate(
         self,

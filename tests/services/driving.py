@@ -150,6 +150,14 @@ class Driven:
             ).scalars()
             return [(row.outcome, row.detail) for row in rows]
 
+    def dispatched(self, action_id: int) -> Action:
+        """Try an action once, whenever it is due."""
+        with self.service.database.write() as session:
+            session.get_one(Action, action_id).next_ns = 0
+        dispatch(self.service, action_id)
+        with self.service.database.read() as session:
+            return session.get_one(Action, action_id)
+
     def finish(self, action_id: int) -> Action:
         """Try an action until it is over; between tries, its time is brought forward."""
         while True:

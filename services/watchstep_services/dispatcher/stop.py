@@ -10,6 +10,7 @@ from watchstep.errors import WatchstepError
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher.agreement import agree, seconds_left
+from watchstep_services.dispatcher.earlier_attempt import standing_of
 from watchstep_services.dispatcher.last_good import told
 from watchstep_services.dispatcher.outbox import DueAction, Tried
 from watchstep_services.dispatcher.pace import common_step
@@ -98,7 +99,11 @@ def _later(due: DueAction) -> int:
 def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     attempt = target.attempt.attempt
     if target.run.attempt != attempt:
-        return Tried("skipped", f"attempt {attempt} is over: {target.run.attempt} runs now")
+        standing = standing_of(service, target, due.now_ns)
+        if standing == "over":
+            return Tried("skipped", f"attempt {attempt} is over: {target.run.attempt} runs now")
+        if standing == "open":
+            return _again(due)
     if target.is_over:
         return _over(service, due, target, ASK)
     step = common_step(service, target)

@@ -12,6 +12,7 @@ from watchstep import documents, layout
 from watchstep.documents import AttemptDocument, EndDocument
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.store import Store
+from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator.claim import Claim
@@ -51,11 +52,14 @@ def ensure(session: Session, run_id: int, attempt: str) -> Attempt:
     return row
 
 
-def describe(row: Attempt, document: AttemptDocument) -> None:
-    """Take over what an attempt's document says."""
+def describe(row: Attempt, document: AttemptDocument, now_ns: int) -> None:
+    """Take over what an attempt's document says.
+
+    It began by now, whatever its own clock says: by one that is ahead it would stay the newest for as long as that is.
+    """
     row.world_size = max(1, int(document.world_size))
     row.on_stop = str(document.on_stop)
-    row.started_ns = int(document.started_ns)
+    row.started_ns = min(int(document.started_ns), now_ns)
 
 
 def found(session: Session, run: Run, document: AttemptDocument) -> None:
@@ -67,8 +71,9 @@ def found(session: Session, run: Run, document: AttemptDocument) -> None:
     before = session.execute(
         select(Attempt).filter_by(run_id=run.id, attempt=run.attempt)
     ).scalar_one_or_none()
-    describe(ensure(session, run.id, document.attempt), document)
-    if before is not None and before.started_ns > document.started_ns:
+    row = ensure(session, run.id, document.attempt)
+    describe(row, document, read_clock(session))
+    if before is not None and before.started_ns > row.started_ns:
         run.attempt = before.attempt
 
 

@@ -12,7 +12,7 @@ from watchstep_rules.judging.prepared import Prepared
 from watchstep_rules.judging.shards import merge_shards
 
 GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
-LOSSES = RuleConfig(rule="overfit", tensors=TensorScope(exclude="val"))
+LOSSES = RuleConfig(rule="loss_spike", params={"window": 5}, tensors=TensorScope(exclude="val"))
 NAN = RuleConfig(rule="non_finite_values")
 
 

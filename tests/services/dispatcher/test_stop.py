@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.dispatcher.stop import try_stop
 from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.estimator.local import Local
+from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.registration import bind_job, register
 
@@ -237,6 +239,65 @@ def test_a_stop_of_an_attempt_that_is_over_does_nothing(driven: Driven, folder_s
     driven.settle(run_id)
     assert driven.finish(action.id).state == "skipped"
     assert driven.run(run_id).control["version"] == 0
+
+
+def resumed_beside(
+    driven: Driven, root: Store, *, ahead_ns: int, seen_before: bool
+) -> tuple[int, Recording, Recording]:
+    """A run whose first attempt's clock is ahead, and whose second one is damaged; the service has seen the first before, or sees both at once."""
+    now = time.time_ns()
+    first = Recording(root).begin(started_ns=now + ahead_ns)
+    run_id = driven.register()
+    key = first.write(0, 0, 4)
+    if seen_before:
+        driven.announce(run_id, key)
+        driven.settle(run_id)
+    second = Recording(root, attempt="a2").begin(started_ns=time.time_ns())
+    driven.announce(run_id, key, second.write(0, 5, 9, nan_from(7)))
+    driven.settle(run_id)
+    return run_id, first, second
+
+
+def test_a_resumed_attempt_is_stopped_though_the_clock_of_the_first_was_ahead(
+    driven: Driven, folder_store: Store
+) -> None:
+    run_id, _, second = resumed_beside(driven, folder_store, ahead_ns=6 * 3600 * 10**9, seen_before=True)
+    assert driven.run(run_id).attempt == "a2"
+    (action,) = driven.actions(run_id)
+    dispatch(driven.service, action.id)
+    stop = control_of(second).stop
+    assert stop is not None
+    assert stop.attempt == "a2"
+
+
+def test_an_attempt_that_only_seems_to_be_older_is_stopped_once_the_other_has_ended(
+    driven: Driven, folder_store: Store
+) -> None:
+    run_id, first, second = resumed_beside(driven, folder_store, ahead_ns=6 * 3600 * 10**9, seen_before=False)
+    assert driven.run(run_id).attempt == "a1"
+    (action,) = driven.actions(run_id)
+    assert driven.dispatched(action.id).state == "pending"
+    first.end("failed", last_step=4)
+    discover(driven.service, run_id)
+    assert driven.dispatched(action.id).state == "pending"
+    stop = control_of(second).stop
+    assert stop is not None
+    assert stop.attempt == "a2"
+
+
+def test_an_attempt_that_only_seems_to_be_older_is_stopped_once_the_other_is_silent(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, _, second = resumed_beside(driven, folder_store, ahead_ns=6 * 3600 * 10**9, seen_before=False)
+    (action,) = driven.actions(run_id)
+    assert driven.dispatched(action.id).state == "pending"
+    monkeypatch.setattr("watchstep_services.dispatcher.earlier_attempt._AHEAD_NS", 1)
+    driven.announce(run_id, second.write(1, 10, 14, nan_from(10)))
+    driven.settle(run_id)
+    driven.dispatched(action.id)
+    stop = control_of(second).stop
+    assert stop is not None
+    assert stop.attempt == "a2"
 
 
 def test_an_action_that_fails_blocks_no_other(
