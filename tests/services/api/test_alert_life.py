@@ -10,7 +10,6 @@ from tests.services.api.conftest import Api
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
 from watchstep.store import Store
-from watchstep_services.evaluator.attempts import ensure
 
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"
@@ -177,8 +176,9 @@ def test_an_operator_may_allow_with_the_registration_and_a_recorder_may_not(
 def test_the_audit_log_tells_a_stop_from_the_word_to_the_end(api: Api, folder_store: Store) -> None:
     run_id = fired(api, folder_store)
     (action,) = api.driven.actions(run_id)
-    with api.driven.service.database.write() as session:
-        ensure(session, run_id, "a2")  # so that nothing is there to stop any more
+    # The next attempt has begun, and nothing of this one was found since: nothing is there to stop any more.
+    api.driven.announce(run_id, Recording(folder_store, attempt="a2").begin().write(0, 0, 3))
+    api.driven.settle(run_id)
     api.driven.finish(action.id)
     api.call("POST", f"{RUN}/stop", {"attempt": "a1", "reason": "again"})
     lines = list(reversed(api.call("GET", f"{PROJECT}/audit?run=run-1").json()["entries"]))
