@@ -15,7 +15,7 @@ from watchstep.tensors import TensorInfo
 from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.figures.four_digits import short
-from watchstep_rules.figures.layers import last_layer, orders
+from watchstep_rules.figures.layers import before_last_layer
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
@@ -69,7 +69,7 @@ class Streak(NamedTuple):
 
 
 class SaturatedActivationState(State):
-    """Streaks under way by ``tensor@worker``, losses by ``loss@worker``, and where in the model the last weighted layer stands.
+    """Streaks under way by ``tensor@worker``, and losses by ``loss@worker``.
 
     ``began_flat``: of each layer, by ``tensor@worker``, whether it was at its bounds at its first record.
     ``gates``: of each sigmoid, by ``tensor@worker``, its slope at its first record if that is one of a closed gate; else 0.
@@ -79,7 +79,6 @@ class SaturatedActivationState(State):
     began_flat: dict[str, bool] = Field(default_factory=dict)
     gates: dict[str, float] = Field(default_factory=dict)
     losses: dict[str, Progress] = Field(default_factory=dict)
-    last: int = -1
 
 
 class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationState]):
@@ -92,7 +91,7 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
 
     A layer is saturated where that is below 0.1, or where half of its channels are within one percent of a bound for
     every example (SageMaker's SaturatedActivation asks for half of the nodes). Saturation of hidden layers early in
-    training is what Glorot and Bengio (2010) found to stop learning. An activation after the last weighted layer is
+    training is what Glorot and Bengio (2010) found to stop learning. An activation that is computed after the last weighted layer is
     left alone once the loss has come down by a quarter: the output of a classifier that is sure lies at a bound, that
     of a network whose targets lie beyond the bounds does so too, and its loss stays where it was. So is any layer once the loss is down to
     half of its start: units that became switches while the network learnt are how it represents what it learnt, and
@@ -153,14 +152,12 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         block = in_training(block)
         numbers = step_numbers(block)
         losses, courses = follow(state.losses, block, numbers)
-        last = last_layer(state.last, block, numbers)
         slope, share = _slopes(block), _shares(block)
         judged = np.flatnonzero(~(np.isnan(slope) & np.isnan(share)))
-        order = orders(block.catalogue)[block.tensor[judged]]
         step = numbers[judged]
         stuck = ~courses.any_converged(params.converged)[step]
         high = ~courses.any_converged(params.stuck)[step]
-        hidden = order < last[step]
+        hidden = before_last_layer(block, judged)
         flat = (slope[judged] < params.slope) | (share[judged] >= params.share)
         began, began_flat = _beginnings(state.began_flat, view(block, judged), flat)
         gates, first_slope = _gates(state.gates, view(block, judged), slope[judged], params.slope)
@@ -176,7 +173,6 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
             began_flat=began,
             gates=gates,
             losses=losses,
-            last=int(last[-1]) if len(last) else state.last,
         )
         return state, [findings[row] for row in sorted(findings)]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.rules.runs import all_at_once, in_steps, steps_of
@@ -10,7 +11,7 @@ from tests.sdk.blocks import Row, tensor
 from watchstep_rules.config import RuleConfig
 
 LOSS = tensor("loss", "losses", shape=())
-HEAD = [Row(0, tensor("head:output", "activations", order=9), [1.0])]
+HEAD = [Row(step, tensor("head:output", "activations", order=9), [1.0]) for step in range(60)]
 
 
 def layer(
@@ -50,6 +51,17 @@ def test_the_output_of_a_classifier_may_be_sure() -> None:
     sure = layer([[0.5]] * 20 + [[0.999]] * 9, "Sigmoid", order=10)
     assert found(sure, HEAD) == []
     assert found(sure, HEAD, [Row(step, LOSS, [0.95**step]) for step in range(29)]) == []
+
+
+@pytest.mark.parametrize(("output_ns", "is_found"), [(5, True), (15, False)])
+def test_the_last_layer_is_told_by_when_it_was_computed(output_ns: int, is_found: bool) -> None:
+    """A module that is used last may be declared first."""
+    sure = layer([[0.5]] * 20 + [[0.999]] * 9, "Sigmoid", order=1)
+    block = in_steps(sure, HEAD[:29])
+    is_output = block.mask_of_tensors([info.name == "act:output" for info in block.catalogue])
+    block = replace(block, time_ns=1000 * block.step + np.where(is_output, output_ns, 10))
+    steps = steps_of(all_at_once(RuleConfig(rule="saturated_activation"), block), "act:output")
+    assert bool(steps) == is_found
 
 
 def test_an_output_that_cannot_reach_its_targets_is_found() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,21 +33,14 @@ def orders(catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
     return _orders_of.get(catalogue, "", lambda: np.array([info.order for info in catalogue], np.int64))
 
 
-def last_layer(before: int, block: Block, numbers: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Where in the model the last weighted layer stands that was seen up to each step.
+class _LastLayer(NamedTuple):
+    """The weighted layer that was computed last at each row's step and worker.
 
-    Args:
-        before: where it stood in earlier blocks; -1 where none was seen.
-        block: rows by step.
-        numbers: the number of each row's step, ascending.
-
-    Returns:
-        A number for each step; -1 while none was seen.
+    ``time_ns``: when, shape (n,); -1 where no weighted layer was recorded. ``order``: where in the model it stands, shape (n,).
     """
-    last = np.full(int(numbers[-1]) + 1 if len(numbers) else 0, before, np.int64)
-    rows = np.flatnonzero(rows_where(block, _is_output_of_layer))
-    np.maximum.at(last, numbers[rows], orders(block.catalogue)[block.tensor[rows]])
-    return np.maximum.accumulate(last)
+
+    time_ns: NDArray[np.int64]
+    order: NDArray[np.int64]
 
 
 def after_last_layer(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
@@ -53,22 +48,36 @@ def after_last_layer(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
 
     What was computed at the same nanosecond is told apart by its place in the model. Where no weighted layer was recorded at the step none is.
     """
+    last, order = _last_layer(block, rows), orders(block.catalogue)[block.tensor[rows]]
+    time_ns = block.time_ns[rows]
+    after: NDArray[np.bool_] = (last.time_ns >= 0) & (
+        (time_ns > last.time_ns) | ((time_ns == last.time_ns) & (order > last.order))
+    )
+    return after
+
+
+def before_last_layer(block: Block, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Which rows of outputs were computed before the last weighted layer of their step and worker; bool, shape of ``rows``.
+
+    As with `after_last_layer`, none is where no weighted layer was recorded at the step.
+    """
+    last, order = _last_layer(block, rows), orders(block.catalogue)[block.tensor[rows]]
+    time_ns = block.time_ns[rows]
+    before: NDArray[np.bool_] = (time_ns < last.time_ns) | ((time_ns == last.time_ns) & (order < last.order))
+    return before
+
+
+def _last_layer(block: Block, rows: NDArray[np.intp]) -> _LastLayer:
     _, group = np.unique(sort_key(block.step, block.worker), return_inverse=True)
     group = group.reshape(-1)
     groups = int(group.max()) + 1 if len(group) else 0
     layers = np.flatnonzero(rows_where(block, _is_output_of_layer))
     order = orders(block.catalogue)[block.tensor]
-    never = np.iinfo(np.int64).max
     last_ns, last_order = np.full(groups, -1, np.int64), np.full(groups, -1, np.int64)
     np.maximum.at(last_ns, group[layers], block.time_ns[layers])
     newest = layers[block.time_ns[layers] == last_ns[group[layers]]]
     np.maximum.at(last_order, group[newest], order[newest])
-    last_ns[last_ns < 0] = never
-    time_ns, at = block.time_ns[rows], group[rows]
-    after: NDArray[np.bool_] = (time_ns > last_ns[at]) | (
-        (time_ns == last_ns[at]) & (order[rows] > last_order[at])
-    )
-    return after
+    return _LastLayer(last_ns[group[rows]], last_order[group[rows]])
 
 
 def _is_output_of_layer(info: TensorInfo) -> bool:

@@ -13,7 +13,7 @@ Document = TypeVar("Document")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run in a list; ``alerts`` is phase → number. Times are nanoseconds since the epoch."""
+    """A run in a list; ``alerts`` is phase → number, and ``notes`` is how many that fire are of severity info. Times are nanoseconds since the epoch."""
 
     project: str
     run: str

@@ -178,6 +178,7 @@ class AlertCounts(BaseModel):
     pending: int = 0
     firing: int = 0
     resolved: int = 0
+    notes: int = Field(0, description="How many of those that fire are of severity info.")
 
 
 class RunSummary(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -197,18 +198,16 @@ def _read(service: Service, project: str, run: str, caller: Identity) -> RunOutp
 
 def _counts(session: Session, run_ids: Sequence[int]) -> dict[int, AlertCounts]:
     found = (
-        select(Alert.run_id, Alert.phase, func.count())
-        .where(Alert.run_id.in_(run_ids))
-        .group_by(Alert.run_id, Alert.phase)
+        select(Alert.run_id, Alert.phase, Alert.severity, func.count())
+        .where(Alert.run_id.in_(run_ids), Alert.phase.in_(("pending", "firing", "resolved")))
+        .group_by(Alert.run_id, Alert.phase, Alert.severity)
     )
-    counts: dict[int, dict[str, int]] = {run_id: {} for run_id in run_ids}
-    for run_id, phase, number in session.execute(found):
-        counts[run_id][phase] = int(number)
-    known = AlertCounts.model_fields
-    return {
-        run_id: AlertCounts(**{phase: number for phase, number in held.items() if phase in known})
-        for run_id, held in counts.items()
-    }
+    counts: dict[int, Counter[str]] = {run_id: Counter() for run_id in run_ids}
+    for run_id, phase, severity, number in session.execute(found):
+        counts[run_id][phase] += int(number)
+        if phase == "firing" and severity == "info":
+            counts[run_id]["notes"] += int(number)
+    return {run_id: AlertCounts(**by_phase) for run_id, by_phase in counts.items()}
 
 
 def _summary(service: Service, row: Run, alerts: AlertCounts) -> dict[str, Any]:

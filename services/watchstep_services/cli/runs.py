@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -81,18 +82,23 @@ def _firing(store: str, projects: set[str]) -> dict[tuple[str, str], str] | None
     try:
         for project in sorted(projects):
             for run in Client(url, token, project).runs():
-                found[project, run.run] = str(run.alerts.get("firing", 0))
+                found[project, run.run] = _number_firing(run.alerts)
     except ServiceError as error:
         echo(f"watchstep: alerts are not shown: {error.what}", err=True)
         return None
     return found
 
 
+def _number_firing(alerts: Mapping[str, int]) -> str:
+    """How many alerts fire, without notes of severity info."""
+    return str(alerts.get("firing", 0) - alerts.get("notes", 0))
+
+
 def _list_known(client: Client) -> None:
     shown = table("=PROJECT", "=RUN", "STARTED", "STATE", ">STEP", ">FIRING")
     for run in client.runs():
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.created_ns / 1e9))
-        firing = str(run.alerts.get("firing", 0))
+        firing = _number_firing(run.alerts)
         shown.add_row(run.project, run.run, started, run.state, str(run.last_step), firing)
     show(shown)
 

@@ -33,12 +33,13 @@ def alerts(
         ),
     ] = "",
 ) -> None:
-    """Show a run's alerts, explained, the last changed first, and rules that cannot be evaluated. Token: WATCHSTEP_TOKEN."""
+    """Show a run's alerts, explained: those that fire first, then those that are over, the last changed first; and rules that cannot be evaluated. Token: WATCHSTEP_TOKEN."""
     project, _, name = run.rpartition("/")
     client = client_of(store, service, project or "default")
     found = [alert.raw for alert in client.alerts(name)]
     out = console()
     fired = [alert for alert in found if alert["details"] is not None]
+    fired.sort(key=lambda alert: bool(alert["phase"] != "firing"))
     if not fired:
         out.print(f"{run}: no alert has fired")
     incidents = {alert["incident"]["id"]: alert["incident"] for alert in fired if alert["incident"]}

@@ -50,6 +50,7 @@ def test_runs_are_filtered(judged: Api) -> None:
         "pending": 0,
         "firing": 1,
         "resolved": 0,
+        "notes": 0,
     }
 
 
