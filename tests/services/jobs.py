@@ -47,14 +47,16 @@ def recorded_process(folder: Path | None = None) -> Iterator[JobHandle]:
             process.kill()
 
 
-def eventually(done: Callable[[], object], seconds: float = 30.0) -> None:
+def eventually(
+    done: Callable[[], object], seconds: float = 30.0, state: Callable[[], object] = lambda: ""
+) -> None:
     """Look again and again until something holds.
 
     Raises:
-        TimeoutError: it never did.
+        TimeoutError: it never did; the message has the ``state`` by then.
     """
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
-            raise TimeoutError
+            raise TimeoutError(state())
         time.sleep(0.01)

@@ -90,7 +90,7 @@ def test_a_job_whose_token_and_credentials_expire_trains_on_and_is_stopped(
         eventually(lambda: (job.run_state().info.last_step or 0) > 0, SECONDS)
         assert program.told["faults"] == {}
         assert revoke_tokens_of_jobs(service.url, os.environ["WATCHSTEP_TOKEN"]) == 1
-        eventually(lambda: program.is_refused_by("service", "store"), SECONDS)
+        eventually(lambda: program.is_refused_by("service", "store"), SECONDS, lambda: program.told)
         before = program.steps
         eventually(lambda: program.steps > before + 100, SECONDS)
         assert job.status().state == "running"
