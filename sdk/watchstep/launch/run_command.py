@@ -122,7 +122,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
             state = replace(left, location=location, verified=state.verified, warned=warned)
         elif operator is not None:
             state = replace(state, verified=True)
-        judged = "" if operator else "; no service watches it: recorded, not judged"
+        judged = (
+            ""
+            if operator
+            else "; no service watches it yet: it is recorded, and judged once one does (watchstep serve)"
+        )
         sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{judged}\n")
     _warn_if_isolated(program)
     sys.stderr.flush()

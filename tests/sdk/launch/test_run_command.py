@@ -85,9 +85,7 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
         [sys.executable, tmp_path / "train.py", "--lr", "1 2"], capture_output=True, text=True, check=True
     )
     assert done.stdout == plain.stdout
-    told = (
-        f"watchstep: run default/r in file://{tmp_path}/runs; no service watches it: recorded, not judged\n"
-    )
+    told = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches it yet: it is recorded, and judged once one does (watchstep serve)\n"
     assert done.stderr == told
     run = recorded(tmp_path)
     assert run.steps() == list(range(20))
