@@ -100,7 +100,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "window": "ours: so many losses before it say where the loss was",
         "lasting": "ours: one odd batch does not last",
         "exploded": "ours: what is ten times its beginning needs no more",
-        "deviations": "ours: noise of heavy tails reaches five (Hampel 1974 takes three for outliers)",
+        "deviations": "ours: at 6, twice as many sound trainings are reported (decision 124); Hampel 1974 takes three for outliers",
         "rise": "ours: twice its level is no noise",
         "of_first": "ours: nearly back where it began, as a guess may be below the first losses; PaLM's spikes (2022) are less",
         "far": "as of `loss_not_decreasing`",

@@ -13,7 +13,7 @@ from pydantic import Field
 from watchstep.block import Block
 from watchstep.statistics import Floats
 from watchstep_rules.contract import Needs, Params, Rule, State
-from watchstep_rules.figures.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.figures.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
 from watchstep_rules.figures.robust import medians, robust_spread
 from watchstep_rules.finding import Finding, finding_at
 
@@ -26,10 +26,15 @@ _MAY_DIP = 10
 """Losses of which one may come down by half of the jump: small batches do that."""
 _CLIMB = 6
 _CLIMB_SPREAD = 3.0
-_CLIMB_SHARE = 0.5
+_CLIMB_SHARE = 0.8
+"""Share of what had been learned that a climb covers. Sound adversarial losses and networks on the edge of stability climb over 0.5 to 0.8 and come back (decision 124)."""
 _CLIMB_FACTOR = 1.3
 _CLIMB_INVERSIONS = 2
 """Of the 15 pairs of six losses so many may fall: of noise without a trend one window in 36 has so few."""
+_TURNED = 2.0
+"""How many times as far below the level a loss of which the sign is turned around lies as the window before: one that drifts below zero had come most of the way (decision 124)."""
+_TURNED_OUTLIERS = 2
+"""Lowest losses of the window that do not count, for a loss of which the sign is turned around grows from a small one."""
 
 
 class LossSpikeParams(Params):
@@ -41,7 +46,7 @@ class LossSpikeParams(Params):
         5, ge=1, le=1000, description="The same of a loss that is far above where it began."
     )
     deviations: float = Field(
-        6.0, gt=0, description="Robust standard deviations by which they are above the level …"
+        10.0, gt=0, description="Robust standard deviations by which they are above the level …"
     )
     rise: float = Field(2.0, gt=1, description="… which they also are so many times …")
     of_first: float = Field(
@@ -53,11 +58,21 @@ class LossSpikeParams(Params):
 
 
 class Height(NamedTuple):
-    """What is kept of a series: its first losses up to ten, the highest level since, and whether it was ever below zero."""
+    """What is stored of a series.
+
+    Attributes:
+        first: its first losses, up to ten.
+        level: the highest absolute level since.
+        signed: whether a level was ever below zero.
+        negative: whether a loss was ever below zero by more than rounding.
+        extremes: the lowest and the highest loss, those left out that may be part of a jump; None before there is one.
+    """
 
     first: tuple[float, ...] = ()
     level: float = 0.0
     signed: bool = False
+    negative: bool = False
+    extremes: tuple[float, float] | None = None
 
 
 class LossSpikeState(State):
@@ -84,9 +99,12 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     One of ten may be only half as far above: small batches do that. And the median of the newest third of them is at least 0.8 times that of the oldest, 0.9 times where one
     came down. Of a loss that is ``far * began`` above, which has exploded,
     the last ``exploded`` are enough, whether they fall or not. A loss that *climbs* is found before it has lasted: of the last six all
-    are three spreads above the level, the mean of the newer three is above it by ``deviations * spread`` and by half of what the loss had come down by,
-    and that is 1.3 times as much as of the older three, and of the 15 pairs of the six two at most do not rise. A loss climbs like this after its sign was flipped, or where updates have become too large. A loss that was never below zero and is as far below its level
-    has had its sign turned around.
+    are three spreads above the level, the mean of the newer three is above it by ``deviations * spread`` and by 0.8 of what the loss had come down by,
+    and that is 1.3 times as much as of the older three; it is above all losses of the window; and of the 15 pairs of the six two at most do not rise. A loss climbs like this after its sign was flipped, or where updates have become too large. A loss that was never below zero and is as far below its level,
+    and twice as far as all but two losses of the window, has had its sign turned around.
+
+    The height of a loss that was ever below zero (of an adversarial training, a policy gradient, a log likelihood) has no meaning: zero is no best value. Its last losses must also
+    be above its highest loss by the range of all its losses, and a climb is not looked for.
 
     Large models are known for losses that jump within a few steps, after which some recover and some do not (Chowdhery
     et al., "PaLM", 2022, section 5.1; Zhang et al., "OPT", 2022, section 2.5); both restart from a checkpoint before the
@@ -97,7 +115,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
     """
 
     name = "loss_spike"
-    version = 3
+    version = 4
     summary = "the training loss jumps far above its recent level and where it began, and stays there"
     needs = Needs(collections=("losses",), roles=("loss",))
     merge = "sealed"
@@ -136,12 +154,14 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         heights, findings = dict(state.heights), {}
         for series in losses:
             level = _level(params, series, params.exploded)
-            began, signed, heights[series.key] = _began(heights.get(series.key, Height()), series, level)
+            began, signed, height = _began(heights.get(series.key, Height()), series, level)
+            beyond, heights[series.key] = _beyond(params, height, series)
             if not _may_spike(params, series, began):
                 continue
-            soon = _spikes(params, series, params.exploded, began, signed)
-            late = _spikes(params, series, params.lasting, began, signed)
-            climb = _climbs(params, series, began)
+            past = _Past(began, signed, beyond)
+            soon = _spikes(params, series, params.exploded, past)
+            late = _spikes(params, series, params.lasting, past)
+            climb = _climbs(params, series, past)
             for spike, jumped in (
                 (soon, soon.jumped & soon.far),
                 (late, late.jumped & late.stays),
@@ -170,6 +190,20 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         return finding_at(
             self.name, block, int(series.rows[place]), value=nearest, threshold=bar, message=message
         )
+
+
+class _Past(NamedTuple):
+    """At each row what the losses before say of a jump.
+
+    Attributes:
+        began: where the loss began, or its highest level; NaN before that is known.
+        signed: whether a level was below zero before.
+        beyond: what a jump must be above because a loss was below zero; minus infinity where none was, NaN before it is known.
+    """
+
+    began: Floats
+    signed: NDArray[np.bool_]
+    beyond: Floats
 
 
 class _Spikes(NamedTuple):
@@ -206,7 +240,7 @@ def _level(params: LossSpikeParams, series: LossSeries, lasting: int) -> Floats:
 
 def _began(past: Height, series: LossSeries, level: Floats) -> tuple[Floats, NDArray[np.bool_], Height]:
     """At each row where the loss began or its highest level, NaN before that is known; and whether it was below zero before."""
-    first, highest, signed = past
+    first, highest, signed = past.first, past.level, past.signed
     began, was_signed = np.full(len(level), np.nan), np.zeros(len(level), np.bool_)
     start = abs(statistics.median(first)) if len(first) == _FIRST else math.nan
     for place, (value, middle) in enumerate(zip(series.values.tolist(), level.tolist(), strict=True)):
@@ -218,12 +252,31 @@ def _began(past: Height, series: LossSeries, level: Floats) -> tuple[Floats, NDA
             signed = signed or middle < 0
         was_signed[place] = signed
         began[place] = max(start, highest)  # the start where it is not known: NaN comes first
-    return began, was_signed, Height(first, highest, signed)
+    return began, was_signed, past._replace(first=first, level=highest, signed=signed)
 
 
-def _spikes(
-    params: LossSpikeParams, series: LossSeries, lasting: int, began: Floats, signed: NDArray[np.bool_]
-) -> _Spikes:
+def _beyond(params: LossSpikeParams, past: Height, series: LossSeries) -> tuple[Floats, Height]:
+    """`_Past.beyond` of each row.
+
+    The extremes are those of the whole run, for an adversarial loss may swing again as far as it did long ago, without the newest losses, which may be the jump.
+    """
+    longest = max(params.lasting, params.exploded)
+    width = params.window + longest
+    low = series.trailing(width, lambda windows: np.fmin.reduce(windows[:, :-longest], axis=1))
+    high = series.trailing(width, lambda windows: np.fmax.reduce(windows[:, :-longest], axis=1))
+    lowest, highest = past.extremes or (math.nan, math.nan)
+    low, high = (
+        np.fmin.accumulate(np.fmin(low, lowest)),
+        np.fmax.accumulate(np.fmax(high, highest)),
+    )
+    negative = np.logical_or.accumulate(series.values < -NOTHING) | past.negative
+    with np.errstate(invalid="ignore", over="ignore"):
+        beyond = np.where(negative, high + (high - low), -np.inf)
+    extremes = None if math.isnan(low[-1]) else (float(low[-1]), float(high[-1]))
+    return beyond, past._replace(negative=bool(negative[-1]), extremes=extremes)
+
+
+def _spikes(params: LossSpikeParams, series: LossSeries, lasting: int, past: _Past) -> _Spikes:
     width, third = params.window + lasting, max(1, lasting // 3)
     level = _level(params, series, lasting)
     spread = series.trailing(width, lambda windows: robust_spread(windows[:, : params.window]))
@@ -234,7 +287,7 @@ def _spikes(
         width, lambda windows: medians(windows[:, params.window : params.window + third])
     )
     newest = series.trailing(width, lambda windows: medians(windows[:, -third:]))
-    noise = params.deviations * spread
+    noise, began = params.deviations * spread, past.began
     plain = np.maximum(np.maximum(noise, (params.rise - 1) * np.abs(level)), params.of_first * began)
     with np.errstate(invalid="ignore"):
         fallen = began - np.abs(level)
@@ -247,8 +300,11 @@ def _spikes(
             & (second >= level + above)
         )
         nearest = np.where(one_dips, second, lowest)
-        up = (nearest >= level + above) & (above > 0)
-        below = (highest <= level - plain) & (plain > 0) & ~signed & (highest < 0)
+        up = (nearest >= level + above) & (above > 0) & (nearest >= past.beyond)
+        below = (highest <= level - plain) & (plain > 0) & ~past.signed & (highest < 0)
+        if below.any():  # an adversarial loss may drift as far down
+            usual = series.trailing(width, lambda windows: _lowest_usual(windows[:, : params.window]))
+            below &= level - highest >= _TURNED * (level - usual)
         return _Spikes(
             lasting,
             np.where(below, highest, nearest),
@@ -267,7 +323,13 @@ def _second(windows: Floats) -> Floats:
     return found
 
 
-def _climbs(params: LossSpikeParams, series: LossSeries, began: Floats) -> _Spikes:
+def _lowest_usual(windows: Floats) -> Floats:
+    """The lowest of each row but for outliers."""
+    found: Floats = np.sort(windows, axis=1)[:, min(_TURNED_OUTLIERS, windows.shape[1] - 1)]
+    return found
+
+
+def _climbs(params: LossSpikeParams, series: LossSeries, past: _Past) -> _Spikes:
     """Losses that are on their way up, over a part of what had been learnt and the faster the longer."""
     width, half = params.window + _CLIMB, _CLIMB // 2
     level = _level(params, series, _CLIMB)
@@ -275,11 +337,13 @@ def _climbs(params: LossSpikeParams, series: LossSeries, began: Floats) -> _Spik
     lowest = series.trailing(width, lambda windows: windows[:, params.window :].min(axis=1))
     older = series.trailing(width, lambda windows: windows[:, params.window : -half].mean(axis=1))
     newer = series.trailing(width, lambda windows: windows[:, -half:].mean(axis=1))
+    highest = series.trailing(width, lambda windows: windows[:, : params.window].max(axis=1))
     falls = series.trailing(width, lambda windows: _inversions(windows[:, -_CLIMB:]))
     with np.errstate(invalid="ignore"):
-        noise, fallen = params.deviations * spread, began - level
+        noise, fallen = params.deviations * spread, past.began - level
         above = np.maximum(noise, _CLIMB_SHARE * fallen)
-        climbs = (level >= 0) & (fallen >= _FALLEN * began) & (fallen >= noise) & (fallen > 0)
+        climbs = np.isneginf(past.beyond) & (level >= 0) & (newer > highest)
+        climbs &= (fallen >= _FALLEN * past.began) & (fallen >= noise) & (fallen > 0)
         climbs &= (lowest > level + _CLIMB_SPREAD * spread) & (series.values >= level + above)
         climbs &= (
             (falls <= _CLIMB_INVERSIONS)

@@ -41,6 +41,10 @@ SPIKES = {
     "explodes and comes down slowly": then(COURSE, noisy(falling(1e6, 50.0, 100, 20), 0.2)),
     "grows tenfold in ten losses": then(COURSE, 0.4 * 10 ** (np.arange(60) / 10)),
     "its sign is turned around": then(COURSE, -0.4 * 2.0 ** np.arange(30)),
+    "back where it began, after rounding took it below zero": then(
+        falling(2.0, -1e-8, 200, 8.0), noisy(np.full(60, 2.2), 0.02)
+    ),
+    "a likelihood explodes": then(noisy(falling(5.0, -3.0, 200, 20.0), 0.02), noisy(np.full(60, 400.0), 0.2)),
 }
 
 
@@ -56,7 +60,7 @@ EARLY = {
         COURSE, np.array([3.0, 2.2, 2.4, 1.7, 2.3, 2.6, 2.2, 2.5, 2.1, 2.4])
     ),
     "back where it began, and noisy": then(
-        falling(1.1, 0.27, 200, 15.0) + 0.1 * (noisy(np.ones(200), 1.0) - 1), np.full(30, 1.12)
+        falling(1.1, 0.27, 200, 15.0) + 0.06 * (noisy(np.ones(200), 1.0) - 1), np.full(30, 1.12)
     ),
     "its sign is flipped, above a floor": then(FLOORED, 2.0 + 0.1 * 1.35 ** np.arange(13)),
     "its sign is flipped, above nothing": then(COURSE, np.minimum(0.4 * 1.25 ** np.arange(40), 2.3)),
@@ -104,6 +108,23 @@ CALM = {
     ),
     "the classes in another order": then(COURSE, noisy(falling(9.0, 0.4, 100, 12), 0.05)),
     "a likelihood that falls below zero": noisy(falling(5.0, -3.0, 400, 40), 0.02),
+    "a game that swings as far as it did long ago": np.concatenate(
+        [2.0 * np.sin(np.arange(60) / 9.5), noisy(np.full(90, 0.1), 0.3), np.full(50, 1.5)]
+    ),
+    "a generator's loss that goes below zero by and by": np.concatenate(
+        [noisy(np.full(150, 1.0), 0.02), np.linspace(0.98, -0.9, 50)]
+    ),
+    "a climb on the edge of stability that comes back": then(
+        noisy(falling(0.08, 0.0185, 200, 15.0), 0.01),
+        np.array([0.019, 0.021, 0.024, 0.032, 0.045, 0.06, 0.053, 0.03, *[0.018] * 40]),
+    ),
+    "longer sequences, which climb after a leap": then(
+        noisy(falling(1.5, 0.074, 200, 15.0), 0.1),
+        np.array([2.07, 1.43, 1.37, 0.2, 0.3, 0.4, 1.19, 1.3, 1.4, 0.9, 0.8, 0.7, *[0.5] * 40]),
+    ),
+    "a game's loss, of which eight spreads are all it learned": then(
+        falling(0.575, 0.2, 200, 15.0) + 0.042 * (noisy(np.ones(200), 1.0) - 1), np.full(40, 0.58)
+    ),
 }
 
 
