@@ -128,7 +128,7 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
     cannot_distinguish = (
         "A plateau before a network takes off, if it is longer than the patience and has no slope, from a model that does not learn.",
         "A task that cannot be learnt, from a fault.",
-        "A loss that is not the one that training lowers, such as a value's error in reinforcement learning, where no metric beside it improves.",
+        "A loss that is not the one that training lowers, such as a value's error in reinforcement learning, where no metric beside it improves and no loss of a policy is logged.",
         "Labels that are recorded but are not what the loss is about.",
     )
     params_type = LossNotDecreasingParams

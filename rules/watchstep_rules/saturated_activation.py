@@ -16,6 +16,7 @@ from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.figures.chosen_tensors import rows_where
 from watchstep_rules.figures.four_digits import short
 from watchstep_rules.figures.layers import before_last_layer
+from watchstep_rules.figures.loss_series import is_of_a_policy
 from watchstep_rules.figures.progress import Progress, follow
 from watchstep_rules.figures.series import SeriesRows
 from watchstep_rules.figures.steps import in_training, step_numbers
@@ -96,7 +97,9 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
     of a network whose targets lie beyond the bounds does so too, and its loss stays where it was. So is any layer once the loss is down to
     half of its start: units that became switches while the network learnt are how it represents what it learnt, and
     saturation that keeps it from learning is there before that. A layer that was steep at its first record is left alone as soon as the loss has come
-    down by a quarter: it became flat while the network learnt, and a loss that is high at its best (smoothed labels, noise) may never halve. A layer that was found saturated before stays found until a
+    down by a quarter: it became flat while the network learnt, and a loss that is high at its best (smoothed labels, noise) may never halve. Where a policy is learnt
+    (a loss is named ``policy_loss``, ``actor_loss`` or ``pg_loss``) such a layer is not judged: losses grow with returns there, and do not tell whether
+    the network learns. A layer that was found saturated before stays found until a
     record of it is steep again, however low the loss comes to be.
 
     *Closed gates.* Highway networks (Srivastava et al. 2015) and long-memory LSTMs begin with gates at a bias of -4 or -5, whose slope
@@ -162,7 +165,8 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         began, began_flat = _beginnings(state.began_flat, view(block, judged), flat)
         gates, first_slope = _gates(state.gates, view(block, judged), slope[judged], params.slope)
         flat &= ~(hidden & (slope[judged] >= _SHUTS * first_slope) & (first_slope > 0))
-        suspect = np.where(hidden, np.where(began_flat, stuck, high), high & courses.known[step])
+        told = ~courses.any_named(is_of_a_policy)[step]
+        suspect = np.where(hidden, np.where(began_flat, stuck, high & told), high & courses.known[step])
         streaks, faults = _follow(state.streaks, view(block, judged), flat, suspect, params)
         findings = {}
         for place, streak in faults.items():

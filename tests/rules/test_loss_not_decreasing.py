@@ -129,6 +129,25 @@ def test_of_several_losses_only_the_one_called_so_is_judged() -> None:
     assert not steps_of(said, "kl_loss")
 
 
+@pytest.mark.parametrize("part", ["policy_loss", "losses/pg_loss", "actorLoss", "policy_gradient_loss"])
+def test_a_sum_with_the_loss_of_a_policy_is_not_judged(part: str) -> None:
+    """A critic's error grows with returns, and leads the sum."""
+    rises = noisy(np.linspace(1, 60, 300), 0.05)
+
+    def beside(name: str) -> Block:
+        infos = [tensor(name, "losses", shape=()), tensor("loss", "losses", shape=())]
+        return block_of(
+            [
+                Row(step, info, [value])
+                for step, loss in enumerate(rises)
+                for info, value in zip(infos, (0.1, loss), strict=True)
+            ]
+        )
+
+    assert found(beside("kl_loss"))
+    assert found(beside(part)) == []
+
+
 def test_a_loss_that_was_named_as_the_first_of_several_is_no_sum() -> None:
     infos = [replace(tensor(name, "losses", shape=()), derived=True) for name in ("loss", "loss_2")]
     both = block_of([Row(step, info, [1.0]) for step in range(200) for info in infos])

@@ -98,6 +98,15 @@ def test_a_layer_that_becomes_flat_while_a_loss_falls_that_cannot_halve_is_fine(
     assert found(layer([[0.5, -0.5]] * 40 + flat), HEAD, stays)[-1] == 59
 
 
+@pytest.mark.parametrize(("part", "is_found"), [("kl_loss", True), ("policy_loss", False)])
+def test_a_critic_that_becomes_flat_as_returns_grow_is_fine(part: str, is_found: bool) -> None:
+    rises = [Row(step, LOSS, [1.0 + step]) for step in range(60)]
+    beside = [Row(step, tensor(part, "losses", shape=()), [0.1]) for step in range(60)]
+    outputs = [[0.5, -0.5]] * 40 + [[-0.99, 0.99]] * 20
+    assert bool(found(layer(outputs), HEAD, rises, beside)) == is_found
+    assert found(layer([[-0.99, 0.99]] * 60), HEAD, rises, beside)[-1] == 59
+
+
 def test_the_finding_says_the_slope() -> None:
     said = all_at_once(RuleConfig(rule="saturated_activation"), in_steps(layer([[0.99, -0.99]] * 3), HEAD))
     assert said.findings[0].message == (

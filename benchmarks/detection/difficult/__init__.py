@@ -1,6 +1,7 @@
 """Healthy programs that are difficult to judge: ``PROGRAMS``."""
 
 from benchmarks.detection.difficult import (
+    actors_and_critics,
     designs,
     frameworks,
     further_tasks,
@@ -19,6 +20,7 @@ from benchmarks.detection.witnessed import DIFFICULT as PROGRAMS
 
 __all__ = [
     "PROGRAMS",
+    "actors_and_critics",
     "designs",
     "frameworks",
     "further_tasks",

@@ -24,6 +24,8 @@ _VALIDATION = re.compile(
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _WHOLE = ("loss", "train_loss", "total_loss", "loss_total")
 _NUMBERED = re.compile(r"loss_\d+")
+_POLICY = frozenset({"policy", "actor", "pg", "surrogate"})
+"""Words of the name of a policy's loss. Its sum with a value's error measures no progress: errors grow as returns do."""
 _ROWS_AT_ONCE = 4096
 NOTHING = 1e-6
 """A first loss so small sets no threshold: of a loss of about 1 it is what float32 rounds away, and what grows from it grew from nothing."""
@@ -158,7 +160,8 @@ def is_whole(series: LossSeries, known: Mapping[str, int]) -> NDArray[np.bool_]:
     """At which rows a loss is what the program as a whole makes smaller.
 
     Of several losses that is the one whose name says so: the parts of a sum, and the two sides of a game (GAN), need not
-    fall. A loss that was found at ``backward()`` and named ``loss`` as the first of several was not named by anybody.
+    fall. A loss that was found at ``backward()`` and named ``loss`` as the first of several was not named by anybody. A sum of which
+    a policy's loss is a part (``policy_loss``, ``actor_loss``, ``pg_loss``) is not it either: what is made smaller depends on returns.
 
     Args:
         series: the loss.
@@ -166,10 +169,21 @@ def is_whole(series: LossSeries, known: Mapping[str, int]) -> NDArray[np.bool_]:
     """
     others = [step for name, step in known.items() if name != series.name]
     if series.name.rpartition("/")[2].lower() in _WHOLE:
-        if not series.derived:
-            return np.ones(len(series.rows), np.bool_)
-        others = [step for name, step in known.items() if _NUMBERED.fullmatch(name)]
+        part = _is_numbered if series.derived else is_of_a_policy
+        others = [step for name, step in known.items() if part(name)]
     return series.steps < min(others, default=np.iinfo(np.int64).max)
+
+
+def _is_numbered(name: str) -> bool:
+    return _NUMBERED.fullmatch(name) is not None
+
+
+def is_of_a_policy(name: str) -> bool:
+    """Whether a loss is named as that of a policy: ``policy_loss``, ``losses/pg_loss``, ``actorLoss``.
+
+    A program that has one learns by reinforcement, where losses do not tell how good the model is.
+    """
+    return any(word.lower() in _POLICY for word in _WORD.findall(name))
 
 
 def noise(windows: Floats) -> Floats:

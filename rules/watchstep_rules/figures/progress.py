@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -61,11 +61,13 @@ class Courses(NamedTuple):
 
     Attributes:
         known: whether there has been a loss, bool of shape (steps,).
+        names: of the losses.
         low: of each loss what it has come down to, shape (steps,), infinite before its first value.
         first: of each loss the mean of the first few, shape (steps,).
     """
 
     known: NDArray[np.bool_]
+    names: list[str]
     low: list[Floats]
     first: list[Floats]
 
@@ -74,6 +76,14 @@ class Courses(NamedTuple):
         found = np.zeros(len(self.known), np.bool_)
         for low, first in zip(self.low, self.first, strict=True):
             found |= low <= share * np.abs(first)
+        return found
+
+    def any_named(self, chosen: Callable[[str], bool]) -> NDArray[np.bool_]:
+        """Whether there has been a loss whose name is chosen, by step."""
+        found = np.zeros(len(self.known), np.bool_)
+        for name, low in zip(self.names, self.low, strict=True):
+            if chosen(name):
+                found |= np.isfinite(low)
         return found
 
 
@@ -93,7 +103,7 @@ def follow(
     steps = int(numbers[-1]) + 1 if len(numbers) else 0
     rows = np.flatnonzero(rows_where(block, has_role, "loss"))
     rows = rows[block.statistics.finite[rows] > 0]
-    losses, courses = dict(kept), Courses(np.zeros(steps, np.bool_), [], [])
+    losses, courses = dict(kept), Courses(np.zeros(steps, np.bool_), [], [], [])
     held = view(block, rows)
     by_series = SeriesRows.of(held)
     of_series = dict(zip(by_series.names, by_series.rows(), strict=True))
@@ -108,6 +118,7 @@ def follow(
         courses.known[:] |= known
         low = np.array([one.low for one in (before, *course)])[every]
         first = np.array([one.first for one in (before, *course)])[every]
+        courses.names.append(name.rpartition("@")[0])
         courses.low.append(np.where(known, low, np.inf))
         courses.first.append(first)
     return losses, courses
