@@ -37,7 +37,7 @@ class WeightNotUpdatingParams(Params):
     ran_down: float = Field(
         1e-6,
         ge=0,
-        description="Such a ratio of the fastest weight, from which on a rate has run down; its largest was a thousand times that.",
+        description="Such a ratio of the fastest weight, from which on a rate has run down, if its largest was a thousand times that, or has always been too small.",
     )
     alive: float = Field(
         1e-3,
@@ -63,7 +63,7 @@ class WeightNotUpdatingState(State):
 
 
 class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
-    """Fires when updates are missing in one of seven ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
+    """Fires when updates are missing in one of eight ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
 
     - **None at all**: all updates of a step are none while some gradient is alive: the optimizer is skipped, or its
       learning rate is zero. Also where no weight has ever been updated, whatever the gradients,
@@ -75,6 +75,9 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
       quarter of the run so far, though the fastest once took a thousand times that, gradients are alive, and the loss is above half of where
       it began: a schedule that was stepped too often. At 1e-6 ten thousand steps in one direction change a weight by a
       hundredth; schedules that end at nothing do so at the end.
+    - **Too small from the beginning**: at ten records and through fifty steps no weight has ever changed by more than ``ran_down`` of its
+      size in a step, updates do not grow, gradients are alive, and the loss is above half of where it began: a rate that is far too small, or
+      gradients that are clipped to almost nothing.
     - **In no optimizer**: a weight gets gradients, no optimizer holds it, and it has not changed since the first look,
       as `watchstep_rules.figures.unheld.forgotten` tells it from what is left out on purpose.
     - **Lost to rounding**: ``rounded`` of an update's elements are zero, though half of the gradient's are not.
@@ -101,13 +104,13 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
         probes=("update_ratio",),
         about=("update", "unheld"),
     )
-    version = 2
+    version = 3
     merge = "sealed"
     usual_causes = (
         "The optimizer does not step: it is skipped, its rate is zero, or another model's parameters are in it.",
         "The layer gets no gradient: detach, no_grad, or it does not reach the loss.",
         "Updates are lost in half precision: they are smaller than the weight can show.",
-        "A schedule has brought the learning rate to zero too early.",
+        "A schedule has brought the learning rate to zero too early, or it is far too small, or gradients are clipped to almost nothing.",
     )
     what_to_try = (
         "Check optimizer.step(), the learning rate now, and that the optimizer was made after the model was moved or replaced.",
@@ -188,6 +191,10 @@ def _missing(
         why = (
             f"once it was up to {past.pace.fastest:.2g}, since step {past.pace.since} no weight gets further"
         )
+        return [(row, why) for row in judged]
+    is_slow = past.pace.never_began(params.ran_down, step) and past.loss_is_high
+    if is_slow and any(one.is_alive(params.alive) for one in held):
+        why = f"no weight has changed by more than {past.pace.fastest:.2g} of itself at any step since step {past.pace.begun}"
         return [(row, why) for row in judged]
     if all(none):
         long = past.still >= params.patience

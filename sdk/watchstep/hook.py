@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,7 @@ from watchstep.hook_arguments import (
     probing,
 )
 from watchstep.layout import run_prefix
+from watchstep.local_folders import absolute_path
 from watchstep.stopping import AwaitsCheckpoint, OnStop
 from watchstep.store import Store, checked_scheme
 from watchstep.store_identity import StoreIdentity
@@ -113,7 +113,7 @@ class Hook:
         """
         url = os.fspath(store_url or os.environ.get(STORE) or "watchstep-runs")
         scheme = checked_scheme(url)
-        self.store_url = url if scheme else Path(url).expanduser().absolute().as_uri()
+        self.store_url = url if scheme else absolute_path(url).as_uri()
         self._store_identity = StoreIdentity.of_launch(self.store_url)
         asked = rule_files.load(rules) if rules is not None else rule_files.AskedRules()
         made_guard = None if guard is None else guards.make(guard)

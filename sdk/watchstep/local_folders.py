@@ -1,4 +1,4 @@
-"""Names of folders on this machine where one of them is no part of a key: the others are listed without it."""
+"""Folders on this machine: paths as users write them, and names of folders that are part of a key."""
 
 from __future__ import annotations
 
@@ -6,8 +6,30 @@ import functools
 import logging
 import os
 import unicodedata
+from pathlib import Path
+
+from watchstep.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it: with ``~`` expanded, from the working directory where it is relative.
+
+    Raises:
+        ConfigError: it begins with ``~`` and the home folder is not known, or it is relative and the working directory is gone.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"path {os.fspath(path)}: the home folder of user {os.geteuid()} is not known", "set HOME"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"path {os.fspath(path)}: the working directory cannot be read: {error.strerror}",
+            "use an absolute path",
+        ) from error
 
 
 def usable_folders(path: str) -> list[str]:

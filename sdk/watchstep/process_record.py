@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from watchstep.errors import ConfigError, NotFoundError
+from watchstep.local_folders import absolute_path
 from watchstep.process_identity import ProcessIdentity
 
 FOLDER = "WATCHSTEP_JOBS"
@@ -71,8 +72,12 @@ class ProcessRecord:
 
 
 def default_folder() -> Path:
-    """The folder of this user's records: `WATCHSTEP_JOBS`, or ``~/.watchstep/jobs``."""
-    return Path(os.environ.get(FOLDER) or "~/.watchstep/jobs").expanduser().absolute()
+    """The folder of this user's records: `WATCHSTEP_JOBS`, or ``~/.watchstep/jobs``.
+
+    Raises:
+        ConfigError: the variable is not set, and the user has no home folder.
+    """
+    return absolute_path(os.environ.get(FOLDER) or "~/.watchstep/jobs")
 
 
 def file_name(identity: ProcessIdentity) -> str:

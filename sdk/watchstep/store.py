@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from watchstep.errors import ConfigError, FormatError, MissingStoreError, NotFoundError, StoreError
 from watchstep.folder_writes import create_file, descend, put_file
-from watchstep.local_folders import usable_folders
+from watchstep.local_folders import absolute_path, usable_folders
 from watchstep.local_objects import is_regular, opened_object, read_range, size_of
 from watchstep.store_errors import FailedCall, Verb, is_denied, not_found, refusal_of_folder, translate
 from watchstep.store_identity import MARKER, StoreIdentity
@@ -91,7 +91,7 @@ class Store:
             return cls(text.rstrip("/"), cloud_backend(text, scheme, access), hides_missing=hides)
         if scheme == "file":
             return cls._open_folder(_folder_of(text), identity, create=create)
-        return cls._open_folder(Path(text).expanduser().absolute(), identity, create=create)
+        return cls._open_folder(absolute_path(text), identity, create=create)
 
     @classmethod
     def _open_folder(cls, folder: Path, identity: StoreIdentity | None, *, create: bool) -> Store:

@@ -68,8 +68,16 @@ def test_a_schedule_that_ends_at_nothing_with_the_training_is_fine() -> None:
     assert found(updates("a", ends), gradients("a", [0.1] * 112), losses([2.3] * 112)) == []
 
 
-def test_a_small_rate_from_the_start_is_another_rules() -> None:
-    assert found(updates("a", [3e-7] * 60), gradients("a", [0.1] * 60), losses([2.3] * 60)) == []
+def test_updates_that_are_too_small_from_the_start_are_found_unless_they_grow_or_the_loss_falls() -> None:
+    alive, high = gradients("a", [0.1] * 90), losses([2.3] * 90)
+    small = updates("a", [3e-7, 5e-7] * 45)
+    assert found(small, alive, high) == list(range(50, 90))
+    assert found(updates("a", [3e-6] * 90), alive, high) == []
+    assert found(small, alive, losses([2.3] * 8 + [0.5] * 82)) == []
+    momentum = [5e-7 * (1 - 0.9 ** (step + 1)) for step in range(90)]
+    assert found(updates("a", momentum), alive, high)[0] == 50
+    warmed_up = [2e-8 * (step + 1) for step in range(90)]
+    assert found(updates("a", warmed_up), alive, high) == []
 
 
 def test_gradients_that_are_zero_now_and_then_tell_nothing_of_updates_at_other_steps() -> None:

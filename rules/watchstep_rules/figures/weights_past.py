@@ -22,6 +22,10 @@ DENSE = 8
 _ABRUPT = 0.1  # of the usual update; a cosine to zero leaves less at its last records
 _RAN_DOWN = 1000
 _LEAST_RECORDS = 10
+_LEAST_STEPS = 50
+"""At a millionth a step weights have changed by a twenty-thousandth then. No sound program of the benchmark comes near."""
+_GROWS = 2
+"""By so much the first ten updates may be exceeded: momentum has built up by then; a warm-up, and a search for a rate, exceed it by more."""
 _HIGH = 0.5  # of the first losses
 
 
@@ -66,22 +70,38 @@ class Pace(NamedTuple):
         fastest: the largest ratio of any so far.
         down: records in a row in which the fastest had run down.
         since: the step of the first of these.
+        early: the largest ratio of the first ten records.
+        begun: the step of the first of these.
+        records: how many there were, counted up to ten.
     """
 
     fastest: float = 0.0
     down: int = 0
     since: int = 0
+    early: float = 0.0
+    begun: int = 0
+    records: int = 0
 
     def after(self, ran_down: float, step: int, ratio: float) -> Pace:
         """With a step whose fastest weight has such a ratio."""
-        fastest = max(self.fastest, short(ratio))
+        value = short(ratio)
+        fastest = max(self.fastest, value)
+        is_early = self.records < _LEAST_RECORDS
+        early = max(self.early, value) if is_early else self.early
+        begun = self.begun if self.records else step
+        records = self.records + is_early
         if not ratio <= ran_down <= fastest / _RAN_DOWN:
-            return Pace(fastest)
-        return Pace(fastest, self.down + 1, self.since if self.down else step)
+            return Pace(fastest, early=early, begun=begun, records=records)
+        return Pace(fastest, self.down + 1, self.since if self.down else step, early, begun, records)
 
     def has_run_down(self, step: int) -> bool:
         """Whether it did long before the end: a schedule's last steps are few beside those before."""
         return self.down >= _LEAST_RECORDS and 4 * (step - self.since) >= step
+
+    def never_began(self, ran_down: float, step: int) -> bool:
+        """Whether weights have been moving all the time, but never by an amount that counts; a rate that is warmed up grows."""
+        is_slow = 0 < self.fastest <= min(ran_down, _GROWS * self.early)
+        return is_slow and self.records >= _LEAST_RECORDS and step - self.begun >= _LEAST_STEPS
 
 
 class Figures(NamedTuple):

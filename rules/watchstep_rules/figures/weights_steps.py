@@ -112,7 +112,10 @@ class StepsOfWeights:
             before = pace
             if fastest[number] >= 0:
                 pace = pace.after(self.limits.ran_down, steps[number], fastest[number])
-            if not suspicious[number] and not pace.has_run_down(steps[number]):
+            too_slow = pace.has_run_down(steps[number]) or pace.never_began(
+                self.limits.ran_down, steps[number]
+            )
+            if not suspicious[number] and not too_slow:
                 waiting = first if waiting is None else waiting
                 continue
             if waiting is not None:

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from watchstep.bounded_json import parse_json
 from watchstep.errors import ConfigError
+from watchstep.local_folders import absolute_path
 from watchstep.local_objects import read_owned_file
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import checked_scheme
@@ -137,7 +138,10 @@ class ServiceLocation:
             ConfigError: the URL is none.
         """
         named = ServiceAddress.checked(url, "") if url else ServiceAddress.from_environment()
-        homes = [Path(os.environ.get(HOME) or "~/.watchstep").expanduser().absolute()]
+        try:
+            homes = [absolute_path(os.environ.get(HOME) or "~/.watchstep")]
+        except ConfigError:
+            homes = []  # of a user without a home folder: no service can have one there
         if (folder := local_folder(store_url)) is not None:
             homes.insert(0, folder / ".watchstep")
         return cls(named.url if named else "", () if named else tuple(map(str, homes)), store_url)
@@ -228,7 +232,7 @@ def local_folder(store_url: str) -> Path | None:
     scheme = checked_scheme(store_url)
     if scheme == "file":
         return Path(unquote(urlsplit(store_url).path))
-    return None if scheme else Path(store_url).expanduser().absolute()
+    return None if scheme else absolute_path(store_url)
 
 
 def is_same_store(one: str, other: str) -> bool:

@@ -33,6 +33,7 @@ from watchstep.hook import STORE
 from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS
 from watchstep.launch.environment import LAUNCHED, Launch, environment, launched_attempt
 from watchstep.layout import CONTROL_DOCUMENT, RUN_DOCUMENT, check_name, launch_document, run_prefix
+from watchstep.local_folders import absolute_path
 from watchstep.process_identity import ProcessIdentity, pid_namespace
 from watchstep.process_record import record_process
 from watchstep.stopping import EXIT_TOMBSTONE
@@ -138,7 +139,7 @@ def _settle(options: argparse.Namespace) -> tuple[Launch, ServiceLocation]:
     """The launch, and where its service is to be found."""
     url = options.store or os.environ.get(STORE) or "watchstep-runs"
     if not checked_scheme(url):
-        url = Path(url).expanduser().absolute().as_uri()
+        url = absolute_path(url).as_uri()
     launch = Launch(
         store_url=url,
         project=check_name("project", options.project or os.environ.get(PROJECT) or "default"),

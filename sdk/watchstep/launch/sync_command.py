@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from watchstep.capture.spill import SPILL, spill_roots
 from watchstep.capture.sync import Synced, named_spill_folders, spill_folders, sync
 from watchstep.errors import ConfigError
+from watchstep.local_folders import absolute_path
 from watchstep.terminal_text import printable
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         ConfigError: the folder is none of a recorder's.
     """
     named = parser().parse_args(arguments).folder
-    roots = [Path(named).expanduser().absolute()] if named else spill_roots()
+    roots = [absolute_path(named)] if named else spill_roots()
     listed = named_spill_folders if named else spill_folders
     folders = [folder for root in roots for folder in listed(root)]
     if named and not folders and not roots[0].is_dir():

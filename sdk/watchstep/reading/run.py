@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -16,6 +15,7 @@ from watchstep import documents
 from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, MissingStoreError, NotFoundError
 from watchstep.layout import RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
+from watchstep.local_folders import absolute_path
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns
@@ -51,7 +51,7 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
         return Run(url, _document(url, url.location))
     text = os.fspath(url).rstrip("/")
     scheme = urlsplit(text).scheme
-    parts = (text if scheme else str(Path(text).expanduser().absolute())).rsplit("/", 2)
+    parts = (text if scheme else str(absolute_path(text))).rsplit("/", 2)
     if len(parts) != 3 or not parts[0]:
         raise ConfigError(f"run {text!r}: no run's URL", "use <store>/<project>/<run>")
     root, project, run = parts

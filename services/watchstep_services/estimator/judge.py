@@ -14,6 +14,7 @@ from pathlib import Path
 
 from watchstep.capture.service_location import HOME, FoundService, local_folder, make_home, service_at
 from watchstep.errors import ConfigError, ServiceError
+from watchstep.local_folders import absolute_path
 from watchstep.transport import TOKEN, ServiceAddress
 
 RECORDER_TOKEN = "WATCHSTEP_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
@@ -70,7 +71,7 @@ def judge_of(service: str, store_url: str) -> Judge:
     named = service or os.environ.get("WATCHSTEP_SERVICE", "")
     if named:
         return Judge(ServiceAddress.checked(named, "").url, "", store_url)
-    root = Path(os.environ.get(HOME) or "~/.watchstep").expanduser().absolute()
+    root = absolute_path(os.environ.get(HOME) or "~/.watchstep")
     own = _home_of(root, store_url)
     home = next((home for home in (own, root) if service_at(home, store_url) is not None), own)
     return Judge("", str(home), store_url)

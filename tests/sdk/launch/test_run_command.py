@@ -400,3 +400,25 @@ def test_a_run_that_has_attempts_is_recorded_again_with_a_warning_unless_it_is_r
     assert again.stderr.count("run default/r has an earlier attempt") == 1
     assert "--resume" in again.stderr
     assert "earlier attempt" not in resumed.stderr
+
+
+def test_a_program_starts_for_a_user_without_a_home_folder_and_in_a_folder_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    unknown = ("unshare", "--user", "--map-user=4321", "env", "--unset=HOME")
+    if subprocess.run([*unknown, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("NO USER NAMESPACE HERE: unshare --user is refused")
+    command = (Path(sys.executable).with_name("watchstep"), "run", "--store", tmp_path / "runs", "--")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    shell = ("sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh")
+    for before in (unknown, shell):
+        ended = subprocess.run(
+            [*before, *command, sys.executable, "-c", "print('ran')"],
+            cwd=gone,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=180,
+        )
+        assert (ended.returncode, ended.stdout) == (0, "ran\n"), ended.stderr
