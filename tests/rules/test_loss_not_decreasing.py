@@ -134,8 +134,9 @@ def test_a_sum_with_the_loss_of_a_policy_is_not_judged(part: str) -> None:
     """A critic's error grows with returns, and leads the sum."""
     rises = noisy(np.linspace(1, 60, 300), 0.05)
 
-    def beside(name: str) -> Block:
-        infos = [tensor(name, "losses", shape=()), tensor("loss", "losses", shape=())]
+    def beside(name: str, *, derived: bool = False) -> Block:
+        sum_of_losses = replace(tensor("loss", "losses", shape=()), derived=derived)
+        infos = [tensor(name, "losses", shape=()), sum_of_losses]
         return block_of(
             [
                 Row(step, info, [value])
@@ -146,6 +147,8 @@ def test_a_sum_with_the_loss_of_a_policy_is_not_judged(part: str) -> None:
 
     assert found(beside("kl_loss"))
     assert found(beside(part)) == []
+    assert found(beside("kl_loss", derived=True))
+    assert found(beside(part, derived=True)) == []
 
 
 def test_a_loss_that_was_named_as_the_first_of_several_is_no_sum() -> None:

@@ -169,13 +169,12 @@ def is_whole(series: LossSeries, known: Mapping[str, int]) -> NDArray[np.bool_]:
     """
     others = [step for name, step in known.items() if name != series.name]
     if series.name.rpartition("/")[2].lower() in _WHOLE:
-        part = _is_numbered if series.derived else is_of_a_policy
-        others = [step for name, step in known.items() if part(name)]
+        others = [
+            step
+            for name, step in known.items()
+            if is_of_a_policy(name) or (series.derived and _NUMBERED.fullmatch(name))
+        ]
     return series.steps < min(others, default=np.iinfo(np.int64).max)
-
-
-def _is_numbered(name: str) -> bool:
-    return _NUMBERED.fullmatch(name) is not None
 
 
 def is_of_a_policy(name: str) -> bool:
