@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import or_, select, update
@@ -46,15 +48,37 @@ class Held:
     ended_ns: int
 
 
-def upkeep(service: Service, most: int = _AT_ONCE) -> int:
+@dataclass
+class Upkept:
+    """What the threads of a process are at.
+
+    Attributes:
+        projects: of which each has a step under way.
+        closed: nothing more is to begin.
+        claiming: held while one of them claims a run.
+    """
+
+    projects: set[str] = field(default_factory=set)
+    closed: bool = False
+    claiming: threading.Lock = field(default_factory=threading.Lock)
+
+
+def upkeep(service: Service, most: int = _AT_ONCE, upkept: Upkept | None = None) -> int:
     """Do what is due of ended runs, one after the other; returns how many steps were done.
 
-    What fails is recorded with the run, told in the log, and tried again later: it keeps no other from its turn.
+    What fails is recorded with the run, told in the log, and tried again later: it keeps no other from its turn. Runs of a project of
+    which another thread has a step under way are left to that one.
     """
+    upkept = upkept or Upkept()
     _enter_ended(service)
     purge_groups(service)
     done = 0
-    while done < most and (held := _claim(service)) is not None:
+    while done < most and not upkept.closed:
+        with upkept.claiming:
+            held = _claim(service, upkept.projects)
+            if held is None:
+                break
+            upkept.projects.add(held.project)
         try:
             _do(service, held)
         except WatchstepError as error:
@@ -63,6 +87,8 @@ def upkeep(service: Service, most: int = _AT_ONCE) -> int:
         except Exception as error:  # noqa: BLE001 - whatever lies on the store; it must not keep others from their turn
             _log.exception("upkeep of %s/%s: %s failed", held.project, held.run, held.step)
             _failed(service, held, f"{type(error).__name__}: {error}")
+        finally:
+            upkept.projects.discard(held.project)
         done += 1
     return done
 
@@ -90,17 +116,19 @@ def _enter_ended(service: Service) -> None:
                 session.execute(update(Upkeep).where(Upkeep.run_id == run_id).values(**reset))
 
 
-def _claim(service: Service) -> Held | None:
-    """The next run with something due; those with nothing due now are put off until they have."""
+def _claim(service: Service, busy: Collection[str]) -> Held | None:
+    """The next run with something due, of no busy project; those with nothing due now are put off until they have."""
+    due_now = (
+        select(Upkeep)
+        .join(Run, Run.id == Upkeep.run_id)
+        .where(Upkeep.next_ns <= now_ns(), Upkeep.lease_until_ns <= now_ns(), Run.project.not_in(busy))
+        .order_by(Upkeep.next_ns, Upkeep.run_id)
+        .limit(1)
+        .with_for_update(of=Upkeep, skip_locked=True)
+    )
     while True:
         with service.database.write() as session:
-            row = session.execute(
-                select(Upkeep)
-                .where(Upkeep.next_ns <= now_ns(), Upkeep.lease_until_ns <= now_ns())
-                .order_by(Upkeep.next_ns, Upkeep.run_id)
-                .limit(1)
-                .with_for_update(skip_locked=True)
-            ).scalar_one_or_none()
+            row = session.execute(due_now).scalar_one_or_none()
             if row is None:
                 return None
             run, now = session.get_one(Run, row.run_id), read_clock(session)

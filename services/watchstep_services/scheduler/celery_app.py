@@ -15,7 +15,7 @@ from celery.signals import worker_process_shutdown
 
 from watchstep.errors import WatchstepError
 from watchstep_services.points import reach
-from watchstep_services.retention.upkeep import upkeep as keep_ended
+from watchstep_services.retention.upkeep_threads import UpkeepThreads
 from watchstep_services.scheduler import celery_processes, work
 from watchstep_services.scheduler.celery_client import app
 from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, QUEUE, SWEEP, UPKEEP, URGENT
@@ -49,6 +49,13 @@ def _actions_in(process: int) -> WorkQueue:  # noqa: ARG001 - as above: threads 
     actions.start(service())
     worker_process_shutdown.connect(lambda **_signal: actions.close(), weak=False)
     return actions
+
+
+@functools.lru_cache(maxsize=1)
+def _upkeep_in(process: int) -> UpkeepThreads:  # noqa: ARG001 - as above
+    threads = UpkeepThreads(service(), UPKEEP_AT_ONCE)
+    worker_process_shutdown.connect(lambda **_signal: threads.close(), weak=False)
+    return threads
 
 
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
@@ -105,7 +112,6 @@ def _hand_out(mine: Service, found: Work) -> None:
 
 @app.task(name=UPKEEP)  # type: ignore[untyped-decorator]
 def upkeep() -> None:
-    """Compact and clear away what is due of ended runs: a few at a time, so that evaluations get their turn."""
-    mine = service()
-    if take_turn(app, UPKEEP, mine.settings.upkeep_seconds):
-        keep_ended(mine, UPKEEP_AT_ONCE)
+    """Have threads compact and clear away what is due of ended runs: a few at a time, so that evaluations get their turn."""
+    if take_turn(app, UPKEEP, service().settings.upkeep_seconds):
+        _upkeep_in(os.getpid()).start()

@@ -30,7 +30,7 @@ from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import next_due_ns
 from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
 from watchstep_services.estimator.backends_file import BACKENDS_FILE
-from watchstep_services.retention.upkeep import upkeep
+from watchstep_services.retention.upkeep_threads import UpkeepThreads
 from watchstep_services.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.leases import end_leases
 from watchstep_services.scheduler.queue import WorkQueue
@@ -44,6 +44,7 @@ from watchstep_services.tokens import create_token
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_UPKEEP_AT_ONCE = 100
 _START_SECONDS = 30.0
 _OVERDUE_SECONDS = 0.25
 _LEAST_SECONDS = 0.01
@@ -160,7 +161,7 @@ class EmbeddedService:
         sweeper = threading.Thread(target=self._sweep_for_ever, name="watchstep-sweep", daemon=True)
         sweeper.start()
         self._undo.append(sweeper.join)
-        keeper = threading.Thread(target=self._keep_for_ever, name="watchstep-upkeep", daemon=True)
+        keeper = threading.Thread(target=self._keep_for_ever, name="watchstep-keeper", daemon=True)
         keeper.start()
         self._undo.append(keeper.join)
         self._undo.append(self._queue.wake.set)
@@ -258,11 +259,10 @@ class EmbeddedService:
             )
 
     def _keep_for_ever(self) -> None:
+        threads = UpkeepThreads(self.service, _UPKEEP_AT_ONCE)
         while not self._stopping.wait(self.settings.upkeep_seconds):
-            try:
-                upkeep(self.service)
-            except Exception:  # noqa: BLE001 - it says so and goes on
-                _log.exception("the upkeep of ended runs failed; the next look follows")
+            threads.start()
+        threads.close()
 
     def _hand_out(self, work: Work) -> None:
         for run_id in work.runs:
