@@ -5,6 +5,7 @@ An empty list is two bytes of text and 64 bytes of memory: a text of a few megab
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,11 @@ a container or entry, and the number or the head of the text in it."""
 _NARROW, _WIDE = 2, 9
 """Most bytes of memory for each byte of a text, decoded and once more in its strings: one character beyond ASCII makes each
 character of its string take four bytes."""
+
+
+_LONG = 256 * 1024
+"""Bytes of text from which on the collector of cycles is paused: it would walk all objects of the process again and again while the parser, which
+holds the interpreter's lock, makes new ones. Three megabytes of empty lists take 0.1 s so, and 1 s otherwise in a process of the service."""
 
 
 class OversizedJsonError(ValueError):
@@ -42,10 +48,21 @@ def parse_json(
         raise OversizedJsonError(
             f"a JSON text of {len(data)} bytes could take {needed // _MIB} MiB of memory, at most {limit // _MIB} are allowed"
         )
-    parsed = json.loads(data, object_pairs_hook=unique)
+    parsed = _parsed(data, unique)
     if b"\\ud" in data or b"\\uD" in data:
         return json.loads(json.dumps(parsed, ensure_ascii=False).encode("utf-8", "replace"))
     return parsed
+
+
+def _parsed(data: bytes, unique: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None) -> Any:
+    pauses = len(data) >= _LONG and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        return json.loads(data, object_pairs_hook=unique)
+    finally:
+        if pauses:
+            gc.enable()
 
 
 def memory_needed(data: bytes) -> int:

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 _MAGIC = b"PAR1"
 _MAX_FIELDS = 100_000
 _MAX_DEPTH = 16
+_MAX_PAIRS = 64
+"""Entries of metadata, of the file and of its columns together; Watchstep's own writer has at most four."""
+_MAX_CHUNKS = 2048
+"""Columns of all row groups. Watchstep's own writer makes one row group of at most some 90 columns."""
 _MAX_PAGES = 16_384
 """Pages of the columns that are read. The largest segment of Watchstep's own writer has some 5,000 (a million rows in pages of
 20,000, 88 columns of them; 32 million histogram elements in pages of 1 MiB)."""
@@ -175,9 +179,14 @@ def _footer(data: Bytes, size: int) -> Footer:
     if any(count < 0 for count in rows) or sum(rows) != _held(footer, 3, int):
         raise ValueError("the rows of its row groups are not the file's rows")
     leaves = _leaves(footer.get(2, []))
+    pairs = footer.get(5, [])
+    columns = [chunk.get(3, {}) for group in groups for chunk in _held(group, 1, list)]
+    if len(columns) > _MAX_CHUNKS:
+        raise ValueError(f"has {len(columns)} columns in its row groups, at most {_MAX_CHUNKS} are read")
+    if len(pairs) + sum(len(column.get(8, [])) for column in columns) > _MAX_PAIRS:
+        raise ValueError(f"has more than {_MAX_PAIRS} entries of metadata")
     chunks = [chunk for group in groups for chunk in _chunks(len(data), group, leaves)]
     _check_apart(chunks)
-    pairs = footer.get(5, [])
     metadata = {_held(pair, 1, bytes): _held(pair, 2, bytes) for pair in pairs if 2 in pair}
     return Footer(_held(footer, 3, int), chunks, leaves, metadata)
 

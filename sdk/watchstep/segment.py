@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 _MAX_CATALOGUE = 16 * 1024 * 1024
 _MAX_CATALOGUE_MEMORY = 256 * 1024 * 1024
+_MOST_LISTS, _MOST_VALUES = 64, 1024
+"""Brackets and commas of a catalogue for each tensor in it, in its names included: a parser holds the interpreter's lock as long as it makes lists."""
+_MAX_META = 4096
 _known = KnownCatalogues()
 __all__ = [
     "CATALOGUE",
@@ -93,6 +96,8 @@ def check_version(stored: dict[bytes, bytes], name: str) -> None:
         FormatError: it is of one.
         ValueError, TypeError, KeyError: it is no segment's metadata.
     """
+    if len(stored[_META]) > _MAX_META:
+        raise ValueError(f"its metadata take {len(stored[_META])} bytes, at most {_MAX_META} are read")
     schema = int(json.loads(stored[_META])["schema"])
     if schema > SCHEMA_VERSION:
         raise FormatError(
@@ -287,6 +292,9 @@ def _unpacked(stored: bytes) -> tuple[int, tuple[TensorInfo, ...]]:
     text = unpacker.decompress(base64.b64decode(stored, validate=True), _MAX_CATALOGUE)
     if unpacker.unconsumed_tail or not unpacker.eof:
         raise ValueError("the catalogue of its tensors is too large or cut short")
+    tensors = text.count(b"{")
+    if text.count(b"[") > _MOST_LISTS * (tensors + 1) or text.count(b",") > _MOST_VALUES * (tensors + 1):
+        raise ValueError("the catalogue of its tensors holds other data than tensors")
     return len(text), tuple(TensorInfo.from_data(entry) for entry in parse_json(text, _MAX_CATALOGUE_MEMORY))
 
 

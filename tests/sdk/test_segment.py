@@ -299,6 +299,26 @@ def test_a_catalogue_with_lies_is_refused() -> None:
     refused(catalogue(3))
 
 
+def test_a_catalogue_that_holds_other_data_than_tensors_is_refused() -> None:
+    good = [info.as_data() for info in INFOS]
+    assert "other data" in refused(catalogue([{**good[0], "later": [[]] * 1000}, *good[1:]]))
+    assert "other data" in refused(catalogue([{**good[0], "later": [0] * 10_000}, *good[1:]]))
+    assert rows_of(segment.decode(catalogue([{**good[0], "later": [[0]]}, *good[1:]]), "s")) == rows_of(BLOCK)
+
+
+def test_a_footer_with_very_much_metadata_or_very_many_columns_is_refused() -> None:
+    pairs = {f"k{number}": "" for number in range(100)}
+    assert "entries of metadata" in refused(written(TABLE, **pairs))
+    assert "its metadata take" in refused(
+        written(TABLE, watchstep=json.dumps({"schema": 1, "x": "y" * 9000}))
+    )
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, TABLE.schema) as writer:
+        for _ in range(2048 // len(TABLE.schema.names) + 1):
+            writer.write_table(TABLE)
+    assert "columns in its row groups" in refused(bytes(sink.getvalue()))
+
+
 def test_an_unpacked_catalogue_over_the_limit_is_refused() -> None:
     bomb = base64.b64encode(zlib.compress(b"[" + b" " * (64 * 1024 * 1024) + b"]", 9))
     assert "too large" in refused(written(TABLE, **{"watchstep.tensors": bomb}))

@@ -23,7 +23,7 @@ _ABRUPT = 0.1  # of the usual update; a cosine to zero leaves less at its last r
 _RAN_DOWN = 1000
 _LEAST_RECORDS = 10
 _LEAST_STEPS = 50
-"""At a millionth a step weights have changed by a twenty-thousandth then. No sound program of the benchmark comes near."""
+"""At a millionth a step weights have changed by a twenty-thousandth then. No sound program of the part ``tune`` raised an alarm by it."""
 _GROWS = 2
 """By so much the first ten updates may be exceeded: momentum has built up by then; a warm-up, and a search for a rate, exceed it by more."""
 _HIGH = 0.5  # of the first losses

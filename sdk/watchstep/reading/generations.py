@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 from watchstep.errors import FormatError, NotFoundError
+from watchstep.reading.budget import ReadBudget
 from watchstep.reading.manifest import (
     COMPACTED,
     MAX_MANIFEST,
@@ -28,6 +29,10 @@ class Compacted:
     recent: PartObject | None
 
 
+_MOST_TRIED = 3
+"""Manifests that are read at one look. A compaction writes its manifest last and deletes older generations, so that the newest is almost always whole."""
+
+
 class Generations:
     """The manifest in use, and its attempts.
 
@@ -44,11 +49,17 @@ class Generations:
         self.attempts: dict[str, Compacted] = {}
         self.sources: frozenset[str] = frozenset()
 
-    def refresh(self) -> bool:
+    def refresh(self, budget: ReadBudget | None = None) -> bool:
         """Look for a newer one; whether another is followed now.
+
+        Of manifests that cannot be read only the newest three are tried; the next look tries the next three.
+
+        Args:
+            budget: of the question; looked at between two manifests.
 
         Raises:
             StoreError: the store cannot be read.
+            OverBudgetError: the time is up.
         """
         before = self.manifest and self.manifest.generation
         whole = [
@@ -56,7 +67,10 @@ class Generations:
             for entry in self._store.entries(COMPACTED)
             if (found := generation_of(entry.key)) and found[1] == "manifest.json"
         ]
-        for generation in sorted(set(whole) - self._distrusted, reverse=True):
+        newest = sorted(set(whole) - self._distrusted, reverse=True)
+        for generation in newest[:_MOST_TRIED]:
+            if budget is not None:
+                budget.check()
             if generation == before or self._follow(generation):
                 return generation != before
             self._distrusted.add(generation)

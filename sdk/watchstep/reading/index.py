@@ -85,7 +85,7 @@ class RunIndex:
             StoreError: the store cannot be read.
         """
         listed = self._listed()  # before the manifest: one that came later only covers more of them
-        followed = self._generations.refresh()
+        followed = self._generations.refresh(self.budget)
         self._segments = {key: held for key, held in self._segments.items() if not self._covers(key)}
         known = self._segments
         new = [k for k in listed if k not in known and k.path not in self.damaged and not self._covers(k)]
@@ -99,6 +99,11 @@ class RunIndex:
         if new or followed:
             self._forget()
         return bool(new) or followed
+
+    @property
+    def memory(self) -> int:
+        """Bytes that its segments take while the run is open, about; catalogues have a limit of their own."""
+        return sum(found.memory for found in list(self._segments.values()))
 
     def _covers(self, key: SegmentKey) -> bool:
         return key.path in self._generations.sources

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +33,12 @@ _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 _MOST_CATALOGUES = 256 * 1024 * 1024
 """Bytes of memory for the catalogues of one run: some 300,000 different tensors."""
 
+_MOST_PARSED = 32 * 1024 * 1024
+"""Bytes of footers of one run that are kept as pyarrow has parsed them, in several times as much memory."""
+
+_FOOTER_BYTES, _CHUNK_BYTES = 4096, 512
+"""Memory of an object that is known, and of each of its columns: measured with `tracemalloc`, and rounded up."""
+
 _PLACE_BYTES = 8
 
 _GAP = 64 * 1024
@@ -47,6 +55,7 @@ class Catalogues:
         self._known: dict[bytes, tuple[TensorInfo, ...]] = {}
         self._tensors: dict[TensorInfo, TensorInfo] = {}
         self._left = most_bytes
+        self._parsed_left = _MOST_PARSED
         self._lock = threading.Lock()
 
     def read(self, packed: bytes) -> tuple[TensorInfo, ...]:
@@ -60,6 +69,14 @@ class Catalogues:
             if packed not in self._known:
                 self._known[packed] = self._shared(packed)
             return self._known[packed]
+
+    def keeps_parsed(self, size: int) -> bool:
+        """Whether a parsed footer of so many bytes may stay in memory; takes the room for it."""
+        with self._lock:
+            if size > self._parsed_left:
+                return False
+            self._parsed_left -= size
+            return True
 
     def _shared(self, packed: bytes) -> tuple[TensorInfo, ...]:
         catalogue = catalogue_of(packed)
@@ -84,6 +101,10 @@ class ParquetObject:
         columns: names of the columns that can be read.
         catalogue: the tensors that its rows speak of.
         constant: columns with one value in all rows, and the value (of words, the index); they need not be read.
+        footer: where its columns lie; without its metadata.
+        footer_size: bytes of the footer and its length.
+        footer_digest: of these bytes.
+        parsed: pyarrow's footer; None where it is parsed again with each read.
     """
 
     store: Store
@@ -96,7 +117,14 @@ class ParquetObject:
     catalogue: tuple[TensorInfo, ...]
     constant: Mapping[str, int]
     footer: Footer
+    footer_size: int
+    footer_digest: bytes
     parsed: Any
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes while its run is open, about."""
+        return _FOOTER_BYTES + _CHUNK_BYTES * len(self.footer.chunks)
 
     def read(self, columns: Iterable[str]) -> pa.Table:
         """Some columns; sizes are checked before memory is taken.
@@ -115,6 +143,8 @@ class ParquetObject:
         with whole(self.key):
             for (start, length), held in zip(ranges, fetched, strict=True):
                 data[start : start + length] = held
+            if self.parsed is None and _digest(data[-self.footer_size :]) != self.footer_digest:
+                raise ValueError("has changed since its footer was read")
             check_claims(claims_of(data, self.footer, frozenset(chosen)), chosen)
             file = pq.ParquetFile(
                 pa.BufferReader(pa.py_buffer(data)),
@@ -132,6 +162,8 @@ class ParquetObject:
             for chunk in self.footer.chunks
             if chunk.length and is_chosen(chunk.path, columns)
         )
+        if self.parsed is None:
+            wanted.append((self.size - self.footer_size, self.footer_size))
         joined: list[tuple[int, int]] = []
         for start, length in wanted:
             if joined and start - sum(joined[-1]) <= _GAP:
@@ -155,6 +187,7 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
     if not 12 <= size <= MAX_BYTES:
         raise FormatError(f"segment {key}: {size} bytes, of 12 to {MAX_BYTES}", "read the run without it")
     data = _with_footer(store, key, size)
+    footer_size = int.from_bytes(data[-8:-4], "little") + 8
     with whole(key):
         footer = read_footer(data)
         check_leaves(footer.leaves)
@@ -163,7 +196,8 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
         if not 0 <= footer.rows <= MAX_ROWS:
             raise ValueError(f"claims {footer.rows} rows")
         file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(data)), read_dictionary=list(WORD_COLUMNS))
-        columns = frozenset(checked_columns(file.schema_arrow))
+        columns = frozenset(map(sys.intern, checked_columns(file.schema_arrow)))
+        keeps = size > _WHOLE and catalogues.keeps_parsed(footer_size)
         return ParquetObject(
             store=store,
             key=key,
@@ -173,9 +207,21 @@ def open_object(store: Store, key: str, size: int, catalogues: Catalogues) -> Pa
             columns=columns,
             catalogue=catalogue,
             constant=_constants(footer),
-            footer=footer,
-            parsed=file.metadata,
+            footer=_without_metadata(footer),
+            footer_size=footer_size,
+            footer_digest=_digest(data[-footer_size:]),
+            parsed=file.metadata if keeps else None,
         )
+
+
+def _digest(footer: memoryview) -> bytes:
+    return hashlib.blake2b(footer, digest_size=16).digest()
+
+
+def _without_metadata(footer: Footer) -> Footer:
+    """What reading columns needs. A run has many objects, and their metadata are mostly one catalogue, over and over."""
+    chunks = [replace(chunk, path=sys.intern(chunk.path)) for chunk in footer.chunks]
+    return Footer(footer.rows, chunks, [], {})
 
 
 def _room(size: int) -> memoryview:

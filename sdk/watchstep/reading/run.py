@@ -48,7 +48,7 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
         FormatError: the run is of a later version.
     """
     if isinstance(url, Store):
-        return Run(url, _document(url, url.location))
+        return _read(Run(url, _document(url, url.location)))
     text = os.fspath(url).rstrip("/")
     scheme = urlsplit(text).scheme
     parts = (text if scheme else str(absolute_path(text))).rsplit("/", 2)
@@ -65,7 +65,12 @@ def open_run(url: str | os.PathLike[str] | Store) -> Run:
         if scheme not in {"", "file"}:
             raise  # the bucket's name says more than the run's
         raise missing from None
-    return Run(store, document)
+    return _read(Run(store, document))
+
+
+def _read(run: Run) -> Run:
+    run.refresh()
+    return run
 
 
 def _document(store: Store, location: str) -> documents.RunDocument:
@@ -76,7 +81,8 @@ def _document(store: Store, location: str) -> documents.RunDocument:
 class Run:
     """What was recorded of a run. Looks for what is new when asked, and reads the columns that an answer needs.
 
-    The default view is the newest attempt of each step; `attempts` and `rows` give the others.
+    The default view is the newest attempt of each step; `attempts` and `rows` give the others. One that is made, and not opened by
+    `open_run`, has read nothing before its first `refresh`.
 
     Attributes:
         document: the run's identity, rules and configuration.
@@ -90,7 +96,6 @@ class Run:
         self._passed: NDArray[np.int64] | None = None
         self._damaged_ends: dict[str, str] = {}
         self.document = document
-        self.refresh()
 
     @property
     def id(self) -> str:

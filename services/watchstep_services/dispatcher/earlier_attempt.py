@@ -14,6 +14,7 @@ from watchstep_services.dispatcher.target import Target
 from watchstep_services.evaluator import attempts
 from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS
+from watchstep_services.tenancy.jobs import bound_job
 
 _AHEAD_NS = 15 * NANOSECONDS
 """So much later than the newest attempt's newest segment one of this attempt was found: the newest attempt has ceased."""
@@ -28,21 +29,37 @@ def standing_of(service: Service, target: Target, now_ns: int) -> Standing:
     """Whether an attempt that is not the newest is over, goes on, or nobody can tell yet.
 
     It is over where nothing was found of it since the newest began to write. It goes on where the newest has ended, or has been silent for
-    15 s while this one wrote. Where the newest is asked to stop already, that goes first.
+    15 s while this one wrote. Where each has a job of its own, it goes on while its job does: one that hangs is silent. Where the newest is
+    asked to stop already, that goes first.
     """
     newest = attempts.described(service.database, target.run.id, target.run.attempt)
     own_ns = _last_heard_ns(target.attempt)
-    if target.is_over or now_ns - own_ns >= _SILENT_NS:
+    runs = _runs_in_its_own_job(service, target)
+    if target.is_over or (now_ns - own_ns >= _SILENT_NS and not runs):
         return "over"
     if newest is None:
         return "goes_on"
-    if newest.first_heard_ns > own_ns:
+    if newest.first_heard_ns > own_ns and not runs:
         return "over"
     stop = ControlDocument.from_data(target.run.control).stop
     has_ended = len(newest.ends) >= max(1, newest.world_size)
     if not has_ended and stop is not None and stop.attempt == newest.attempt:
         return "open"
+    if runs:
+        return "goes_on"
     return "goes_on" if has_ended or own_ns - _last_heard_ns(newest) >= _AHEAD_NS else "open"
+
+
+def _runs_in_its_own_job(service: Service, target: Target) -> bool:
+    """Whether its job is another than that of the newest attempt, and is seen to run or cannot be seen now.
+
+    Restarts by a launcher share a job: to end it would end the newest attempt.
+    """
+    if target.job is None or not (target.in_sight or target.trouble is not None):
+        return False
+    with service.database.read() as session:
+        newest = bound_job(session, target.run.id, target.run.attempt)
+    return newest is not None and (newest.job.backend, newest.job.id) != (target.job.backend, target.job.id)
 
 
 def _last_heard_ns(attempt: Attempt) -> int:

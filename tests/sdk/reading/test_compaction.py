@@ -17,8 +17,9 @@ from tests.sdk.reading.stored import FIRST, new_run, sharded_rows, small_run, so
 from watchstep import Run, open_run
 from watchstep.block import Block
 from watchstep.errors import StoreError
-from watchstep.reading import compaction
+from watchstep.reading import compaction, generations
 from watchstep.reading.compaction import compact
+from watchstep.reading.manifest import Manifest, manifest_key
 from watchstep.store import Store
 
 
@@ -223,3 +224,31 @@ def test_originals_stay_until_the_grace_time_is_over(tmp_path: Path) -> None:
     assert compact(url).deleted == 0
     assert compact(url, delete_after=3600).deleted == 0
     assert compact(url, delete_after=0).deleted == 3
+
+
+def test_of_manifests_that_cannot_be_read_three_are_tried_at_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = small_run(tmp_path)
+    run = open_run(url)
+    before = answers(run)
+    compact(run.location)
+    (manifest,) = [
+        entry.key for entry in run.store.entries("compacted/") if entry.key.endswith("manifest.json")
+    ]
+    tried: list[str] = []
+    read = generations.decode
+
+    def counted(data: bytes, name: str) -> Manifest:
+        tried.append(name)
+        return read(data, name)
+
+    monkeypatch.setattr(generations, "decode", counted)
+    for generation in range(101, 106):
+        run.store.put(manifest_key(generation), b"{}")
+    reader = open_run(url)
+    assert tried == [manifest_key(generation) for generation in (105, 104, 103)]
+    assert answers(reader) == before
+    assert reader.refresh()
+    assert answers(reader) == before
+    assert tried[3:] == [manifest_key(102), manifest_key(101), manifest]

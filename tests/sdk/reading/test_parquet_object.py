@@ -10,6 +10,7 @@ import pytest
 from tests.sdk.blocks import Row, block_of
 from tests.sdk.reading.stored import FIRST, LOSS, new_run, small_run, write
 from watchstep import open_run, segment
+from watchstep.reading import parquet_object
 from watchstep.reading.parquet_object import Catalogues, ParquetObject
 from watchstep.segment import CONSTANT
 from watchstep.store import Store
@@ -52,3 +53,34 @@ def test_equal_tensors_of_different_catalogues_share_memory_and_all_have_a_bound
     with pytest.raises(ValueError, match="over the limit"):
         small.read(segment.catalogue_bytes(others))
     assert small.read(first) == infos
+
+
+@pytest.mark.parametrize("keeps_parsed", [True, False])
+def test_a_large_object_reads_the_same_whether_its_parsed_footer_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keeps_parsed: bool
+) -> None:
+    due = open_run(small_run(tmp_path, "small")).series(FIRST.name, "max")
+    monkeypatch.setattr(parquet_object, "_WHOLE", 1000)
+    monkeypatch.setattr(parquet_object, "_TAIL", 1000)
+    monkeypatch.setattr(parquet_object, "_MOST_PARSED", 10**9 if keeps_parsed else 0)
+    run = open_run(small_run(tmp_path, "large"))
+    assert run.series(FIRST.name, "max") == due
+    objects = [located.object for located in run.index.objects()]
+    assert [isinstance(held, ParquetObject) and held.parsed is not None for held in objects] == [
+        keeps_parsed
+    ] * 3
+    assert run.index.memory < 3 * 200_000
+
+
+def test_an_object_that_changed_since_its_footer_was_checked_is_refused(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    write(store, [block_of([Row(0, FIRST, [1.0])])])
+    run = open_run(tmp_path / "default" / "r")
+    (located,) = run.index.objects()
+    other = segment.encode(block_of([Row(0, FIRST, [1.0, 2.0]), Row(1, FIRST, [1.0])]))
+    data = other + b""
+    held = located.object
+    assert isinstance(held, ParquetObject)
+    store.put(held.key, data[:4] + bytes(max(0, held.size - len(data))) + data[4:])
+    assert run.series(FIRST.name, "max").num_rows == 0
+    assert held.key in run.damaged

@@ -300,6 +300,26 @@ def test_an_attempt_that_only_seems_to_be_older_is_stopped_once_the_other_is_sil
     assert stop.attempt == "a2"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_silent_attempt_with_a_job_of_its_own_is_ended_though_another_is_newer(
+    driven: Driven, folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, shared: bool
+) -> None:
+    """Restarts that share a job are another thing: to end it would end the newest attempt."""
+    recording = Recording(folder_store).begin(on_stop="ignore")
+    job = launch(backend_of(driven), tmp_path, WILLING, "first")
+    run_id, action = fired(driven, recording, job)
+    newest = job if shared else launch(backend_of(driven), tmp_path, WILLING, "second")
+    bind_job(driven.service, run_id, "a2", newest, "operator")
+    again = Recording(folder_store, attempt="a2").begin()
+    driven.announce(run_id, again.write(0, 6, 9))
+    driven.settle(run_id)
+    monkeypatch.setattr("watchstep_services.dispatcher.earlier_attempt._SILENT_NS", 0)
+    assert driven.finish(action.id).state == ("skipped" if shared else "done")
+    assert backend_of(driven).status(job).is_over == (not shared)
+    assert not backend_of(driven).status(newest).is_over
+    backend_of(driven).kill(newest)
+
+
 def test_an_action_that_fails_blocks_no_other(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

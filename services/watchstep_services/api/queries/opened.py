@@ -17,12 +17,15 @@ from watchstep.store import Store
 from watchstep_services.api.problems import RefusedError
 
 _ENTRIES = 16
+_MOST_BYTES = 512 * 1024 * 1024
+"""Memory for what is known of the segments of all opened runs: some 10,000 segments with 90 columns each."""
 
 
 @dataclass
 class _Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     run: Run | None = None
+    memory: int = 0
 
 
 class OpenedRuns:
@@ -58,7 +61,15 @@ class OpenedRuns:
         finally:
             if entry.run is not None:
                 entry.run.index.budget = None
+                entry.memory = entry.run.index.memory
             entry.lock.release()
+            self._forget_some()
+
+    def _forget_some(self) -> None:
+        """Forget the runs that were asked longest ago, as far as all take too much memory."""
+        with self._lock:
+            while sum(entry.memory for entry in self._held.values()) > _MOST_BYTES:
+                self._held.popitem(last=False)
 
     def _entry(self, location: str) -> _Entry:
         with self._lock:
