@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from watchstep_services import logs, tracing
 from watchstep_services.api.app import create_app
 from watchstep_services.api.connections import server_options
+from watchstep_services.collector import settle_collector
 from watchstep_services.database.schema import prepare
 from watchstep_services.database_figures import DatabaseFigures
 from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
@@ -38,6 +39,7 @@ def create() -> FastAPI:
     prepare(service.database, settings)
     app = create_app(service)
     app.router.lifespan_context = _lifespan
+    settle_collector()
     return app
 
 

@@ -22,6 +22,9 @@ MOST_BODY = 1024 * 1024
 MOST_DEPTH = 64
 """More than any document of ours has, and far less than what the interpreter can follow."""
 
+MOST_CONTAINERS = 50_000
+"""Lists and objects of a body. A rule file of a thousand rules has some thousands; each costs time that no other request gets."""
+
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 
 _STEPS = np.zeros(256, dtype=np.int8)
@@ -78,9 +81,15 @@ def limited(receive: Receive, most: int) -> Receive:
             if len(body) > most:
                 body.clear()
                 raise HTTPException(413, ": ".join(_too_large(most)))
-            if not message.get("more_body", False) and depth_of(bytes(body)) > MOST_DEPTH:
+            if message.get("more_body", False):
+                return message
+            if depth_of(bytes(body)) > MOST_DEPTH:
                 raise HTTPException(
                     422, f"body: nests more than {MOST_DEPTH} deep: nothing that this service takes does"
+                )
+            if body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:
+                raise HTTPException(
+                    422, f"body: more than {MOST_CONTAINERS} lists and objects: send less at once"
                 )
         return message
 

@@ -109,6 +109,10 @@ def delete_run(project: str, run: str, service: Served) -> Keeping:
         kept = _upkeep(session, row)
         if kept.held:
             raise RefusedError(409, f"run {project}/{run}: is held ({kept.held_why})", "let it go first")
+        if is_being_stopped(session, row.id):
+            raise RefusedError(
+                409, f"run {project}/{run}: a stop is on its way", "delete it once the stop has ended"
+            )
         kept.deleting, kept.next_ns = True, 0
         return _keeping(kept)
 

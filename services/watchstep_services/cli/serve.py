@@ -28,7 +28,8 @@ from watchstep_services.unknown_variables import warn_of_unknown
 
 if TYPE_CHECKING:
     from watchstep_services.scheduler.embedded import EmbeddedService
-    from watchstep_services.service import Service
+from watchstep_services.collector import settle_collector
+from watchstep_services.service import Service
 
 _TELL_SECONDS = 0.5
 
@@ -74,6 +75,7 @@ def serve(
     with EmbeddedService(settings) as service, _figures(service):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
+        settle_collector()
         teller = Teller(service.database)
         echo(f"watchstep: watching {service.service.settings.store}")
         for line in (*_rules_of(service.service), *_receivers_of(service.service)):

@@ -16,7 +16,7 @@ from watchstep.reading.compaction import compact
 from watchstep.store import Store
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import lift
-from watchstep_services.database.models import Project, Run, Segment, Upkeep
+from watchstep_services.database.models import Action, Project, Run, Segment, Upkeep
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.baselines import summarize
 from watchstep_services.evaluator.lifecycle import ENDED
@@ -133,8 +133,10 @@ def _claim(service: Service, busy: Collection[str]) -> Held | None:
                 return None
             run, now = session.get_one(Run, row.run_id), read_clock(session)
             due = next_step(policy_of(session, service.settings, run.project), _kept(row))
-            if run.state not in _OVER and not row.deleting:
-                row.next_ns = _NEVER  # it goes on: its next end brings it back
+            if run.state not in _OVER:
+                row.next_ns, row.deleting = _NEVER, False  # it goes on: its next end brings it back
+            elif due is not None and due[0] == "delete_run" and is_being_stopped(session, run.id):
+                row.next_ns = now + _AGAIN_NS
             elif due is None or due[1] > now:
                 row.next_ns = min(now + _LONGEST_NS, _NEVER if due is None else due[1])
             elif row.lease_until_ns:
@@ -162,9 +164,12 @@ def _kept(row: Upkeep) -> Kept:
 def _do(service: Service, held: Held) -> None:
     run_store = _store(service, held)
     if held.step == "delete_run":
+        if not _is_over(service, held):
+            return
         deleted = delete_objects(run_store)
         with service.database.write() as session:
-            if _mine(session, held) is not None:
+            run = session.get(Run, held.run_id, with_for_update=True)
+            if _mine(session, held) is not None and run is not None and run.state in _OVER:
                 lift(session)  # of a run that has ended: nobody else waits for its rows
                 delete_rows(session, held.run_id)
         service.known.discard(
@@ -189,6 +194,23 @@ def _do(service: Service, held: Held) -> None:
         if row is not None:
             setattr(row, _DONE[held.step], read_clock(session))
             row.lease_until_ns, row.next_ns, row.tries, row.problem = 0, 0, 0, ""
+
+
+def is_being_stopped(session: Session, run_id: int) -> bool:
+    """Whether a stop is on its way: what it has written would be lost, and a program that begins anew would not be stopped."""
+    pending = select(Action.id).filter_by(run_id=run_id, kind="stop", state="pending").limit(1)
+    return session.execute(pending).first() is not None
+
+
+def _is_over(service: Service, held: Held) -> bool:
+    """Whether the run is still over. One that has begun anew since it was claimed is let be."""
+    with service.database.write() as session:
+        run, row = session.get(Run, held.run_id, with_for_update=True), _mine(session, held)
+        if run is not None and run.state in _OVER:
+            return row is not None
+        if row is not None:
+            row.lease_until_ns, row.next_ns, row.deleting = 0, _NEVER, False
+    return False
 
 
 _DONE = {

@@ -16,6 +16,7 @@ from celery.signals import (
 )
 
 from watchstep_services import logs, tracing
+from watchstep_services.collector import settle_collector
 from watchstep_services.exposition import registry, serve
 from watchstep_services.figures_folder import forget_folder
 from watchstep_services.scheduler.messages import URGENT, queue_of
@@ -57,6 +58,7 @@ def _forked(**_signal: Any) -> None:
 
 def _child(**_signal: Any) -> None:
     tracing.start("worker")
+    settle_collector()
 
 
 def _child_ends(**_signal: Any) -> None:

@@ -40,6 +40,13 @@ def test_long_inputs_are_sampled() -> None:
     assert watched == top == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.parametrize("padding", [[0, 1], "pad", float("nan")])
+def test_a_module_that_calls_something_else_its_padding_index_is_watched(padding: object) -> None:
+    module = nn.Linear(2, 2)
+    module.padding_idx = padding  # type: ignore[assignment]
+    assert not TokenProbe(module, (), ("token_shares",)).applies
+
+
 def test_other_modules_and_empty_inputs_have_none() -> None:
     assert not TokenProbe(nn.Linear(2, 2), (), ("token_shares",)).applies
     assert (

@@ -19,7 +19,7 @@ from watchstep.block import Block
 from watchstep.errors import StoreError
 from watchstep.reading import compaction, generations
 from watchstep.reading.compaction import compact
-from watchstep.reading.manifest import Manifest, manifest_key
+from watchstep.reading.manifest import Manifest, decode, manifest_key
 from watchstep.store import Store
 
 
@@ -237,11 +237,10 @@ def test_of_manifests_that_cannot_be_read_three_are_tried_at_a_look(
         entry.key for entry in run.store.entries("compacted/") if entry.key.endswith("manifest.json")
     ]
     tried: list[str] = []
-    read = generations.decode
 
     def counted(data: bytes, name: str) -> Manifest:
         tried.append(name)
-        return read(data, name)
+        return decode(data, name)
 
     monkeypatch.setattr(generations, "decode", counted)
     for generation in range(101, 106):

@@ -96,6 +96,11 @@ def test_a_bomb_of_depth_is_the_callers_fault_for_every_route(api: Api, kind: st
             is_problem(send(api, content), 422, "deep")
 
 
+def test_very_many_lists_are_refused_before_they_are_parsed(api: Api) -> None:
+    for content in (b"[" + b"[]," * 60_000 + b"[]]", b'{"run":"run-1","rules":[' + b"{}," * 60_000 + b"{}]}"):
+        is_problem(send(api, content), 422, "lists and objects")
+
+
 def test_a_bomb_is_refused_by_every_route(api: Api) -> None:
     bomb = b'{"a":' * 2000 + b"1" + b"}" * 2000
     document = api.client.get("/openapi.json").json()

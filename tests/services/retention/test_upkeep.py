@@ -35,6 +35,7 @@ from watchstep_services.retention.groups import IDLE_NS, purge_groups
 from watchstep_services.retention.upkeep import upkeep
 from watchstep_services.scheduler import work
 from watchstep_services.scheduler.sweep import find_due
+from watchstep_services.service import Service
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
 
@@ -66,6 +67,19 @@ def rows(driven: Driven) -> dict[str, int]:
             for table in Base.metadata.sorted_tables
         }
     return {name: count for name, count in counts.items() if count}
+
+
+def _upkeep_of(run_id: int, *, deleting: bool) -> Upkeep:
+    return Upkeep(
+        run_id=run_id,
+        ended_ns=0,
+        next_ns=0,
+        lease_until_ns=0,
+        claims=0,
+        deleting=deleting,
+        tries=0,
+        problem="",
+    )
 
 
 def kept(driven: Driven, run_id: int) -> Upkeep:
@@ -175,6 +189,43 @@ def test_a_deletion_that_the_store_refused_is_ended_later(
         assert session.get(Run, run_id) is None
         assert session.execute(select(Event)).first() is None
         assert session.execute(select(Project)).first() is not None
+
+
+def test_a_run_that_begins_anew_is_not_deleted(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, recording = ended(driven, folder_store)
+    with driven.service.database.write() as session:
+        session.add(_upkeep_of(run_id, deleting=True))
+        session.get_one(Run, run_id).state = "running"
+    assert upkeep(driven.service) == 0
+    assert not kept(driven, run_id).deleting
+    with driven.service.database.write() as session:
+        session.get_one(Run, run_id).state = "lost"
+        row = session.get_one(Upkeep, run_id)
+        row.deleting, row.next_ns = True, 0
+        row.ended_ns = session.get_one(Run, run_id).ended_ns or 0
+    place = upkeeping._store
+
+    def begins_anew(service: Service, held: upkeeping.Held) -> Store:
+        with service.database.write() as session:
+            session.get_one(Run, run_id).state = "running"
+        return place(service, held)
+
+    monkeypatch.setattr(upkeeping, "_store", begins_anew)  # after it was claimed
+    assert upkeep(driven.service) == 1
+    assert recording.store.get("run.json")
+    assert (kept(driven, run_id).deleting, kept(driven, run_id).lease_until_ns) == (False, 0)
+
+
+def test_a_run_is_not_deleted_before_its_stop_has_ended(driven: Driven, folder_store: Store) -> None:
+    run_id, recording = ended(driven, folder_store)
+    policy(driven, keep_runs_s=0)
+    with driven.service.database.write() as session:
+        stop = session.execute(select(Action).filter_by(run_id=run_id, kind="stop")).scalar_one()
+        stop.state = "pending"
+    assert upkeep(driven.service) == 0
+    assert recording.store.get("run.json")
 
 
 def test_an_attempt_that_comes_after_the_end_has_all_done_anew(driven: Driven, folder_store: Store) -> None:

@@ -39,10 +39,14 @@ def test_a_step_that_hangs_holds_up_its_own_project_alone(
             assert hangs.wait(60)
         done.append(store.location.rpartition("/")[2])
 
+    def is_done() -> bool:
+        threads.start()  # each thread does one step and ends
+        return done == ["run-3"]
+
     monkeypatch.setattr(upkeeping, "compact", compact)
     threads = UpkeepThreads(driven.with_settings(compact_after_seconds=1e-9).service, 1)
     try:
-        eventually(lambda: threads.start() or done == ["run-3"])
+        eventually(is_done)
     finally:
         hangs.set()
         threads.close()

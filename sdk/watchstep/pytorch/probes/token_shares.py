@@ -60,8 +60,8 @@ class TokenProbe:
         self._shares = "token_shares" in probes
         self._counted = {probe.name: int(probe.arguments[0]) for probe in of_kind(probes, TOKEN_COUNT)}
         self.applies = isinstance(module, nn.Embedding) and (self._shares or bool(self._counted))
-        padding = getattr(module, "padding_idx", None)
-        self._values = values or (0 if padding is None else int(padding),)
+        padding = module.padding_idx if isinstance(module, nn.Embedding) else None
+        self._values = values or (padding if isinstance(padding, int) else 0,)
 
     @torch.no_grad()
     def look(self, tokens: Tensor) -> _Shares | None:
