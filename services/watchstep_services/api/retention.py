@@ -17,6 +17,7 @@ from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Project, RetentionPolicy, Run, Upkeep
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.lifecycle import ENDED
+from watchstep_services.retention.upkeep import is_being_stopped
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["retention"])
 

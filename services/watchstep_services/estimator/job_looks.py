@@ -9,6 +9,8 @@ from collections.abc import Callable
 from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
 
 _MOST = 10_000
+_SILENT_SECONDS = 15.0
+"""So long a backend that did not answer in time is not asked where an evaluation waits."""
 
 
 class JobLooks:
@@ -17,7 +19,27 @@ class JobLooks:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[tuple[str, str, str], tuple[float, JobStatus]] = {}
+        self._silent: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
+
+    def recent(self, job: JobHandle) -> JobStatus | None:
+        """How a job was when its backend answered last, if that was within the time for which a silent backend is not asked."""
+        with self._lock:
+            found = self._seen.get(_named(job))
+        return found[1] if found is not None and self._clock() - found[0] < _SILENT_SECONDS else None
+
+    def note_silence(self, project: str, backend: str) -> None:
+        """A backend has not answered in time."""
+        with self._lock:
+            self._silent[project, backend] = self._clock() + _SILENT_SECONDS
+
+    def is_silent(self, project: str, backend: str) -> bool:
+        """Whether a backend has not answered in time a moment ago."""
+        with self._lock:
+            if self._clock() < self._silent.get((project, backend), 0.0):
+                return True
+            self._silent.pop((project, backend), None)
+            return False
 
     def status(self, backend: Backend, job: JobHandle) -> JobStatus:
         """How a job is, or was a moment ago.
@@ -27,7 +49,7 @@ class JobLooks:
         """
         if not backend.poll_seconds:
             return backend.status(job)
-        named = (job.backend, job.id, repr(sorted(job.identity.items())))
+        named = _named(job)
         with self._lock:
             held = self._seen.get(named)
         if held is not None and self._clock() - held[0] < backend.poll_seconds:
@@ -38,3 +60,7 @@ class JobLooks:
                 self._seen.clear()
             self._seen[named] = (self._clock(), status)
         return status
+
+
+def _named(job: JobHandle) -> tuple[str, str, str]:
+    return job.backend, job.id, repr(sorted(job.identity.items()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
+from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -31,6 +33,9 @@ RunState = Literal["created", "running", "completed", "failed", "stopped", "lost
 ENDED = ("completed", "failed", "stopped")
 
 _log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 3.0
+"""So long an evaluation waits for a job's backend. Slurm's controller answers within a second unless it is overloaded."""
 
 _LAST_WORDS_SECONDS = 5.0
 """What a job that is gone has written is on its store by then."""
@@ -116,7 +121,7 @@ def advance_run(service: Service, run_id: int) -> RunState:
         asked = run.attempt
         found = bound_job(session, run_id, asked)
     bound = None if found is None else found.row
-    status = None if found is None else _job_status(service, found)
+    status = None if found is None else _job_status(service, run.project, found)
     with service.database.write() as session:
         now = read_clock(session)
         run = session.get_one(Run, run_id, with_for_update=True)
@@ -227,14 +232,31 @@ def _ended_job(stop: Action, status: JobStatus | None) -> bool:
     return stop.stage in (TERMINATED, KILLED) or by_signal
 
 
-def _job_status(service: Service, bound: Bound) -> JobStatus:
+def _job_status(service: Service, project: str, bound: Bound) -> JobStatus:
+    """How a job is. A backend that takes long is not waited for: an evaluation waits here, and others behind it."""
     if bound.row.state in OVER:
         return JobStatus(cast("JobState", bound.row.state), bound.row.exit_code)
     backend = service.backend_of(bound.kind, bound.settings)
     if backend is None:
         return JobStatus("unknown")
+    if service.job_looks.is_silent(project, bound.job.backend):
+        # What it was asked before may have been answered since, in a thread.
+        recent = service.job_looks.recent(bound.job)
+        return recent or JobStatus("unknown", detail=f"backend {bound.job.backend}: does not answer")
+    look = functools.partial(service.job_looks.status, backend, bound.job)
     try:
-        return service.job_looks.status(backend, bound.job)
+        if not backend.poll_seconds:  # of this machine
+            return look()
+        asked = service.status_threads.submit(project, look, bound.job.backend)
+        if wait([asked], _LOOK_SECONDS).done:
+            return asked.result()
+        asked.cancel()
+        service.job_looks.note_silence(project, bound.job.backend)
+        detail = f"backend {bound.job.backend}: no answer for {_LOOK_SECONDS:g} s; it is asked again later"
+        _log.warning("job %s:%s: %s", bound.job.backend, bound.job.id, detail)
+        return JobStatus("unknown", detail=detail)
+    except CancelledError:
+        return JobStatus("unknown", detail="the service is ending")
     except BackendError as error:  # what it came to is seen once the backend answers again
         _log.warning("job %s:%s: %s", bound.job.backend, bound.job.id, error.what)
         return JobStatus("unknown", detail=error.what)

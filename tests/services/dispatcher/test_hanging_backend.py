@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import pytest
+from sqlalchemy import select
 
 from tests.services.driving import Driven
+from tests.services.jobs import eventually
 from tests.services.recording import PROJECT, Recording, nan_from
 from tests.services.stoppable import Stoppable
 from watchstep.control import ControlDocument
@@ -22,6 +25,7 @@ from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.estimator.backend import JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.evaluator.discover import discover
+from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.registration import register
 from watchstep_services.scheduler import celery_app
 from watchstep_services.scheduler.queue import WorkQueue
@@ -197,3 +201,33 @@ def test_a_backend_that_hangs_keeps_no_process_of_production_from_other_work(
         backend.released.set()
         work.close()
     assert backend.state == "ended"
+
+
+@dataclass
+class FarAndHanging(Hanging):
+    """One that is not asked whenever somebody wants to know."""
+
+    poll_seconds: ClassVar[float] = 2.0
+
+
+def test_no_evaluation_waits_for_a_backend_for_long(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchstep_services.evaluator.lifecycle._LOOK_SECONDS", 0.05)
+    far = FarAndHanging()
+    driven, _, run_id, _ = stopping(driven, folder_store, far)
+    for _ in range(3):
+        assert advance_run(driven.service, run_id) == "running"  # its recorder has been heard
+    assert far.asked.acquire(timeout=10)
+    assert not far.asked.acquire(blocking=False)  # asked once, and nobody waits for the answer again
+    with driven.service.database.read() as session:
+        assert session.execute(select(Job.state)).scalar_one() == "unknown"
+    far.released.set()
+
+    def is_seen() -> bool:
+        advance_run(driven.service, run_id)
+        with driven.service.database.read() as session:
+            return session.execute(select(Job.state)).scalar_one() == "running"
+
+    eventually(is_seen)  # what it said late is known, though it is not asked anew yet
+    assert not far.asked.acquire(blocking=False)
