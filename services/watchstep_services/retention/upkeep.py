@@ -19,6 +19,7 @@ from watchstep_services.database.limits import lift
 from watchstep_services.database.models import Action, Project, Run, Segment, Upkeep
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.baselines import summarize
+from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
 from watchstep_services.retention.groups import purge_groups
@@ -186,7 +187,8 @@ def _do(service: Service, held: Held) -> None:
         if _is_read(service, held):
             compact(run_store)
     elif held.step == "delete_originals":
-        compact(run_store, delete_after=0.0)
+        if _is_read(service, held):
+            compact(run_store, delete_after=0.0)
     else:
         delete_objects(run_store, TENSORS)
     with service.database.write() as session:
@@ -224,9 +226,12 @@ _DONE = {
 def _is_read(service: Service, held: Held) -> bool:
     """Whether there is something to summarize or to compact.
 
+    The run is listed: a segment that nobody announced and no look has found yet would be written anew and deleted unjudged.
+
     Raises:
         StoreError: segments wait to be judged; they are judged before they are summarized or written anew.
     """
+    discover(service, held.run_id)
     with service.database.read() as session:
         states = set(
             session.execute(select(Segment.state).where(Segment.run_id == held.run_id).distinct()).scalars()

@@ -243,10 +243,15 @@ def test_an_attempt_that_comes_after_the_end_has_all_done_anew(driven: Driven, f
     assert upkeep(soon.service) == 2
 
 
-def test_a_compaction_waits_for_what_is_not_judged(driven: Driven, folder_store: Store) -> None:
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_compaction_waits_for_what_is_not_judged(
+    driven: Driven, folder_store: Store, *, is_announced: bool
+) -> None:
     soon = driven.with_settings(compact_after_seconds=1e-9)
     run_id, recording = ended(driven, folder_store)
-    driven.announce(run_id, recording.write(2, 20, 29))
+    key = recording.write(2, 20, 29)
+    if is_announced:
+        driven.announce(run_id, key)
     assert upkeep(soon.service) == 1
     assert "wait to be judged" in kept(driven, run_id).problem
 
