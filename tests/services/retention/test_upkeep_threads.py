@@ -28,7 +28,7 @@ def move(driven: Driven, run_id: int, project: str) -> None:
 def test_a_step_that_hangs_holds_up_its_own_project_alone(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, done = threading.Event(), []
+    begun, hangs, done = threading.Event(), threading.Event(), []
     for run in ("run-1", "run-2"):
         ended(driven, folder_store, run)
     other, _ = ended(driven, folder_store, "run-3")
@@ -36,12 +36,13 @@ def test_a_step_that_hangs_holds_up_its_own_project_alone(
 
     def compact(store: Store) -> None:
         if PROJECT in store.location:
+            begun.set()
             assert hangs.wait(60)
         done.append(store.location.rpartition("/")[2])
 
     def is_done() -> bool:
         threads.start()  # each thread does one step and ends
-        return done == ["run-3"]
+        return begun.is_set() and done == ["run-3"]
 
     monkeypatch.setattr(upkeeping, "compact", compact)
     threads = UpkeepThreads(driven.with_settings(compact_after_seconds=1e-9).service, 1)
