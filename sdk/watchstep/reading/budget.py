@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from watchstep.errors import WatchstepError
@@ -16,6 +17,8 @@ class OverBudgetError(WatchstepError):
 class ReadBudget:
     """A budget of one question; begins when it is made. Looked at between objects, each of which is bounded by itself.
 
+    Thread-safe.
+
     Args:
         seconds: from now on.
         megabytes: of columns that are held at once.
@@ -25,18 +28,33 @@ class ReadBudget:
         self._seconds, self._megabytes = seconds, megabytes
         self._deadline = time.monotonic() + seconds
         self._left = megabytes * _MEGABYTE
+        self._lock = threading.Lock()
 
     def check(self) -> None:
-        """See to the time.
+        """See to the time and the memory.
 
         Raises:
-            OverBudgetError: it is up.
+            OverBudgetError: the time is up, or the bytes are too many.
         """
+        if self._left < 0:
+            raise OverBudgetError(
+                f"the question needs more than {self._megabytes:g} MiB",
+                "ask for fewer tensors, workers or steps",
+            )
         if time.monotonic() > self._deadline:
             raise OverBudgetError(
                 f"the question took more than {self._seconds:g} s",
                 "ask for fewer tensors or steps; a run that is compacted answers sooner (watchstep runs compact)",
             )
+
+    def take(self, size: int) -> bool:
+        """Account for bytes that stay until the answer; whether they fit. If not, the next `check` raises.
+
+        A thread that reads for another one asks here: an error that it raised would keep the bytes in memory by its traceback.
+        """
+        with self._lock:
+            self._left -= size
+            return self._left >= 0
 
     def keep(self, size: int) -> None:
         """Account for bytes that stay until the answer.
@@ -44,13 +62,13 @@ class ReadBudget:
         Raises:
             OverBudgetError: they are too many, or the time is up.
         """
-        self._left -= size
-        if self._left < 0:
-            raise OverBudgetError(
-                f"the question needs more than {self._megabytes:g} MiB",
-                "ask for fewer tensors, workers or steps",
-            )
+        self.take(size)
         self.check()
+
+    def release(self, size: int) -> None:
+        """Account for bytes that were kept and are needed no longer."""
+        with self._lock:
+            self._left += size
 
     @property
     def left_seconds(self) -> float:

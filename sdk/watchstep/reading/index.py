@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +16,7 @@ from watchstep.layout import SEGMENTS, SegmentKey
 from watchstep.reading.ahead import ahead, readers_of
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import IDENTITY, Columns, constants, from_table, is_one_of, joined
+from watchstep.reading.decoding import PROCESS
 from watchstep.reading.generations import Generations
 from watchstep.reading.manifest import Manifest, generation_of
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Result = TypeVar("Result")
+
+_COPIES = 2
+"""How many times the rows of blocks are in memory: as a table and as a block; later as blocks and as the one they become."""
 
 
 class RunIndex:
@@ -111,6 +116,13 @@ class RunIndex:
     def _spend(self, kept: int = 0) -> None:
         if self.budget is not None:
             self.budget.keep(kept)
+
+    def _take(self, size: int) -> bool:
+        return self.budget is None or self.budget.take(size)
+
+    def _release(self, kept: int) -> None:
+        if self.budget is not None:
+            self.budget.release(kept)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -245,13 +257,19 @@ class RunIndex:
         """
         scan = Scan(tuple(dict.fromkeys((*IDENTITY, *want.columns))), want, self.tensors())
 
-        def one(located: Located) -> Columns | None:
-            return self._columns(located, scan)
+        def one(located: Located) -> tuple[Columns, int] | None:
+            columns = self._columns(located, scan)
+            if columns is None:
+                return None
+            size = sum(column.nbytes for column in columns.values())
+            return (columns, size) if self._take(size) else None
 
         for found in ahead(one, self._due(want), self._readers):
             self._spend()
             if found is not None:
-                yield found
+                columns, size = found
+                yield columns
+                self._release(size)
 
     def collect(self, want: Want) -> Columns:
         """What `scan` gives, in one."""
@@ -263,19 +281,45 @@ class RunIndex:
 
     def blocks(self, attempt: str | None, want: Want) -> list[Block]:
         """Whole rows: of one attempt, or of the default view where it is None."""
+        found = []
+        for block, size in self._each_block(attempt, want):
+            self._spend(size)  # as much again stays, beside what is released
+            found.append(block)
+        return found
 
-        def one(located: Located) -> Block | None:
-            table = self._table(located, None, want)
-            if table is None:
+    def each_block(self, want: Want) -> Iterator[Block]:
+        """Whole rows of the default view, object by object, in no order of rows. Damaged objects are left out.
+
+        Raises:
+            StoreError: the store cannot be read.
+            OverBudgetError: it takes more than `budget`.
+        """
+        for block, _ in self._each_block(None, want):
+            yield block
+
+    def _each_block(self, attempt: str | None, want: Want) -> Iterator[tuple[Block, int]]:
+        """Blocks, and the bytes of their rows."""
+
+        def one(located: Located) -> tuple[Block, int] | None:
+            held = located.object
+            if want.tensors is not None and not any(info.name in want.tensors for info in held.catalogue):
                 return None
-            self._spend(table.nbytes)
             try:
-                return to_block(table, located.object.catalogue, located.object.key)
+                with self._decoding(held, held.columns) as table:
+                    rows = None if table is None else _rows_of(table, located, want)
+                    if rows is None:
+                        return None
+                    size = _COPIES * rows.nbytes
+                    return (to_block(rows, held.catalogue, held.key), size) if self._take(size) else None
             except FormatError as error:
-                self.damaged[located.object.key] = error.what
+                self.damaged[held.key] = error.what
                 return None
 
-        return [found for found in ahead(one, self._due(want, attempt), self._readers) if found is not None]
+        for found in ahead(one, self._due(want, attempt), self._readers):
+            self._spend()
+            if found is not None:
+                yield found
+                self._release(found[1])
 
     def rows(self, attempt: str) -> Block:
         """All rows of one attempt, by step, worker, mode and tensor."""
@@ -330,48 +374,56 @@ class RunIndex:
         if not scan.is_wanted(places):
             return None
         unread = {*held.constant, "tensor"} if isinstance(held, PartObject) else {*held.constant}
-        table = self._read(held, held.columns & set(scan.names) - unread)
-        if table is None:
-            return None
-        try:
-            with whole(held.key):
-                found = from_table(table, places)
-                found |= constants(held.constant, scan.names, table.num_rows)
-                check_columns(found)
-                check_steps(found["step"], held.first, held.last)
-        except FormatError as error:
-            self.damaged[held.key] = error.what
-            return None
-        if isinstance(held, PartObject):
-            found["tensor"] = np.fromiter(places.values(), np.int32)[held.places()]
-        # Only probes can be lacking: the rest was checked with the footer.
-        lacking = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in found}
-        return scan.chosen({**found, **lacking}, located)
-
-    def _table(self, located: Located, names: tuple[str, ...] | None, want: Want) -> pa.Table | None:
-        """The rows that are wanted of one object; ``names`` None is all columns."""
-        import pyarrow as pa
-
-        held = located.object
-        if want.tensors is not None and not any(info.name in want.tensors for info in held.catalogue):
-            return None
-        columns = held.columns if names is None else held.columns & set(names)
-        table = self._read(held, columns)
-        if table is None:
-            return None
-        chosen = np.ones(table.num_rows, np.bool_)
-        if max(want.first, held.first) > held.first or min(want.last, located.cut - 1) < held.last:
-            step = table["step"].to_numpy()
-            chosen &= (step >= want.first) & (step <= want.last) & (step < located.cut)
-        if want.tensors is not None:
-            chosen &= is_one_of(table["tensor"], want.tensors)
-        return table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen)))
+        with self._decoding(held, held.columns & set(scan.names) - unread) as table:
+            if table is None:
+                return None
+            try:
+                with whole(held.key):
+                    found = from_table(table, places)
+                    found |= constants(held.constant, scan.names, table.num_rows)
+                    check_columns(found)
+                    check_steps(found["step"], held.first, held.last)
+            except FormatError as error:
+                self.damaged[held.key] = error.what
+                return None
+            if isinstance(held, PartObject):
+                found["tensor"] = np.fromiter(places.values(), np.int32)[held.places()]
+            # Only probes can be lacking: the rest was checked with the footer.
+            lacking = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in found}
+            return scan.chosen({**found, **lacking}, located)
 
     def _read(self, held: ParquetObject | PartObject, columns: Collection[str]) -> pa.Table | None:
+        with self._decoding(held, columns) as table:
+            return table
+
+    @contextmanager
+    def _decoding(
+        self, held: ParquetObject | PartObject, columns: Collection[str]
+    ) -> Iterator[pa.Table | None]:
+        """An object's columns, with room in the process's memory until the wanted rows are taken; None where it is damaged."""
         try:
-            return held.read(columns)
-        except FormatError as error:
-            self.damaged[held.key] = error.what
-            return None
+            size = held.decoded_bytes(columns)
+            decode = held.fetch(columns)  # before room is taken: a store that hangs takes none
         except NotFoundError as error:  # deleted, for a compaction has its rows
             raise PartLostError(held.key, error.what) from error
+        with PROCESS.reserve(size, self.budget):
+            try:
+                table = decode()
+            except FormatError as error:
+                self.damaged[held.key] = error.what
+                table = None
+            yield table
+
+
+def _rows_of(table: pa.Table, located: Located, want: Want) -> pa.Table:
+    """The wanted rows of an object's table."""
+    import pyarrow as pa
+
+    held = located.object
+    chosen = np.ones(table.num_rows, np.bool_)
+    if max(want.first, held.first) > held.first or min(want.last, located.cut - 1) < held.last:
+        step = table["step"].to_numpy()
+        chosen &= (step >= want.first) & (step <= want.last) & (step < located.cut)
+    if want.tensors is not None:
+        chosen &= is_one_of(table["tensor"], want.tensors)
+    return table if chosen.all() else table.take(pa.array(np.flatnonzero(chosen)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,9 @@ _FOOTER_BYTES, _CHUNK_BYTES = 4096, 512
 """Memory of an object that is known, and of each of its columns: measured with `tracemalloc`, and rounded up."""
 
 _PLACE_BYTES = 8
+
+_VALUE_BYTES = 8
+"""Of a number; words and bins take less."""
 
 _GAP = 64 * 1024
 """Bytes between two columns that are fetched with them rather than asked for around."""
@@ -126,6 +130,15 @@ class ParquetObject:
         """Bytes that it takes while its run is open, about."""
         return _FOOTER_BYTES + _CHUNK_BYTES * len(self.footer.chunks)
 
+    def decoded_bytes(self, columns: Iterable[str]) -> int:
+        """Memory that some columns take once they are read, by what the footer says of their values.
+
+        `read` refuses an object whose pages claim more than `MAX_BYTES`.
+        """
+        chosen = frozenset(columns)
+        values = sum(chunk.values for chunk in self.footer.chunks if is_chosen(chunk.path, chosen))
+        return min(MAX_BYTES, _VALUE_BYTES * values)
+
     def read(self, columns: Iterable[str]) -> pa.Table:
         """Some columns; sizes are checked before memory is taken.
 
@@ -133,13 +146,28 @@ class ParquetObject:
             FormatError: the object is damaged.
             NotFoundError, StoreError: it is gone, or cannot be read.
         """
+        return self.fetch(columns)()
+
+    def fetch(self, columns: Iterable[str]) -> Callable[[], pa.Table]:
+        """Fetch some columns from the store.
+
+        Returns:
+            decodes them; raises as `read`.
+
+        Raises:
+            NotFoundError, StoreError: it is gone, or cannot be read.
+        """
+        chosen = sorted(set(columns))
+        ranges = self._ranges(frozenset(chosen))
+        return partial(self._decode, chosen, ranges, self.store.get_ranges(self.key, ranges))
+
+    def _decode(
+        self, chosen: list[str], ranges: list[tuple[int, int]], fetched: Sequence[memoryview]
+    ) -> pa.Table:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        chosen = sorted(set(columns))
         data = _room(self.size)
-        ranges = self._ranges(frozenset(chosen))
-        fetched = self.store.get_ranges(self.key, ranges)
         with whole(self.key):
             for (start, length), held in zip(ranges, fetched, strict=True):
                 data[start : start + length] = held

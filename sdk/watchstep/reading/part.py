@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +46,21 @@ class PartObject:
         self.constant = part.constant
         self.catalogue = tuple(catalogue[place] for place, _ in part.tensors)
 
-    def read(self, columns: Iterable[str]) -> pa.Table:
-        """Some columns.
+    def decoded_bytes(self, columns: Iterable[str]) -> int:
+        """Memory that some columns take once they are read.
+
+        Raises:
+            PartLostError: the object is gone, damaged, or another than the manifest says.
+            StoreError: it cannot be read.
+        """
+        with self._found():
+            return self._open().decoded_bytes(columns)
+
+    def fetch(self, columns: Iterable[str]) -> Callable[[], pa.Table]:
+        """Fetch some columns from the store.
+
+        Returns:
+            decodes them; raises `PartLostError` where the object is damaged.
 
         Raises:
             PartLostError: the object is gone, damaged, or another than the manifest says.
@@ -54,13 +68,24 @@ class PartObject:
         """
         known = {*self._part.constant, "tensor"}
         wanted = set(columns)
+        with self._found():
+            decode = self._open().fetch((wanted - known) or {"step"})
+
+        def table() -> pa.Table:
+            with self._found():
+                decoded = decode()
+            for name in sorted(wanted & known):
+                decoded = decoded.append_column(name, self._constant(name))
+            return decoded
+
+        return table
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
         try:
-            table = self._open().read((wanted - known) or {"step"})
+            yield
         except (FormatError, NotFoundError) as error:
             raise PartLostError(self.key, error.what) from error
-        for name in sorted(wanted & known):
-            table = table.append_column(name, self._constant(name))
-        return table
 
     def places(self) -> NDArray[np.int32]:
         """Place in the part's own catalogue of each row's tensor; nothing is read."""

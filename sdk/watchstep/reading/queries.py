@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.arrow_arrays import from_codes, from_numbers
-from watchstep.block import STAGES, Block, concatenate
+from watchstep.block import STAGES, Block
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.histogram import exponent_of_bin, is_negative_bin, sum_rows
+from watchstep.histogram import Histograms, exponent_of_bin, is_negative_bin, sum_rows
 from watchstep.reading.columns import COUNTED, Columns, figure_of, needs_of
 from watchstep.reading.index import RunIndex
 from watchstep.reading.scan import Want
@@ -188,16 +188,26 @@ def histogram(
     """See `Run.histogram`."""
     if steps < 1:
         raise ConfigError(f"steps {steps}: not a number of rows", "ask for 1 or more")
-    block = concatenate(index.blocks(None, Want((), frozenset([tensor]))))
-    block = _lead(block.where(block.mode == MODES.index(mode)) if mode else block, worker)
-    if not len(block):
+    only = frozenset([tensor])
+    wanted = index.collect(Want((), only))
+    lead = _Lead.of(wanted, worker, mode)
+    step = wanted["step"][lead.rows(wanted)]
+    if not len(step):
         raise NotFoundError(
             f"tensor {tensor!r}: no row of mode {mode} and worker {worker}", "see Tensor.steps() and .workers"
         )
-    edges = _edges(int(block.step.min()), int(block.step.max()), steps)
-    group = np.searchsorted(edges, block.step, side="right") - 1
+    edges = _edges(int(step.min()), int(step.max()), steps)
     rows = len(edges) - 1
-    held = sum_rows(block.statistics.histogram, group, rows)
+    zeros, nonfinite = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    sums = Histograms.empty(rows)
+    for block in index.each_block(Want((), only)):  # summed one by one: together they may not fit into memory
+        of_lead = block.where(lead.rows(_identity(block)))
+        group = np.searchsorted(edges, of_lead.step, side="right") - 1
+        parts = [sums, sum_rows(of_lead.statistics.histogram, group, rows)]
+        sums = sum_rows(Histograms.concatenate(parts), np.tile(np.arange(rows), 2), rows)
+        zeros += np.bincount(group, of_lead.statistics.zero, rows).astype(np.int64)
+        nonfinite += np.bincount(group, of_lead.statistics.nonfinite, rows).astype(np.int64)
+    held = sums
     known = np.unique(held.bins)
     sign = np.where(is_negative_bin(known), -1.0, 1.0)
     power = exponent_of_bin(known).astype(np.int64)
@@ -206,24 +216,52 @@ def histogram(
     order = np.argsort(near)
     counts = np.zeros((rows, len(known)), np.int64)
     counts[np.repeat(np.arange(rows), np.diff(held.offsets)), np.searchsorted(known, held.bins)] = held.counts
-    zeros, nonfinite = (
-        np.bincount(group, column, rows).astype(np.int64)
-        for column in (block.statistics.zero, block.statistics.nonfinite)
-    )
     return HistogramSeries(
         edges, np.minimum(near, far)[order], np.maximum(near, far)[order], counts[:, order], zeros, nonfinite
     )
 
 
-def _lead(block: Block, worker: int | None) -> Block:
-    """Rows that make up one tensor: of one worker; else of the first replica, at one stage."""
-    if worker is not None:
-        return block.where(block.worker == worker)
-    if not len(block):
-        return block
-    block = block.where(block.places.stage == block.places.stage.min())
-    block = block.where(block.places.replica == block.places.replica.min())
-    apart = block.places.shard_count == 1
-    if not apart.any():
-        return block
-    return block.where(~apart | (block.worker == block.worker[apart].min()))
+@dataclass(frozen=True)
+class _Lead:
+    """Which rows make up one tensor: those of one worker; else those of the first replica, at one stage.
+
+    Attributes:
+        values: column of `IDENTITY` → the value of its rows.
+        whole_of: the worker of rows that are of the whole tensor, beside those of shards; None where all are taken.
+    """
+
+    values: Mapping[str, int]
+    whole_of: int | None = None
+
+    @classmethod
+    def of(cls, columns: Columns, worker: int | None, mode: Mode | None) -> _Lead:
+        lead = cls({} if mode is None else {"mode": MODES.index(mode)})
+        if worker is not None:
+            return cls({**lead.values, "worker": worker})
+        for name in ("stage", "replica"):
+            left = columns[name][lead.rows(columns)]
+            if not len(left):
+                return lead
+            lead = cls({**lead.values, name: int(left.min())})
+        whole = columns["worker"][lead.rows(columns) & (columns["shard_count"] == 1)]
+        return cls(lead.values, int(whole.min()) if len(whole) else None)
+
+    def rows(self, columns: Columns) -> NDArray[np.bool_]:
+        """Bool of shape (n,)."""
+        chosen = np.ones(len(columns["step"]), np.bool_)
+        for name, value in self.values.items():
+            chosen &= columns[name] == value
+        if self.whole_of is not None:
+            chosen &= (columns["shard_count"] != 1) | (columns["worker"] == self.whole_of)
+        return chosen
+
+
+def _identity(block: Block) -> Columns:
+    return {
+        "step": block.step,
+        "mode": block.mode,
+        "worker": block.worker,
+        "shard_count": block.places.shard_count,
+        "replica": block.places.replica,
+        "stage": block.places.stage,
+    }
