@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_mo
 from watchstep import Hook
 from watchstep.pytorch import backward_losses, clipping, gradient_scaler, optimizer_steps
 
+ROOT = Path(__file__).parents[2]
+
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
@@ -30,13 +34,27 @@ def record_one(store: Path) -> None:
     hook.close()
 
 
+ALONE = """
+import sys, threading
+from pathlib import Path
+from tests.sdk.test_hook_lifetime import descriptors, record_one
+
+folder = Path(sys.argv[1])
+record_one(folder)  # libraries open theirs once
+before = threading.active_count(), descriptors()
+for _ in range(5):
+    record_one(folder)
+print(before, (threading.active_count(), descriptors()), sep="\\n")
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_repeated_recordings_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
-    record_one(tmp_path)  # libraries open theirs once
-    before = threading.active_count(), descriptors()
-    for _ in range(5):
-        record_one(tmp_path)
-    assert (threading.active_count(), descriptors()) == before
+    """In a process of its own: what other tests have left is closed at any time."""
+    words = [sys.executable, "-c", ALONE, str(tmp_path)]
+    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    before, after = output.splitlines()
+    assert before == after
 
 
 def test_off_the_main_thread_too(tmp_path: Path) -> None:
