@@ -132,33 +132,38 @@ class ActivationHooks:
         self._sums = ChannelSums(probes)
         hooked = 0
         for order, (path, module) in enumerate(names.model.named_modules()):
-            is_leaf, is_model = next(module.children(), None) is None, not path
-            outputs = [tensors.ACTIVATIONS] * is_leaf + [tensors.OUTPUTS] * is_model
-            observed = _Observed(
-                names.path(path) or "model",
-                _Flow(names.of_module(path, module, order, "output", tuple(outputs))),
-                _Flow(names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model)),
-                probe if "channels" in probes and (probe := ChannelProbe(module)).applies else None,
-                tokens
-                if (tokens := TokenProbe(module, session.config.token_values, probes)).applies
-                else None,
-                activity
-                if (
-                    activity := UnitActivity(
-                        activation_kind(module), probes, in_place=bool(getattr(module, "inplace", False))
-                    )
-                ).applies
-                else None,
-            )
-            if observed.output.info.collections or observed.input.info.collections:
-                handles.append(
-                    module.register_forward_hook(ModuleHook(self._hook(observed)), with_kwargs=True)
-                )
-                hooked += 1
-                if is_leaf:
-                    self._unseen.add(observed.path)
+            try:
+                hooked += self._listen(names, order, path, module, handles)
+            except Exception as error:  # noqa: BLE001 - a module whose attributes raise: the others are recorded
+                session.health.fault("activations", error)
         self._hooked = hooked
         self.idle_seconds = _HOOK_SECONDS * hooked
+
+    def _listen(
+        self, names: Names, order: int, path: str, module: nn.Module, handles: list[RemovableHandle]
+    ) -> bool:
+        """Put a hook on a module; whether it has anything to record."""
+        config = self._session.config
+        probes = config.probes
+        is_leaf, is_model = next(module.children(), None) is None, not path
+        outputs = [tensors.ACTIVATIONS] * is_leaf + [tensors.OUTPUTS] * is_model
+        channels, tokens = ChannelProbe(module), TokenProbe(module, config.token_values, probes)
+        in_place = bool(getattr(module, "inplace", False))
+        activity = UnitActivity(activation_kind(module), probes, in_place=in_place)
+        observed = _Observed(
+            names.path(path) or "model",
+            _Flow(names.of_module(path, module, order, "output", tuple(outputs))),
+            _Flow(names.of_module(path, module, order, "input", (tensors.INPUTS,) * is_model)),
+            channels if "channels" in probes and channels.applies else None,
+            tokens if tokens.applies else None,
+            activity if activity.applies else None,
+        )
+        if not (observed.output.info.collections or observed.input.info.collections):
+            return False
+        handles.append(module.register_forward_hook(ModuleHook(self._hook(observed)), with_kwargs=True))
+        if is_leaf:
+            self._unseen.add(observed.path)
+        return True
 
     @property
     def unseen(self) -> list[str]:

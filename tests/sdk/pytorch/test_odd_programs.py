@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sdk.training import EVERY_STEP, Training, recorded, small_model
-from watchstep import Hook
+from watchstep import Hook, open_run
 from watchstep.errors import ConfigError
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
@@ -105,7 +105,6 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "without init": WithoutInit,
     "own attributes": lambda: OwnAttributes(8, 2),
     "own modules": lambda: nn.Sequential(nn.Linear(8, 8), OwnModules(8, 2)),
-    "no hooks": lambda: nn.Sequential(nn.Linear(8, 8), NoHooks(8, 2)),
 }
 
 
@@ -198,3 +197,37 @@ def test_trainings_in_two_threads_do_not_hear_each_other(tmp_path: Path) -> None
         assert run.tensors("losses") == ["loss"]
         assert run.tensor("loss").statistics()["mean"].to_pylist() == training.losses
         assert run.steps() == list(range(20))
+
+
+class Unreadable(nn.ReLU):
+    """Has an attribute that cannot be read."""
+
+    @property
+    def inplace(self) -> bool:
+        raise RuntimeError("not now")
+
+    @inplace.setter
+    def inplace(self, value: bool) -> None:
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - PyTorch's name
+        return input.relu()
+
+
+@pytest.mark.parametrize("make", [Unreadable, lambda: NoHooks(4, 4)])
+def test_a_module_that_cannot_be_read_costs_its_own_activations_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], nn.Module]
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), make(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = Hook(tmp_path, config=EVERY_STEP)
+    hook.watch(model, optimizer)
+    for _ in range(3):
+        model(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.close()
+    run = open_run(hook.run_url)
+    assert run.tensors("activations") == ["0:output", "2:output"]
+    assert run.tensor("2.weight:gradient").steps() == [0, 1, 2]
+    assert "activations" in caplog.text
