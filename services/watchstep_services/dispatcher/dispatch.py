@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import func, select, update
+from sqlalchemy import case, func, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.control import ControlDocument
@@ -127,7 +127,11 @@ def _try(service: Service, due: DueAction) -> Tried:
 
 
 def _claim(service: Service, action_id: int) -> DueAction | None:
-    lease = nanoseconds(service.settings.lease_seconds + service.settings.webhook_seconds)
+    settings = service.settings
+    lease = case(
+        (Action.kind.in_(POSTS), nanoseconds(settings.lease_seconds + settings.webhook_seconds)),
+        else_=nanoseconds(settings.lease_seconds),
+    )
     with service.database.write() as session:
         # Until the try is recorded the action is not due again; if this process dies, it is when the lease ends.
         taken: Any = session.execute(

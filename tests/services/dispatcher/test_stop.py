@@ -17,7 +17,7 @@ from watchstep.store import Store
 from watchstep_rules.config import RuleConfig, StopAction
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher import dispatch as dispatching
-from watchstep_services.dispatcher.dispatch import dispatch, due_actions
+from watchstep_services.dispatcher.dispatch import dispatch, due_actions, next_due_ns
 from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.dispatcher.stop import try_stop
@@ -25,7 +25,9 @@ from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import advance_run
+from watchstep_services.points import listening
 from watchstep_services.registration import bind_job, register
+from watchstep_services.settings import nanoseconds
 
 
 def backend_of(driven: Driven) -> Local:
@@ -356,3 +358,20 @@ def test_an_action_whose_worker_died_is_done_by_another(driven: Driven, folder_s
     assert dispatch(driven.service, action.id) is not None
     dispatching._record(driven.service, held, Tried("done", "too late"))
     assert driven.tries(action.id) == [("advanced", "asked all workers to stop at step 8")]
+
+
+def test_a_stop_waits_for_a_worker_that_died_as_long_as_its_lease_and_no_receiver(
+    driven: Driven, folder_store: Store
+) -> None:
+    driven = driven.with_settings(lease_seconds=20.0, webhook_seconds=600.0)
+    _, action = fired(driven, Recording(folder_store).begin(on_stop="raise"))
+
+    def die(point: str, _: object) -> None:
+        if point == "dispatch.claimed":
+            raise KeyboardInterrupt
+
+    with listening(die), pytest.raises(KeyboardInterrupt):
+        dispatch(driven.service, action.id)
+    waits_ns = next_due_ns(driven.service)
+    assert waits_ns is not None
+    assert 0 < waits_ns <= nanoseconds(20.0)
