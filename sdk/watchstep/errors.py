@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class WatchstepError(Exception):
     """Something a user can mend.
@@ -15,6 +17,17 @@ class WatchstepError(Exception):
         super().__init__(f"{what}\n  mend: {mend}")
         self.what = what
         self.mend = mend
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by attributes, so that an error reaches the parent of a worker process whatever its constructor takes."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[WatchstepError], args: tuple[Any, ...], state: dict[str, Any]) -> WatchstepError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(WatchstepError):

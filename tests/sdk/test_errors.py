@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from watchstep import errors
+from watchstep.reading.part import PartLostError
+from watchstep.transport import RefusedError
 
 
 def test_an_error_says_what_and_how_to_mend_it() -> None:
@@ -23,3 +27,18 @@ def test_one_except_clause_catches_them_all(kind: type[errors.WatchstepError]) -
 def test_a_missing_object_is_a_store_error_and_a_bad_name_a_config_error() -> None:
     assert issubclass(errors.NotFoundError, errors.StoreError)
     assert issubclass(errors.BadNameError, errors.ConfigError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ConfigError("store x: no such scheme", "use file:// or s3://"),
+        PartLostError("parts/1.parquet", "part parts/1.parquet: gone"),
+        RefusedError(429, "urn:watchstep:problem:rate", "too many requests", "wait", 3.0),
+    ],
+)
+def test_an_error_of_a_worker_process_reaches_its_parent(error: errors.WatchstepError) -> None:
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is type(error)
+    assert str(copied) == str(error)
+    assert vars(copied) == vars(error)
