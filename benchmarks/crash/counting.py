@@ -8,7 +8,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from watchstep.errors import ConfigError
-from watchstep_services.estimator.backend import JobHandle, JobStatus, Launch, LogPart
+from watchstep_launch.backend import JobHandle, JobStatus, Launch, LogPart
 
 NAME = "counting"
 _SECONDS = 30.0

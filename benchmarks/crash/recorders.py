@@ -23,10 +23,10 @@ from watchstep.process_identity import ProcessIdentity
 from watchstep.process_record import record_process
 from watchstep.store import Store
 from watchstep.transport import ServiceAddress
+from watchstep_launch.backends.local.backend import job_of
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import BackendRow, ProjectBackend
-from watchstep_services.estimator.local import job_of
 
 _PATIENCE = 120.0
 

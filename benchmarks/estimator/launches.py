@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.services.estimator import ray_cluster, slurm_cluster
+from tests.launch.backends.ray import ray_cluster
+from tests.launch.backends.slurm import slurm_cluster
 from tests.services.jobs import eventually
+from watchstep_launch import Backend, Estimator, Job, Local, Ray, Slurm
 from watchstep_rules import nan_or_inf
-from watchstep_services.estimator import Backend, Estimator, Job, Local, Ray, Slurm
 
 PROGRAM = Path(__file__).with_name("train.py")
 BACKENDS = ("local", "slurm", "ray")

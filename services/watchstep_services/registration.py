@@ -16,6 +16,7 @@ from watchstep.control import ControlDocument
 from watchstep.documents import RunDocument
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError, WatchstepError
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
@@ -26,7 +27,6 @@ from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Job, Project, Run
 from watchstep_services.database.records import hint
 from watchstep_services.database.upsert import insert_missing
-from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.evaluator import attempts
 from watchstep_services.rule_configs import Origin
 from watchstep_services.service import Service

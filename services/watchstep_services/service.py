@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from watchstep.errors import ConfigError
+from watchstep_launch.backend import Backend
+from watchstep_launch.backend_registry import IN_SERVICE, open_backend
+from watchstep_launch.backends.local.backend import Local
+from watchstep_launch.job_observations import JobLooks
 from watchstep_rules import rule_file
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.defaults import DEFAULT_RULES
@@ -21,10 +25,6 @@ from watchstep_services.dispatcher.receivers import receiver_file
 from watchstep_services.dispatcher.receivers.reach import parse_allowed
 from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
 from watchstep_services.dispatcher.receivers.sealing import Seal
-from watchstep_services.estimator.backend import Backend
-from watchstep_services.estimator.job_looks import JobLooks
-from watchstep_services.estimator.kinds import IN_SERVICE, open_backend
-from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.history import HistoryCache
 from watchstep_services.evaluator.large_turn import LargeTurn
 from watchstep_services.evaluator.listing_times import ListingTimes

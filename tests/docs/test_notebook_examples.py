@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_docs import PAGES, blocks
+from tests.launch.beside import end_service_of
 from tests.notebook import Notebook
-from tests.services.estimator.beside import end_service_of
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.estimator.launches import BAD_STEP, SECONDS, Place, launch, missing, place
+from watchstep_launch import Estimator
 from watchstep_rules import non_finite_values
-from watchstep_services.estimator import Estimator
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from tests.services.recording import PROJECT, Recording, damage_from, nan_from
 from tests.services.redis import Broker, running_redis
 from watchstep.control import ControlDocument
 from watchstep.store import Store
-from watchstep_services.estimator.local import Local
+from watchstep_launch.backends.local.backend import Local
 
 pytestmark = pytest.mark.slow
 

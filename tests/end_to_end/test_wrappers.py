@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.estimator.launches import PROGRAM, Place, launch, place
-from watchstep_services.estimator import Estimator, Local
+from watchstep_launch import Estimator, Local
 
 pytestmark = pytest.mark.slow
 

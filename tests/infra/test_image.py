@@ -94,7 +94,12 @@ def test_the_wheel_is_built_from_what_is_copied(tmp_path: Path) -> None:
     )  # fmt: skip
     (wheel,) = (tmp_path / "dist").iterdir()
     packed = set(zipfile.ZipFile(wheel).namelist())
-    for package in ("sdk/watchstep", "rules/watchstep_rules", "services/watchstep_services"):
+    for package in (
+        "sdk/watchstep",
+        "rules/watchstep_rules",
+        "launch/watchstep_launch",
+        "services/watchstep_services",
+    ):
         top = (ROOT / package).parent
         for module in (ROOT / package).rglob("*.py"):
             assert str(module.relative_to(top)) in packed

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from watchstep.process_record import record_process
-from watchstep_services.estimator.backend import JobHandle, Launch
-from watchstep_services.estimator.local import Local, job_of
+from watchstep_launch.backend import JobHandle, Launch
+from watchstep_launch.backends.local.backend import Local, job_of
 
 _WAITS = (
     "import pathlib, signal, sys\n{before}\npathlib.Path(sys.argv[1]).touch()\nwhile True: signal.pause()"

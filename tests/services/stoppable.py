@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from watchstep_services.estimator.backend import JobHandle, Launch, LogPart
+from watchstep_launch.backend import JobHandle, Launch, LogPart
 
 
 class Stoppable:

@@ -19,6 +19,7 @@ from tests.services.stoppable import Stoppable
 from watchstep.control import ControlDocument
 from watchstep.reading.journal import read_part
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_rules.config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.api.announcements import announce
 from watchstep_services.api.models import AnnouncementInput
@@ -26,7 +27,6 @@ from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Action, Attempt, Job, Run
 from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import dispatch
-from watchstep_services.estimator.backend import JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.evaluator.claim import claim
 from watchstep_services.evaluator.evaluate import evaluate

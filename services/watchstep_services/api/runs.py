@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
+from watchstep_launch.backend import JobHandle
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
 from watchstep_services import recorders_rules
@@ -39,7 +40,6 @@ from watchstep_services.api.work_slots import Working
 from watchstep_services.database.models import Alert, Attempt, Run
 from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.request import Asked, request_stop
-from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.events import run_url
 from watchstep_services.registration import bind_job, register
 from watchstep_services.roles import Identity

@@ -10,10 +10,10 @@ import yaml
 
 from watchstep.errors import ConfigError
 from watchstep.terminal_text import printable
+from watchstep_launch.backend import Backend
+from watchstep_launch.backend_registry import open_backend
+from watchstep_launch.job import Job
 from watchstep_rules import rule_file
-from watchstep_services.estimator.backend import Backend
-from watchstep_services.estimator.job import Job
-from watchstep_services.estimator.kinds import open_backend
 
 DEFAULT_STORE = "watchstep-runs"
 

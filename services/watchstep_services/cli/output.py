@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from watchstep.terminal_text import escaped_json, printable
-from watchstep_services.estimator.view.terminal import TerminalConsole
+from watchstep_launch.view.terminal import TerminalConsole
 
 _PIPE = 100
 _NARROW = 12

@@ -12,10 +12,10 @@ from watchstep.capture.service_location import find_service
 from watchstep.client import Client
 from watchstep.errors import ServiceError
 from watchstep.store import checked_scheme
+from watchstep_launch.job import ENDED
+from watchstep_launch.view.run_status import Watcher
+from watchstep_launch.view.show import Showing, kind_of
 from watchstep_services.cli.attach import DEFAULT_STORE, ServiceOption, StoreOption
-from watchstep_services.estimator.job import ENDED
-from watchstep_services.estimator.view.show import Showing, kind_of
-from watchstep_services.estimator.view.sight import Watcher
 
 _LOOK_SECONDS = 0.5
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from watchstep.control import StopRequest
 from watchstep.errors import WatchstepError
+from watchstep_launch.backend import JobStatus
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher.agreement import agree, seconds_left
@@ -25,7 +26,6 @@ from watchstep_services.dispatcher.stages import (
     UNCONFIRMED,
 )
 from watchstep_services.dispatcher.target import REFUSED, Target, at_store, load_target, write_control
-from watchstep_services.estimator.backend import JobStatus
 from watchstep_services.evaluator.discover import discover, listing_due
 from watchstep_services.points import reach
 from watchstep_services.service import Service

@@ -12,10 +12,10 @@ from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError, StoreError
 from watchstep.stopping import EXIT_STOPPED
 from watchstep.store import Store
+from watchstep_launch.backend import Backend, JobHandle, JobStatus
+from watchstep_launch.errors import BackendDownError, BackendError
 from watchstep_services.control import ask, change, mirror
 from watchstep_services.database.models import Attempt, Project, Run
-from watchstep_services.estimator.backend import Backend, JobHandle, JobStatus
-from watchstep_services.estimator.errors import BackendDownError, BackendError
 from watchstep_services.evaluator import attempts
 from watchstep_services.points import reach
 from watchstep_services.service import Service

@@ -13,13 +13,13 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from watchstep.stopping import EXIT_STOPPED
+from watchstep_launch.backend import OVER, JobState, JobStatus
+from watchstep_launch.errors import BackendError
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action, Attempt, Job, Run, Segment
 from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.request import stop_key
 from watchstep_services.dispatcher.stages import KILLED, TERMINATED
-from watchstep_services.estimator.backend import OVER, JobState, JobStatus
-from watchstep_services.estimator.errors import BackendError
 from watchstep_services.evaluator.discover import UNLISTED
 from watchstep_services.evaluator.place import Place
 from watchstep_services.evaluator.rule_health import tell_silent

@@ -23,13 +23,13 @@ from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store, checked_scheme
 from watchstep.store_identity import StoreIdentity
+from watchstep_launch.backends_file import BACKENDS_FILE
 from watchstep_services.api.app import create_app
 from watchstep_services.api.connections import server_options
 from watchstep_services.database.engine import Database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.dispatcher.dispatch import next_due_ns
 from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.estimator.backends_file import BACKENDS_FILE
 from watchstep_services.retention.upkeep_threads import UpkeepThreads
 from watchstep_services.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.leases import end_leases

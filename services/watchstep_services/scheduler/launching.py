@@ -10,7 +10,7 @@ from typing import Literal
 from watchstep.capture.identity import new_nonce
 from watchstep.launch import environment as injected
 from watchstep.transport import ServiceAddress
-from watchstep_services.estimator.backend import JobHandle, Launch
+from watchstep_launch.backend import JobHandle, Launch
 from watchstep_services.registration import bind_job, register
 from watchstep_services.service import Service
 

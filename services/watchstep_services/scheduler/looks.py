@@ -16,11 +16,11 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
+from watchstep_launch.backend import OVER
 from watchstep_services import metrics
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Job, Project, Run
-from watchstep_services.estimator.backend import OVER
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import ENDED, advance_run
 from watchstep_services.service import Service

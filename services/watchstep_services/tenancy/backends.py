@@ -10,12 +10,13 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
+from watchstep_launch import backends_file
+from watchstep_launch.backend import OVER
+from watchstep_launch.backend_registry import IN_SERVICE, checked_settings
+from watchstep_launch.backends.local import backend as local
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import BackendRow, Job, ProjectBackend
 from watchstep_services.database.upsert import insert_missing
-from watchstep_services.estimator import backends_file, local
-from watchstep_services.estimator.backend import OVER
-from watchstep_services.estimator.kinds import IN_SERVICE, checked_settings
 from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.tenancy.conflict import ConflictError
 

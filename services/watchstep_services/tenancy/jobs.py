@@ -12,10 +12,11 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from watchstep_launch.backend import JobHandle
+from watchstep_launch.backends.local import backend as local
+from watchstep_launch.backends.slurm import backend as slurm
 from watchstep_services.database.models import BackendRow, Job, JobHolder
 from watchstep_services.database.upsert import insert_missing
-from watchstep_services.estimator import local, slurm
-from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.tenancy.conflict import ConflictError
 
 _RESTART = re.compile(r"(?P<first>.+?)(?:-r\d+)+")

@@ -14,8 +14,8 @@ from tests.services.scheduler.test_discovery import BAD as BAD_RULES
 from watchstep.control import ControlDocument
 from watchstep.process_identity import ProcessIdentity
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle
 from watchstep_services.database.models import Run
-from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.settings import NANOSECONDS
 
 RUNS = "/v1/projects/vision/runs"

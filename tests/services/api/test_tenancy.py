@@ -19,11 +19,11 @@ from tests.services.jobs import recorded_process
 from tests.services.recording import Recording, nan_from
 from watchstep.errors import StoreError
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle
 from watchstep_services.api.app import create_app
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.dispatcher.receivers.reach import AddressRefusedError
-from watchstep_services.estimator.backend import JobHandle
 from watchstep_services.evaluator import attempts
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.stores.opening import open_place

@@ -18,11 +18,11 @@ from watchstep.control import ControlDocument
 from watchstep.documents import OnStop
 from watchstep.errors import StoreError
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_services.database.models import Job
 from watchstep_services.dispatcher import target as targeting
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.dispatcher.request import request_stop
-from watchstep_services.estimator.backend import JobHandle, JobStatus
 from watchstep_services.evaluator import attempts
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import advance_run

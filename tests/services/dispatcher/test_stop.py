@@ -14,6 +14,8 @@ from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.control import ControlDocument
 from watchstep.documents import EndState
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle
+from watchstep_launch.backends.local.backend import Local
 from watchstep_rules.config import RuleConfig, StopAction
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher import dispatch as dispatching
@@ -21,8 +23,6 @@ from watchstep_services.dispatcher.dispatch import dispatch, due_actions, next_d
 from watchstep_services.dispatcher.grants import allow
 from watchstep_services.dispatcher.outbox import Tried
 from watchstep_services.dispatcher.stop import try_stop
-from watchstep_services.estimator.backend import JobHandle
-from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.points import listening

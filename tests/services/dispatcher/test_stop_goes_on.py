@@ -12,10 +12,10 @@ from tests.services.stoppable import Stoppable
 from watchstep.control import ControlDocument
 from watchstep.errors import StoreError
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle, JobStatus
+from watchstep_launch.errors import BackendDownError
 from watchstep_services.database.models import Action, Job, Run
 from watchstep_services.dispatcher.dispatch import dispatch
-from watchstep_services.estimator.backend import JobHandle, JobStatus
-from watchstep_services.estimator.errors import BackendDownError
 from watchstep_services.evaluator import attempts
 from watchstep_services.evaluator.discover import discover
 

@@ -19,13 +19,13 @@ from watchstep import cloud_store
 from watchstep.cloud_store import S3Access
 from watchstep.control import ControlDocument
 from watchstep.store import Store
+from watchstep_launch.backend import JobHandle
+from watchstep_launch.backends.local.backend import Local
 from watchstep_services.control import MIRROR
 from watchstep_services.database.models import Action, AuditEntry, Job, Run
 from watchstep_services.dispatcher.dispatch import dispatch
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.dispatcher.stages import ASK, ASKED, TERMINATED
-from watchstep_services.estimator.backend import JobHandle
-from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator import attempts
 from watchstep_services.registration import register
 from watchstep_services.scheduler.embedded import EmbeddedService

@@ -17,10 +17,10 @@ from watchstep.capture.service_location import ServiceNote
 from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError, MissingStoreError
 from watchstep.store import Store
+from watchstep_launch.backends.local.backend import Local
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action, Event, Run
 from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.estimator.local import Local
 from watchstep_services.evaluator.claim import claim
 from watchstep_services.scheduler.embedded import EmbeddedService, pause_before
 from watchstep_services.scheduler.leases import end_leases

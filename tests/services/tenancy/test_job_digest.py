@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from watchstep_services.estimator.backend import JobHandle
+from watchstep_launch.backend import JobHandle
 from watchstep_services.tenancy.jobs import digest_of
 
 IDENTITY = {"cluster": "c", "name": "train-1", "submitted": 1000, "restarts": 0}

@@ -1,0 +1,69 @@
+"""Launch jobs with rules attached, on whatever runs them; ask how they are; stop them. Needs none of the service."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from watchstep_launch.backend import Backend as Backend
+    from watchstep_launch.backend import BackendModel as BackendModel
+    from watchstep_launch.backend import JobHandle as JobHandle
+    from watchstep_launch.backend import JobStatus as JobStatus
+    from watchstep_launch.backend import Launch as Launch
+    from watchstep_launch.backends.aws.batch import AwsBatch as AwsBatch
+    from watchstep_launch.backends.aws.sagemaker import SageMaker as SageMaker
+    from watchstep_launch.backends.command.backend import Command as Command
+    from watchstep_launch.backends.kubernetes.backend import Kubernetes as Kubernetes
+    from watchstep_launch.backends.local.backend import Local as Local
+    from watchstep_launch.backends.ray.backend import Ray as Ray
+    from watchstep_launch.backends.slurm.backend import Slurm as Slurm
+    from watchstep_launch.estimator import Estimator as Estimator
+    from watchstep_launch.job import Job as Job
+    from watchstep_launch.relaunch import Requeue as Requeue
+    from watchstep_launch.relaunch import requeue as requeue
+
+_PLACES = {
+    "AwsBatch": "backends.aws.batch",
+    "Backend": "backend",
+    "BackendModel": "backend",
+    "Command": "backends.command.backend",
+    "Estimator": "estimator",
+    "Job": "job",
+    "JobHandle": "backend",
+    "JobStatus": "backend",
+    "Kubernetes": "backends.kubernetes.backend",
+    "Launch": "backend",
+    "Local": "backends.local.backend",
+    "Ray": "backends.ray.backend",
+    "Requeue": "relaunch",
+    "SageMaker": "backends.aws.sagemaker",
+    "Slurm": "backends.slurm.backend",
+    "requeue": "relaunch",
+}
+"""Name → module here. Imported when first used: no backend costs those who use another."""
+
+__all__ = [
+    "AwsBatch",
+    "Backend",
+    "BackendModel",
+    "Command",
+    "Estimator",
+    "Job",
+    "JobHandle",
+    "JobStatus",
+    "Kubernetes",
+    "Launch",
+    "Local",
+    "Ray",
+    "Requeue",
+    "SageMaker",
+    "Slurm",
+    "requeue",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,76 @@
+"""The kinds of backends, each imported when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from watchstep.errors import ConfigError
+from watchstep_launch.backend import Backend, BackendModel
+
+KINDS: dict[str, tuple[str, str]] = {
+    "aws_batch": ("watchstep_launch.backends.aws.batch", "AwsBatch"),
+    "command": ("watchstep_launch.backends.command.backend", "Command"),
+    "kubernetes": ("watchstep_launch.backends.kubernetes.backend", "Kubernetes"),
+    "local": ("watchstep_launch.backends.local.backend", "Local"),
+    "ray": ("watchstep_launch.backends.ray.backend", "Ray"),
+    "sagemaker": ("watchstep_launch.backends.aws.sagemaker", "SageMaker"),
+    "slurm": ("watchstep_launch.backends.slurm.backend", "Slurm"),
+}
+"""Kind → module and class. The class is a `BackendModel` that fulfils `Backend`."""
+
+IN_SERVICE = frozenset(KINDS) - {"command"}
+"""Kinds that admins may register with a service. Commands of the user's own run on the launcher's side only: whoever may
+register a backend is not thereby one who may run programs on the service's machine."""
+
+
+def backend_class(kind: str) -> type[BackendModel]:
+    """The class of a kind.
+
+    Raises:
+        ConfigError: there is no such kind, or what it needs is not installed.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"backend kind {kind!r} is not known", f"use one of: {', '.join(sorted(KINDS))}")
+    module, name = KINDS[kind]
+    try:
+        found: type[BackendModel] = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"backend kind {kind!r} is not installed ({error})", f"pip install 'watchstep[{kind}]'"
+        ) from error
+    return found
+
+
+def checked_settings(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are kept: JSON-ready, without those that are at their defaults.
+
+    Raises:
+        ConfigError: the kind is not known or not installed, or the settings cannot be used.
+    """
+    return _opened(kind, settings).model_dump(mode="json", exclude_defaults=True)
+
+
+def open_backend(kind: str, settings: Mapping[str, Any]) -> Backend:
+    """The backend with these settings.
+
+    Raises:
+        ConfigError: the kind is not known or not installed, or the settings cannot be used.
+    """
+    opened: Any = _opened(kind, settings)
+    backend: Backend = opened
+    return backend
+
+
+def _opened(kind: str, settings: Mapping[str, Any]) -> BackendModel:
+    try:
+        return backend_class(kind).model_validate(dict(settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "settings"
+        raise ConfigError(
+            f"{place}: {first['msg']}", f"see the settings of a backend of kind {kind}"
+        ) from error

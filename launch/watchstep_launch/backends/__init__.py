@@ -1,0 +1,1 @@
+"""What runs jobs: one module or package for each kind."""

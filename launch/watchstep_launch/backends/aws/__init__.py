@@ -1,0 +1,1 @@
+"""Jobs of AWS Batch and Amazon SageMaker."""

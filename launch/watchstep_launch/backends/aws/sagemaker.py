@@ -1,0 +1,349 @@
+"""Training jobs of Amazon SageMaker. See ``docs/sagemaker.md``."""
+
+from __future__ import annotations
+
+import re
+import secrets as randoms
+import time
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from watchstep.errors import ConfigError
+from watchstep_launch.backend import JobHandle, JobStatus, Launch, LogPart
+from watchstep_launch.backends.aws import logs as aws_logs
+from watchstep_launch.backends.aws import sagemaker_source
+from watchstep_launch.backends.aws.calls import (
+    MARK,
+    Arn,
+    AwsModel,
+    RefusedError,
+    RoleArn,
+    S3Url,
+    identity_of,
+    milliseconds,
+    region_of,
+)
+from watchstep_launch.backends.aws.sagemaker_request import START, fits, request, variables
+from watchstep_launch.backends.aws.sagemaker_source import Source
+from watchstep_launch.backends.aws.sagemaker_states import status_of
+from watchstep_launch.errors import (
+    BackendDownError,
+    BackendError,
+    CredentialsExpiredError,
+    JobNotFoundError,
+    SubmissionRejectedError,
+)
+
+NAME = "sagemaker"
+LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+_LOOKS = 3
+
+_JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+_JOB_ARN = re.compile(r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]+:[0-9]{12}:training-job/(?P<name>.+)")
+
+Text = Annotated[str, Field(min_length=1, max_length=2500)]
+Channel = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=512)]
+
+
+class SageMaker(AwsModel):
+    """Submits by CreateTrainingJob, looks by DescribeTrainingJob and CloudWatch Logs, stops by StopTrainingJob.
+
+    Fields are called as in SageMaker's Python SDK. StopTrainingJob is SIGTERM and, 120 seconds later, SIGKILL: there is no
+    other end, so that `stop` and `kill` ask for the same.
+
+    An identity is the job's ARN and the time at which it was created. SageMaker stops by the name alone, and gives the name of
+    a job to no other unless that was deleted: should it be deleted and made anew between the look and the stop, that one would
+    be stopped.
+
+    It was never run on AWS: the tests meet moto, and a stand-in for what moto lacks.
+    """
+
+    kind: ClassVar[str] = NAME
+    poll_seconds: ClassVar[float] = 5.0
+    submission_seconds: ClassVar[float] = 0.0
+
+    role: RoleArn | None = Field(None, description="The role that the job itself has. Needed to submit.")
+    image_uri: Text | None = Field(None, description="The image, with watchstep in it. Needed to submit.")
+    instance_type: Text | None = Field(None, description="ml.p4d.24xlarge, say. Needed to submit.")
+    output_path: S3Url | None = Field(
+        None, description="Where SageMaker puts what the job leaves in /opt/ml/model. Needed to submit."
+    )
+    instance_count: int = Field(1, ge=1, description="Instances; each runs the command once.")
+    volume_size: int = Field(30, ge=1, description="GB of each instance's disk.")
+    volume_kms_key: str | None = Field(None, description="Key that encrypts the disks.")
+    output_kms_key: str | None = Field(None, description="Key that encrypts the output.")
+    max_run: int = Field(86400, ge=1, description="Seconds that the job may take.")
+    use_spot_instances: bool = Field(
+        False, description="Take spot instances; SageMaker starts the job again when it loses one."
+    )
+    max_wait: int | None = Field(
+        None, ge=1, description="Seconds that a spot job may wait and take; max_run where it is left out."
+    )
+    max_retry_attempts: int | None = Field(
+        None,
+        ge=1,
+        le=30,
+        description="How often SageMaker may start the job again after an error of its own.",
+    )
+    keep_alive_period_in_seconds: int | None = Field(
+        None, ge=0, le=3600 * 6, description="So long the instances are kept warm for the next job."
+    )
+    subnets: tuple[Text, ...] = Field((), description="Subnets of the VPC that the job runs in.")
+    security_group_ids: tuple[Text, ...] = Field((), description="Security groups there.")
+    encrypt_inter_container_traffic: bool = Field(
+        False, description="Encrypt what instances say to each other."
+    )
+    enable_network_isolation: bool = Field(
+        False, description="Keep the container from all network, S3 and the service included."
+    )
+    hyperparameters: Mapping[str, str] = Field(
+        default_factory=dict, description="As they are, to the container's hyperparameters.json."
+    )
+    inputs: Mapping[Channel, str | Mapping[str, Any]] = Field(
+        default_factory=dict,
+        description="Channel: an S3 prefix, or a Channel of CreateTrainingJob without its name.",
+    )
+    input_mode: Literal["File", "Pipe", "FastFile"] = Field("File", description="How inputs come.")
+    checkpoint_s3_uri: S3Url | None = Field(
+        None, description="S3 prefix that checkpoints are kept in step with."
+    )
+    checkpoint_local_path: str = Field("/opt/ml/checkpoints", description="The folder that is.")
+    tags: Mapping[str, str] = Field(default_factory=dict, description="Tags of the job.")
+    entrypoint: tuple[str, ...] = Field(
+        (),
+        description="The container's entrypoint, which gets the command as arguments; the command itself where it is left out.",
+    )
+    source: Source = Field(
+        "program",
+        description="What of the launcher's folder goes along: the files that the command names, the folder, or none.",
+    )
+    code_location: S3Url | None = Field(
+        None, description="S3 prefix for that; output_path where it is left out."
+    )
+    secrets: Mapping[Variable, Arn] = Field(
+        default_factory=dict,
+        description="Variable: ARN in Secrets Manager or Parameter Store, from which the container fetches its value.",
+    )
+    extra: Mapping[str, Any] = Field(
+        default_factory=dict, description="Whatever else CreateTrainingJob takes, in its own form."
+    )
+
+    def submit(self, launch: Launch) -> JobHandle:
+        """Create a training job, called like the launch. Files of the launcher's and a long command go by S3.
+
+        Variables of the job, secrets among them that ``secrets`` does not name, can be read by whoever may describe it.
+
+        Raises:
+            SubmissionRejectedError: SageMaker refused it, or would.
+        """
+        name = launch.name or f"watchstep-{randoms.token_hex(6)}"
+        self._check_complete()
+        given = variables(launch, self.secrets)
+        files = sagemaker_source.local_files(launch, self.source)
+        words = [*self.entrypoint, *launch.command]
+        by_s3 = bool(files) or self._needs_start or not fits(words)
+        code = self._put(launch, name, files) if by_s3 else ""
+        asked = request(self, name, START if by_s3 else launch.command, given, code)
+        try:
+            self.aws().call("sagemaker", "create_training_job", once=True, **asked)
+        except RefusedError as error:
+            raise _rejected(error) from error
+        except BackendDownError as error:
+            return self._looked_for(name, error)
+        return self._looked_for(name, None)
+
+    def status(self, job: JobHandle) -> JobStatus:
+        """How the job is; "vanished" where SageMaker knows it no more."""
+        return _status(self._described(job))
+
+    def logs(self, job: JobHandle, cursor: str = "") -> LogPart:
+        """What the job wrote, line by line, from CloudWatch Logs; lines of other instances than the first name theirs.
+
+        CloudWatch gets lines some seconds after they are written. Bytes that are not UTF-8 do not come through.
+        """
+        aws, region = self.aws(), region_of(identity_of(job, "SageMaker")["arn"])
+        streams = aws_logs.streams_below(aws, region, LOG_GROUP, f"{job.id}/")
+        return aws_logs.read_streams(aws, region, LOG_GROUP, streams, cursor, _label)
+
+    def stop(self, job: JobHandle) -> JobStatus:
+        """StopTrainingJob: SIGTERM to the program and, 120 seconds later, SIGKILL."""
+        found = self._described(job)
+        # One that is stopping was asked already, and asking again is refused.
+        if found is None or found["TrainingJobStatus"] == "Stopping" or status_of(found).is_over:
+            return _status(found)
+        region = region_of(identity_of(job, "SageMaker")["arn"])
+        try:
+            self.aws().call("sagemaker", "stop_training_job", region=region, TrainingJobName=job.id)
+        except RefusedError as error:
+            after = self._described(job)
+            if after is not None and after["TrainingJobStatus"] == "InProgress":
+                raise BackendError(
+                    f"job {job.id}: could not be stopped ({error})", "see it in SageMaker's console"
+                ) from error
+        return self.status(job)
+
+    def kill(self, job: JobHandle) -> JobStatus:
+        """The same as `stop`: SageMaker has no other end, and kills by itself. Asking twice changes nothing."""
+        return self.stop(job)
+
+    def jobs(self) -> list[JobHandle]:
+        """Those of the account and region that carry the tag of Watchstep's launchers."""
+        listed = [one for state in ("InProgress", "Stopping") for one in self._listed(state)]
+        return [_handle(one) for one in listed if self._is_marked(str(one["TrainingJobArn"]))]
+
+    def find(self, name: str) -> JobHandle | None:
+        """The training job of a launch, which is called like it."""
+        found = self._named(name, "")
+        return None if found is None else _handle(found)
+
+    def reattach(self, id: str) -> JobHandle:  # noqa: A002 - the protocol's
+        """The training job with this name or ARN.
+
+        Raises:
+            JobNotFoundError: there is none.
+        """
+        arn = _JOB_ARN.fullmatch(id)
+        name = id if arn is None else arn["name"]
+        if not _JOB_NAME.fullmatch(name):
+            raise JobNotFoundError(f"job {id!r}: no training job's name", "give a name, or an ARN")
+        found = self._named(name, region_of(id))
+        if found is None or (arn is not None and found["TrainingJobArn"].lower() != id.lower()):
+            raise JobNotFoundError(
+                f"job {id!r}: SageMaker knows none here", "see to the region and the account; give its ARN"
+            )
+        return _handle(found)
+
+    def settled(self, job: JobHandle) -> JobHandle:
+        """The same, its identity spelt as this class spells it.
+
+        Raises:
+            ConfigError: the identity is not one of SageMaker's, or another's than the id's.
+        """
+        identity = identity_of(job, "SageMaker")
+        named = _JOB_ARN.fullmatch(identity["arn"])
+        if named is None or named["name"].lower() != job.id.lower():
+            raise ConfigError(
+                f"job {job.id!r}: its ARN is {identity['arn'][:200]!r}",
+                "bind it as SageMaker.reattach gives it",
+            )
+        return JobHandle(job.backend, job.id, identity, job.details)
+
+    @property
+    def _needs_start(self) -> bool:
+        """Whether the container has to find out something before the program is started."""
+        return bool(self.secrets) or self._starts_again or self.instance_count > 1
+
+    @property
+    def _starts_again(self) -> bool:
+        return self.use_spot_instances or self.max_retry_attempts is not None or "RetryStrategy" in self.extra
+
+    def _check_complete(self) -> None:
+        for field in ("role", "image_uri", "instance_type", "output_path"):
+            if not getattr(self, field):
+                raise SubmissionRejectedError(
+                    f"{field}: is not set, and a training job needs it", f"SageMaker({field}=…)"
+                )
+
+    def _put(self, launch: Launch, name: str, files: list[PurePosixPath]) -> str:
+        """Put on S3 what the job starts from; returns the prefix.
+
+        Raises:
+            SubmissionRejectedError: the bucket refuses it, or there is too much.
+        """
+        prefix = f"{(self.code_location or self.output_path or '').rstrip('/')}/{name}/code"
+        bucket, _, key = prefix.removeprefix("s3://").partition("/")
+        objects = sagemaker_source.packed(launch, files, self.secrets, self._starts_again)
+        try:
+            for each, data in objects.items():
+                self.aws().call("s3", "put_object", Bucket=bucket, Key=f"{key}/{each}", Body=data)
+        except RefusedError as error:
+            raise SubmissionRejectedError(
+                f"{prefix}: S3 took no code ({error})", "name a bucket that is there, by code_location"
+            ) from error
+        return f"{prefix}/"
+
+    def _looked_for(self, name: str, unanswered: BackendDownError | None) -> JobHandle:
+        """A job that was created, or may have been.
+
+        Raises:
+            BackendDownError: there is none, or nobody knows.
+        """
+        why: BackendError | None = unanswered
+        for look in range(_LOOKS):
+            time.sleep(0.5 * look)
+            try:
+                if (found := self._named(name, "")) is not None:
+                    return _handle(found)
+            except (BackendDownError, CredentialsExpiredError) as error:
+                why = error
+                break
+        said = "may have been taken" if unanswered else "was taken"
+        raise BackendDownError(
+            f"training job {name} {said}, and SageMaker does not show it ({why.what if why else 'it knows none'})",
+            "look for it in SageMaker's console; watchstep attach takes it once it is seen",
+        ) from why
+
+    def _described(self, job: JobHandle) -> dict[str, Any] | None:
+        """What SageMaker says of this very job; None where it knows it no more."""
+        identity = identity_of(job, "SageMaker")
+        found = self._named(job.id, region_of(identity["arn"]))
+        if found is None:
+            self.aws().check_account(identity["arn"])
+            return None
+        return found if _handle(found) == JobHandle(NAME, job.id, identity) else None
+
+    def _named(self, name: str, region: str) -> dict[str, Any] | None:
+        try:
+            return self.aws().call("sagemaker", "describe_training_job", region=region, TrainingJobName=name)
+        except RefusedError as error:
+            if error.means_missing:
+                return None
+            raise BackendDownError(
+                f"training job {name}: {error}", "see it in SageMaker's console"
+            ) from error
+
+    def _listed(self, state: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        asked: dict[str, Any] = {"StatusEquals": state, "MaxResults": 100}
+        while True:
+            page = self.aws().call("sagemaker", "list_training_jobs", **asked)
+            found += page["TrainingJobSummaries"]
+            if not page.get("NextToken"):
+                return found
+            asked["NextToken"] = page["NextToken"]
+
+    def _is_marked(self, arn: str) -> bool:
+        try:
+            held = self.aws().call("sagemaker", "list_tags", ResourceArn=arn)["Tags"]
+        except RefusedError:  # gone by now
+            return False
+        return any(tag["Key"] == MARK for tag in held)
+
+
+def _status(found: Mapping[str, Any] | None) -> JobStatus:
+    return JobStatus("vanished", detail="SageMaker does not know it") if found is None else status_of(found)
+
+
+def _handle(found: Mapping[str, Any]) -> JobHandle:
+    identity = {"arn": str(found["TrainingJobArn"]), "created": milliseconds(found["CreationTime"])}
+    return JobHandle(NAME, str(found["TrainingJobName"]), identity)
+
+
+def _label(stream: str) -> str:
+    """Of ``job/algo-2-1795212000``: the instance, unless it is the first."""
+    instance = stream.rpartition("/")[2].rpartition("-")[0]
+    return "" if instance in ("", "algo-1") else f"[{instance}] "
+
+
+def _rejected(error: RefusedError) -> SubmissionRejectedError:
+    mend = {
+        "ResourceInUse": "launch it under another name",
+        "ResourceLimitExceeded": "ask AWS for a higher quota, or take another instance type",
+    }
+    return SubmissionRejectedError(
+        f"SageMaker took no job: {error}", mend.get(error.code, "mend the backend's settings or the launch")
+    )

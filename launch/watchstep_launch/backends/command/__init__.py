@@ -1,0 +1,1 @@
+"""Jobs by the user's own commands."""

@@ -1,0 +1,136 @@
+"""Where a job's way is shown: a picture in a terminal or a notebook, or a line for each event, where nobody watches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from watchstep_launch.view.lines import line_of
+from watchstep_launch.view.run_status import Watcher
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+    from typing_extensions import Self
+
+Kind = Literal["lines", "terminal", "notebook"]
+
+QUIET = "WATCHSTEP_QUIET"
+"""The variable that has a line for each event shown, in a terminal too."""
+
+_BETWEEN = {"lines": 2.0, "terminal": 1.0, "notebook": 2.0}
+_DUMB = frozenset(("dumb", "unknown"))
+
+
+def kind_of(show: bool | None) -> Kind:
+    """How to show it here.
+
+    Args:
+        show: True for a picture, False for lines; None for a picture where somebody watches: standard error is a terminal
+            that can be drawn on or this is a notebook, and neither CI nor WATCHSTEP_QUIET is set.
+    """
+    quiet = any(os.environ.get(name, "").lower() not in ("", "0", "false", "no") for name in ("CI", QUIET))
+    if show is False or (show is None and quiet) or importlib.util.find_spec("rich") is None:
+        return "lines"
+    if _notebook() is not None:
+        return "notebook"
+    return "terminal" if show or _is_drawn_on() else "lines"
+
+
+def _is_drawn_on() -> bool:
+    """Whether standard error is a terminal that takes a cursor back and shows bars."""
+    if not sys.stderr.isatty() or os.environ.get("TERM", "").lower() in _DUMB:
+        return False
+    return (sys.stderr.encoding or "").lower().startswith("utf")
+
+
+class Showing:
+    """Shows a run as often as `turn` is called, and not more often than is of use. Used as a context manager.
+
+    It goes to standard error, or into the notebook's cell. Nothing that goes wrong here is raised, but what writing raises.
+
+    Args:
+        watcher: of the run; None where no service judges it, so that there is nothing to show.
+        kind: see `kind_of`.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, watcher: Watcher | None, kind: Kind, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._watcher = watcher
+        self._kind: Kind = kind
+        self._clock = clock
+        self._next = clock()
+        self._live: Live | None = None
+        self._cell: str = ""
+
+    def turn(self, job: str = "", *, last: bool = False) -> None:
+        """Look and show, where it is time to.
+
+        Args:
+            job: how the job is, in words.
+            last: look once more, whatever the time.
+        """
+        if self._watcher is None or (self._clock() < self._next and not last):
+            return
+        fresh = self._watcher.look()
+        self._next = self._clock() + _BETWEEN[self._kind]
+        if self._kind == "lines":
+            for event in fresh:
+                sys.stderr.write(line_of(event) + "\n")
+            sys.stderr.flush()
+            return
+        from watchstep_launch.view.picture import picture
+
+        drawn = picture(self._watcher.sight, job)
+        if self._kind == "terminal":
+            self._in_terminal(drawn)
+        else:
+            self._in_notebook(drawn)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _in_terminal(self, drawn: RenderableType) -> None:
+        if self._live is None:
+            from rich.live import Live
+
+            from watchstep_launch.view.terminal import TerminalConsole
+
+            self._live = Live(console=TerminalConsole(stderr=True), auto_refresh=False)
+            self._live.start()
+        self._live.update(drawn, refresh=True)
+
+    def _in_notebook(self, drawn: RenderableType) -> None:
+        from watchstep_launch.view.notebook import notebook_data
+
+        display: Any = importlib.import_module("IPython.display")
+        data = notebook_data(drawn)
+        if self._cell:
+            display.update_display(data, raw=True, display_id=self._cell)
+        else:
+            self._cell = uuid.uuid4().hex
+            display.display(data, raw=True, display_id=self._cell)
+
+
+def _notebook() -> Any:
+    """The notebook's kernel; None outside of one."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tests.launch.backends.backend_contract import *  # noqa: F403 - the tests of the contract
+from tests.launch.backends.backend_contract import Bench
+from tests.launch.backends.kubernetes import small_cluster
+from watchstep.errors import ConfigError
+from watchstep_launch.backend import JobHandle, Launch
+from watchstep_launch.backend_registry import IN_SERVICE, open_backend
+from watchstep_launch.backends.command.backend import Command
+from watchstep_launch.backends.command.subprocess_run import words
+from watchstep_launch.errors import (
+    BackendDownError,
+    CredentialsExpiredError,
+    SubmissionRejectedError,
+)
+
+STATES = {"RUNNING": "running", "ENDED": "ended", "VANISHED": "vanished"}
+
+
+def cluster(folder: Path, **more: object) -> Command:
+    own = f"{sys.executable} {small_cluster.__file__} {folder}"
+    settings = {
+        "submit_command": f"{own} submit {{name}} {{command}}",
+        "status_command": f"{own} status {{id}}",
+        "stop_command": f"{own} stop {{id}}",
+        "kill_command": f"{own} kill {{id}}",
+        "logs_command": f"{own} logs {{id}}",
+        "jobs_command": f"{own} jobs",
+        "find_command": f"{own} find {{name}}",
+        "id_pattern": r"job (\d+)",
+        "started_pattern": r"started=(\d+)",
+        "exit_code_pattern": r"code=(-?\d+)",
+        "states": STATES,
+        "state_codes": {3: "vanished"},
+        "down_pattern": "unreachable",
+        "expired_pattern": "has expired",
+        "timeout_seconds": 30.0,
+        **more,
+    }
+    return Command.model_validate(settings)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    held = Bench(cluster(tmp_path), tmp_path)
+    yield held
+    held.close()
+
+
+def test_a_cluster_that_is_down_and_credentials_that_expired_are_told_apart(bench: Bench) -> None:
+    job = bench.launch("import signal; signal.pause()")
+    for name, error in (("down", BackendDownError), ("expired", CredentialsExpiredError)):
+        (bench.folder / name).touch()
+        for call in (bench.backend.status, bench.backend.stop, bench.backend.logs):
+            with pytest.raises(error):
+                call(job)
+        with pytest.raises(error):
+            bench.launch("pass")
+        (bench.folder / name).unlink()
+    assert bench.backend.status(job).state == "running"
+
+
+def test_a_submission_without_an_answer_is_looked_for_by_its_name(tmp_path: Path) -> None:
+    launch = Launch(("true",), {}, tmp_path, name="ws-lost")
+    hangs = "sh -c 'sleep 600'"
+    lost = cluster(tmp_path, submit_command=hangs, find_command="", timeout_seconds=0.2)
+    with pytest.raises(BackendDownError, match="'ws-lost' may have begun"):
+        lost.submit(launch)
+    none = cluster(tmp_path, submit_command=hangs, find_command="true {name}", timeout_seconds=0.5)
+    with pytest.raises(BackendDownError, match="no job 'ws-lost' was begun"):
+        none.submit(launch)
+    found = cluster(
+        tmp_path, submit_command="sh -c 'echo; sleep 600'", find_command="echo 17", started_pattern="",
+        timeout_seconds=0.5,
+    )  # fmt: skip
+    assert found.submit(launch) == JobHandle("command", "17", {})
+
+
+@pytest.mark.parametrize("printed", ["", "--help", "$(reboot)"])
+def test_what_is_no_id_is_refused(tmp_path: Path, printed: str) -> None:
+    odd = cluster(tmp_path, submit_command=f"printf %s '{printed}'", id_pattern=r"(\S+)$")
+    with pytest.raises(SubmissionRejectedError, match="printed no id"):
+        odd.submit(Launch(("true",), {}, tmp_path))
+    with pytest.raises(ConfigError, match="no id"):
+        odd.status(JobHandle("command", printed, {}))
+
+
+def test_a_template_is_words_and_never_a_shells(tmp_path: Path) -> None:
+    command = ("python", "a b", "$(x)")
+    assert words("run --name={name} -- {command}", {"name": "n; rm"}, command) == [
+        "run", "--name=n; rm", "--", *command,
+    ]  # fmt: skip
+    assert words("sh -c '{command_line}'", {}, command) == ["sh", "-c", "python 'a b' '$(x)'"]
+    for wrong in ("run {nothing}", "run 'open", "", "run {0}"):
+        with pytest.raises(ConfigError):
+            words(wrong, {"id": "1"})
+    with pytest.raises(SubmissionRejectedError, match="no-such-cluster"):
+        cluster(tmp_path, submit_command="no-such-cluster {command}").submit(Launch(command, {}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"id_pattern": "("}, {"id_pattern": "x"}, {"states": {"(": "running"}}, {"states": {"x": "odd"}}],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        cluster(tmp_path, **wrong)
+
+
+def test_a_services_admin_cannot_register_commands() -> None:
+    assert "command" not in IN_SERVICE
+    with pytest.raises(ConfigError, match="submit_command"):
+        open_backend("command", {})

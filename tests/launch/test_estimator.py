@@ -1,0 +1,203 @@
+"""Launching by three lines, on real processes, judged by a real service beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.services.jobs import eventually
+from watchstep.errors import ConfigError, NotFoundError, ServiceError, WatchstepError
+from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
+from watchstep_launch import Estimator, Job, JobStatus, Local
+from watchstep_launch.errors import SubmissionRejectedError
+from watchstep_launch.job_record import JobRecord
+from watchstep_rules import non_finite_values, vanishing_gradient
+from watchstep_rules.by_name import sagemaker_saturated_activation
+
+SECONDS = 180.0
+
+TRAIN = """
+import sys, time
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+bad, last = int(sys.argv[1]), int(sys.argv[2])
+for step in range(last):
+    batch = torch.randn(8, 4)
+    if step == bad:
+        batch[0, 0] = float("nan")
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.01)
+print("trained to the end")
+"""
+
+TELLS = """
+import json, os, signal, sys
+os.write(1, json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("GIVEN"), os.environ.get("WATCHSTEP_LAUNCHED")]).encode())
+os.write(1, b"\\n\\xff\\x00 bytes as they are \\r\\n")
+os.write(2, b"and errors\\n")
+sys.exit(int(sys.argv[1]))
+"""
+
+WAITS = """
+import os, pathlib, signal, sys
+def end(*_):
+    os.write(1, b"asked to end\\n")
+    os._exit(5)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[1]).touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(beside: Path) -> Path:
+    """Programs, and a store beside which one service is started by the first launch."""
+    for name, text in (("train.py", TRAIN), ("tells.py", TELLS), ("waits.py", WAITS)):
+        (beside / name).write_text(text)
+    return beside
+
+
+@pytest.fixture
+def estimate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Estimator:
+    for name in ("WATCHSTEP_SERVICE", "WATCHSTEP_TOKEN", "WATCHSTEP_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WATCHSTEP_IDLE_SECONDS", "300")
+    return Estimator("tells.py", backend=Local(), store=folder / "store", folder=folder)
+
+
+def changed(estimator: Estimator, **changes: object) -> Estimator:
+    return Estimator(**{**vars(estimator), **changes})
+
+
+def written(job: Job) -> bytes:
+    return b"".join(job.logs())
+
+
+def test_a_fault_is_stopped_by_its_rule_and_the_events_name_it(estimate: Estimator) -> None:
+    rules = [non_finite_values().stop(), vanishing_gradient(threshold=1e-7).notify("ml-oncall")]
+    job = changed(estimate, program="train.py", arguments=("12", "100000"), rules=rules).fit(wait=False)
+    events = {event.type.removeprefix("watchstep."): event.data for event in job.events()}
+    assert list(events) == ["run.started", "alert.firing", "stop.requested", "stop.done", "run.ended"]
+    assert events["alert.firing"]["step"] == 12
+    assert events["alert.firing"]["finding"]["tensor"]
+    assert (events["stop.done"]["how"], events["run.ended"]["state"]) == ("cooperative", "stopped")
+    assert job.wait(SECONDS) == JobStatus("ended", EXIT_STOPPED)
+    assert b"trained to the end" not in written(job)
+    assert job.run().tensor("0.weight:gradient").statistics() is not None
+    again = Job.reattach(job.id)
+    assert (again.status(), again.run_state().info.state) == (job.status(), "stopped")
+    once_more = changed(estimate, program="train.py", arguments=("-1", "3")).fit(run=job.id)
+    assert once_more.status() == JobStatus("ended", EXIT_TOMBSTONE)  # what was stopped stays stopped
+
+
+def test_a_launched_program_measures_what_its_rules_need(estimate: Estimator) -> None:
+    rules = [sagemaker_saturated_activation(threshold_tanh_min=7.0, threshold_tanh_max=8.0).stop()]
+    job = changed(estimate, program="train.py", arguments=("-1", "100000"), rules=rules).fit(wait=False)
+    assert job.wait(SECONDS) == JobStatus("ended", EXIT_STOPPED)
+    fired = next(event for event in job.events() if event.type == "watchstep.alert.firing")
+    assert fired.data["finding"]["tensor"] == "1:output"
+
+
+def test_a_healthy_run_is_left_alone(estimate: Estimator, caplog: pytest.LogCaptureFixture) -> None:
+    rules = [non_finite_values().stop().notify("of-nobody")]
+    job = changed(estimate, program="train.py -1 30", rules=rules).fit()
+    assert "receiver 'of-nobody' is not known" in caplog.text
+    assert job.status() == JobStatus("ended", 0)
+    assert (job.run_state().info.state, written(job)) == ("completed", b"trained to the end\n")
+
+
+def test_a_program_gets_what_it_would_have_without_watchstep(estimate: Estimator, folder: Path) -> None:
+    arguments = ("3", "two words", "", "$HOME *", "--store", "--", "-c", "ä\n")
+    job = changed(estimate, arguments=arguments, environment={"GIVEN": "x y"}).fit()
+    plain = subprocess.run(
+        [sys.executable, "tells.py", *arguments], cwd=folder, env={**os.environ, "GIVEN": "x y"}, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert (job.status(), written(job)) == (JobStatus("ended", plain.returncode), plain.stdout)
+    assert job.run_state().info.state == "failed"
+
+
+def test_words_of_a_command_line_and_a_name_with_a_space(estimate: Estimator, folder: Path) -> None:
+    (folder / "of two words.py").write_text("raise SystemExit(4)")
+    assert changed(estimate, program="of two words.py").fit().status().exit_code == 4
+    line = f"{sys.executable} -c 'raise SystemExit(7)'"
+    assert changed(estimate, program=line).fit().status().exit_code == 7
+
+
+def test_a_stop_reaches_the_program_and_is_recorded(estimate: Estimator, folder: Path) -> None:
+    ready = folder / "waits.ready"
+    job = changed(estimate, program="waits.py", arguments=(str(ready),), on_stop="ignore").fit(wait=False)
+    eventually(ready.exists, SECONDS)
+    assert job.status().state == "running"
+    assert job.handle in job.backend.jobs()
+    with pytest.raises(TimeoutError):
+        job.wait(0.0)
+    taken_up = Job(JobRecord.from_data(json.loads(json.dumps(job.record.as_data()))))
+    taken_up.backend.stop(taken_up.handle)
+    assert taken_up.wait(SECONDS) == JobStatus("ended", 5)
+    assert written(job) == b"asked to end\n"
+    job.stop("it is over already")
+    eventually(lambda: [action.outcome for action in job.client().actions(job.id)], SECONDS)
+    (action,) = job.client().actions(job.id)
+    assert (action.kind, job.status()) == ("stop", JobStatus("ended", 5))
+
+
+def test_a_missing_program_starts_nothing(estimate: Estimator) -> None:
+    with pytest.raises(SubmissionRejectedError, match=r"missing\.py"):
+        changed(estimate, program="missing.py").fit()
+    with pytest.raises(SubmissionRejectedError, match="none is named"):
+        changed(estimate, program="").fit()
+    with pytest.raises(ConfigError, match="on_stop 'save'"):
+        changed(estimate, on_stop="save")
+    job = changed(estimate, program=["no-such-program", "x"]).fit()
+    assert job.status() == JobStatus("ended", 2)
+    assert b"no-such-program" in written(job)
+    assert estimate.backend.jobs() == []
+
+
+def test_a_service_that_is_down_or_a_rule_that_is_none_starts_nothing(estimate: Estimator) -> None:
+    with pytest.raises(ServiceError):
+        changed(estimate, service="http://127.0.0.1:9").fit()
+    with pytest.raises(WatchstepError, match="no rule"):
+        changed(estimate, rules=["non_finite_values"]).fit()
+    assert estimate.backend.jobs() == []
+
+
+class Elsewhere(Local):
+    """A backend that no service knows."""
+
+    kind: ClassVar[str] = "elsewhere"
+
+
+def test_a_job_that_cannot_be_bound_is_not_left_running(estimate: Estimator, folder: Path) -> None:
+    ready = folder / "unbound.ready"
+    with pytest.raises(WatchstepError, match="elsewhere"):
+        changed(estimate, backend=Elsewhere(), program="waits.py", arguments=(str(ready),)).fit(wait=False)
+    assert estimate.backend.jobs() == []
+
+
+def test_a_launch_of_nobody_is_told() -> None:
+    with pytest.raises(NotFoundError, match="no launch of it"):
+        Job.reattach("never-launched")
+
+
+def test_without_a_service_the_backend_alone_stops_it(estimate: Estimator, folder: Path) -> None:
+    ready = folder / "alone.ready"
+    job = changed(estimate, program="waits.py", arguments=(str(ready),)).fit(wait=False)
+    eventually(ready.exists, SECONDS)
+    data = {**job.record.as_data(), "judge": {"url": "http://127.0.0.1:9", "home": "", "store": ""}}
+    alone = Job(JobRecord.from_data(data))
+    alone.stop(grace_seconds=SECONDS)
+    assert job.status() == JobStatus("ended", 5)

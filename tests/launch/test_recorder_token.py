@@ -1,0 +1,139 @@
+"""Launched programs show a token that records their run and no more, wherever there can be one."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services.api.serving import serving
+from tests.services.driving import Driven
+from watchstep.capture.service_location import FoundService
+from watchstep.errors import ServiceError
+from watchstep.transport import ServiceAddress
+from watchstep_launch.registration import Registering, recorder_token
+from watchstep_services.api import app, run_tokens
+from watchstep_services.roles import Identity, Role
+from watchstep_services.tokens import create_token, identify
+
+
+@pytest.fixture
+def url(driven_sqlite: Driven) -> Iterator[str]:
+    with serving(driven_sqlite.service) as url:
+        yield url
+
+
+def found(url: str, operator: str, recorder: str = "") -> FoundService:
+    return FoundService(ServiceAddress(url, operator), ServiceAddress(url, recorder or operator))
+
+
+def held_by(driven: Driven, token: str) -> Identity:
+    identity = identify(driven.service.database, token)
+    assert identity is not None
+    return identity
+
+
+def know(found: FoundService, run: str, project: str = "vision") -> None:
+    Registering(found.operator, project, run).know((), "")
+
+
+@pytest.mark.parametrize("role", ["operator", "admin"])
+def test_a_job_is_given_a_token_of_its_run(
+    driven_sqlite: Driven, url: str, role: Role, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = found(url, create_token(driven_sqlite.service.database, role, "vision"))
+    know(there, "r" * 128)
+    token = recorder_token(there, "vision", "r" * 128)
+    held = held_by(driven_sqlite, token)
+    assert (held.role, held.project, held.run, len(held.name)) == ("recorder", "vision", "r" * 128, 128)
+    assert held.expires_ns is not None
+    assert recorder_token(there, "vision", "r" * 128) != token, "a launch that follows gets its own"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert token not in caplog.text
+
+
+def test_so_it_is_by_a_service_of_this_machine(driven_sqlite: Driven, url: str) -> None:
+    """Where its note has a recorder's token of every project beside the operator's."""
+    database = driven_sqlite.service.database
+    there = found(url, create_token(database, "operator"), create_token(database, "recorder"))
+    know(there, "r1")
+    assert held_by(driven_sqlite, recorder_token(there, "vision", "r1")).run == "r1"
+
+
+@pytest.mark.parametrize("role", ["operator", "viewer"])
+def test_where_none_can_be_made_it_is_told(
+    driven_sqlite: Driven, url: str, role: Role, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run is another operator's, or the launcher may only look."""
+    database = driven_sqlite.service.database
+    know(found(url, create_token(database, "operator")), "r1")
+    own = create_token(database, role)
+    with caplog.at_level(logging.WARNING):
+        assert recorder_token(found(url, own), "vision", "r1") == own
+    assert "launcher's own token" in caplog.text
+    assert "WATCHSTEP_RECORDER_TOKEN" in caplog.text
+    assert own not in caplog.text
+    beside = create_token(database, "recorder")
+    assert recorder_token(found(url, own, beside), "vision", "r1") == beside
+
+
+@pytest.mark.parametrize(
+    ("role", "told"), [("admin", "every run of the project"), ("operator", "launcher's own token")]
+)
+def test_an_older_service_makes_none_of_a_run(
+    driven_sqlite: Driven,
+    monkeypatch: pytest.MonkeyPatch,
+    role: Role,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parts = tuple(part for part in app.PARTS if part is not run_tokens)
+    monkeypatch.setattr(app, "PARTS", parts)
+    own = create_token(driven_sqlite.service.database, role)
+    with serving(driven_sqlite.service) as url, caplog.at_level(logging.WARNING):
+        know(found(url, own), "r1")
+        token = recorder_token(found(url, own), "vision", "r1")
+    assert told in caplog.text
+    assert "update the service" in caplog.text
+    assert token not in caplog.text
+    held = held_by(driven_sqlite, token)
+    assert held.role == ("recorder" if role == "admin" else "operator")
+    if role == "admin":
+        assert (held.project, held.run) == ("vision", None)
+        assert held.expires_ns is not None
+
+
+def test_a_token_that_was_named_for_jobs_is_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    nowhere = "http://127.0.0.1:9"
+    assert recorder_token(found(nowhere, "of an operator"), "vision", "r1", "of a job") == "of a job"
+    assert recorder_token(found(nowhere, ""), "vision", "r1") == ""
+    assert caplog.text == ""
+    with pytest.raises(ServiceError, match="no answer"):
+        recorder_token(found(nowhere, "of an operator"), "vision", "r1")
+
+
+@pytest.mark.parametrize("role", ["recorder", "viewer"])
+def test_a_program_under_watchstep_run_starts_with_any_token(
+    driven_sqlite: Driven, url: str, role: Role
+) -> None:
+    store = driven_sqlite.service.settings.store
+    done = subprocess.run(
+        [
+            Path(sys.executable).with_name("watchstep"), "run", "--store", store, "--project", "vision", "--run", "r1",
+            "--service", url, "--", sys.executable, "-S", "-c", "raise SystemExit(7)",
+        ],
+        env={"PATH": "/usr/bin:/bin", "WATCHSTEP_TOKEN": create_token(driven_sqlite.service.database, role)},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    if role == "viewer":
+        assert "may not record\n  The program starts and records. No rule judges it" in done.stderr
+        assert "mend: use a token of role recorder" in done.stderr
+    else:
+        assert "a recorder token may not bind a job" in done.stderr
+        assert "watchstep attach --job local:" in done.stderr
+        assert driven_sqlite.run(1).run == "r1"

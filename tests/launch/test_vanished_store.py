@@ -1,0 +1,66 @@
+"""A store that vanishes between the launch of a job and its first write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.services.jobs import eventually
+from watchstep.capture.sync import spill_folders, sync
+from watchstep.reading.run import open_run
+from watchstep_launch.backend import JobHandle, Launch
+from watchstep_launch.backends.local.backend import Local
+from watchstep_launch.estimator import Estimator
+from watchstep_launch.job import Job
+from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.settings import load_settings
+
+PROGRAM = """
+from watchstep import Bounds, CaptureConfig, Hook
+with Hook(config=CaptureConfig(bounds=Bounds(close_seconds=0.2))) as hook:
+    for step in range(5):
+        hook.log(loss=1.0)
+        hook.step()
+"""
+
+
+class Unmounting(Local):
+    """Leaves an empty folder in the place of the store just before the job starts."""
+
+    store: Path
+
+    def submit(self, launch: Launch) -> JobHandle:
+        self.store.rename(self.store.with_name("away"))
+        self.store.mkdir()
+        return super().submit(launch)
+
+
+def ended(job: Job) -> bool:
+    return job.status().state == "ended"
+
+
+def test_an_empty_folder_in_the_place_of_the_store_is_an_outage_for_a_launched_job(
+    tmp_path: Path, spill_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    store = tmp_path / "disk" / "store"
+    with EmbeddedService(load_settings(home=tmp_path / "home", store=str(store))) as service:
+        monkeypatch.setenv("WATCHSTEP_TOKEN", service.operator_token)
+        estimator = Estimator(
+            "train.py",
+            backend=Unmounting(store=store),
+            store=store,
+            folder=tmp_path,
+            environment={"WATCHSTEP_SPILL": str(spill_root)},
+            service=service.url,
+            backend_name="local",
+        )
+        job = estimator.fit(run="r", wait=False)
+        eventually(lambda: ended(job), 120)
+        assert list(store.iterdir()) == []
+        store.rmdir()
+        store.with_name("away").rename(store)
+        (folder,) = spill_folders(spill_root)
+        assert sync(folder).why == ""
+        assert open_run(store / "default" / "r").steps() == list(range(5))
