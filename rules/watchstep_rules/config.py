@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,7 +25,6 @@ from watchstep.errors import RuleError
 from watchstep.tensors import TensorInfo
 from watchstep_rules import message_template, name_pattern
 from watchstep_rules.contract import AnyRule, Needs, Params, Severity, is_metric
-from watchstep_rules.judging.streaks import Timing
 from watchstep_rules.plain_text import LINES, ONE_LINE, can_be_kept, lines, one_line
 from watchstep_rules.python_source import with_source
 from watchstep_rules.registry import KINDS, RULES, find_rule
@@ -66,6 +66,23 @@ Message = Annotated[
     Field(json_schema_extra={"pattern": LINES}),
 ]
 ReceiverName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$", max_length=64)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long findings last before an alert fires, and how long a series is clean before it is resolved.
+
+    Attributes:
+        hold_steps: so many judged steps with findings in a row,
+        hold_ns: and so many nanoseconds from the first of them to the last.
+        keep_steps: so many judged steps without,
+        keep_ns: and so many nanoseconds from the first of them to the last.
+    """
+
+    hold_steps: int = 1
+    hold_ns: int = 0
+    keep_steps: int = 1
+    keep_ns: int = 0
 
 
 class _Model(BaseModel):

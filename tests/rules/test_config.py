@@ -8,10 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from tests.sdk.blocks import gradient, tensor
-from watchstep_rules.config import RuleConfig, StopAction, TensorScope, WebhookAction
+from watchstep_rules.config import RuleConfig, StopAction, TensorScope, Timing, WebhookAction
 from watchstep_rules.contract import Needs
 from watchstep_rules.exploding_gradient import ExplodingGradientParams
-from watchstep_rules.judging.streaks import Timing
 from watchstep_rules.registry import RULES
 
 WHOLE: dict[str, Any] = {

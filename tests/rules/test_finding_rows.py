@@ -11,13 +11,14 @@ import pytest
 from tests.rules.runs import segments
 from tests.sdk.blocks import Row, block_of, tensor
 from watchstep.block import Block, concatenate
+from watchstep_rules.config import Timing
 from watchstep_rules.finding import likelihood
 from watchstep_rules.finding_rows import FindingRows, Hits
 from watchstep_rules.judging import alert
 from watchstep_rules.judging.alert import advance
 from watchstep_rules.judging.alert_memory import AlertMemory
 from watchstep_rules.judging.life import Seals
-from watchstep_rules.judging.streaks import JudgedRows, Timing
+from watchstep_rules.judging.streaks import JudgedRows
 from watchstep_rules.nan_or_inf import NanOrInf
 from watchstep_rules.non_finite_values import NonFiniteValues, NonFiniteValuesParams
 from watchstep_rules.registry import RULES

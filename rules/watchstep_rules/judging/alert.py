@@ -17,11 +17,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from watchstep_rules.config import Timing
 from watchstep_rules.finding import Finding
 from watchstep_rules.finding_rows import steps_of, taken
 from watchstep_rules.judging.alert_memory import AlertMemory, Transition
 from watchstep_rules.judging.life import ALL, Life, Seals
-from watchstep_rules.judging.streaks import JudgedRows, Tick, Timing, follow
+from watchstep_rules.judging.streaks import JudgedRows, Tick, follow
 
 PART_ROWS = 1 << 16
 

@@ -15,9 +15,10 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 from typing import NamedTuple
 
+from watchstep_rules.config import Timing
 from watchstep_rules.finding import Likelihood, likelihood
 from watchstep_rules.judging.alert_memory import AlertMemory, Cause, Mark, Phase, Transition
-from watchstep_rules.judging.streaks import NONE, Change, Known, Streaks, Timing
+from watchstep_rules.judging.streaks import NONE, Change, Known, Streaks
 
 
 class Seals(NamedTuple):

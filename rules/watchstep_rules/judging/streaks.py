@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from watchstep.block import Block
 from watchstep.tensors import MODES, TensorInfo
+from watchstep_rules.config import Timing
 from watchstep_rules.finding import Finding, Likelihood
 from watchstep_rules.finding_rows import FindingRows, likelihood_of, steps_of
 
@@ -37,23 +38,6 @@ class Streak(NamedTuple):
 
 NONE = Streak(0, 0, 0)
 _NO_STEP = -(1 << 62)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How long findings last before an alert fires, and how long a series is clean before it is resolved.
-
-    Attributes:
-        hold_steps: so many judged steps with findings in a row,
-        hold_ns: and so many nanoseconds from the first of them to the last.
-        keep_steps: so many judged steps without,
-        keep_ns: and so many nanoseconds from the first of them to the last.
-    """
-
-    hold_steps: int = 1
-    hold_ns: int = 0
-    keep_steps: int = 1
-    keep_ns: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from watchstep.tensors import MODES
+from watchstep_rules.config import Timing
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert_memory import Phase, Transition
-from watchstep_rules.judging.streaks import RUN, JudgedRows, Streak, Tick, Timing, series_of
+from watchstep_rules.judging.streaks import RUN, JudgedRows, Streak, Tick, series_of
 
 
 @dataclass

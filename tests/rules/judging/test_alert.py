@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sdk.blocks import Row, block_of, gradient
+from watchstep_rules.config import Timing
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.judging.alert import advance
 from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
-from watchstep_rules.judging.streaks import JudgedRows, Timing
+from watchstep_rules.judging.streaks import JudgedRows
 
 INFOS = [gradient(name, order=order) for order, name in enumerate("abc")]
 History = list[dict[int, bool]]

@@ -15,11 +15,12 @@ from tests.rules.judging.plain_alert import PlainAlert
 from tests.sdk.blocks import Row, block_of, gradient
 from watchstep.block import Block
 from watchstep.tensors import Mode
+from watchstep_rules.config import Timing
 from watchstep_rules.finding import Finding, finding_at, finding_of_run
 from watchstep_rules.judging import alert
 from watchstep_rules.judging.alert import advance
 from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
-from watchstep_rules.judging.streaks import JudgedRows, Tick, Timing
+from watchstep_rules.judging.streaks import JudgedRows, Tick
 
 INFOS = [gradient(name, order=order) for order, name in enumerate("abc")]
 MODES: tuple[Mode, ...] = ("train", "eval")
