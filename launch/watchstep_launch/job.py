@@ -209,7 +209,7 @@ class Job:
 
     def _follows_another(self) -> bool:
         """Whether the job was launched again, now or by somebody else meanwhile: this is that launch from here on."""
-        from watchstep_launch.requeue import launched_again
+        from watchstep_launch.requeueing import launched_again
 
         following = launched_again(self.record, self.backend)
         if following is not None:

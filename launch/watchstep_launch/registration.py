@@ -1,4 +1,4 @@
-"""What a launcher asks of the service for a run: to know it, to judge it by rules, to bind its job."""
+"""What a launcher asks of the service for a run: to know it, to judge it by rules, to bind its job, and a token for the job that records its run and no more."""
 
 from __future__ import annotations
 

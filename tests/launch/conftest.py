@@ -18,6 +18,16 @@ from tests.launch.backends.ray.ray_cluster import RayCluster
 from tests.launch.backends.slurm import slurm_cluster as slurms
 from tests.launch.backends.slurm.slurm_cluster import SlurmCluster
 from tests.launch.beside import beside  # noqa: F401 - a fixture
+from tests.service_fixtures import (  # noqa: F401 - fixtures
+    _no_settings_from_outside,
+    database,
+    driven_sqlite,
+    postgres,
+    postgres_tables,
+    sqlite,
+    sqlite_factory,
+    sqlite_tables,
+)
 
 
 @pytest.fixture(scope="session")

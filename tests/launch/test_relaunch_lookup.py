@@ -26,7 +26,7 @@ from watchstep_launch.job_record import load
 from watchstep_launch.registration import Registering
 from watchstep_launch.relaunch import Intent, Relaunch
 from watchstep_launch.relaunch_lookup import taken
-from watchstep_launch.requeue import launched_again
+from watchstep_launch.requeueing import launched_again
 from watchstep_rules import non_finite_values
 
 SECONDS = 180.0

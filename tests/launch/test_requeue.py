@@ -20,7 +20,7 @@ from watchstep_launch import Estimator, Job, JobHandle, JobStatus, Local, requeu
 from watchstep_launch.errors import BackendDownError
 from watchstep_launch.job_record import JobRecord, load
 from watchstep_launch.relaunch import Intent
-from watchstep_launch.requeue import launched_again
+from watchstep_launch.requeueing import launched_again
 from watchstep_rules import non_finite_values
 
 SECONDS = 180.0

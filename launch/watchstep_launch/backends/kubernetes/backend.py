@@ -12,7 +12,7 @@ from pydantic import PrivateAttr
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import JobHandle, JobStatus, Launch, LogPart
 from watchstep_launch.backends.kubernetes import ending, states
-from watchstep_launch.backends.kubernetes.client import RefusedError
+from watchstep_launch.backends.kubernetes.errors import RefusedError
 from watchstep_launch.backends.kubernetes.identity import (
     KubernetesIdentity,
     Resource,

@@ -1,4 +1,8 @@
-"""What an API server's no is told by."""
+"""Kubernetes' API, as it is used here: JSON by a few verbs, with a deadline for each request. Needs ``watchstep[kubernetes]``.
+
+The official client brings configuration, credentials and TLS. Requests go through its pool of connections as they stand
+here: its typed methods choose the content type of a patch by themselves, and differ from version to version.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,8 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config import ConfigException
 
+from watchstep_launch.backends.kubernetes.errors import RefusedError
 from watchstep_launch.errors import BackendDownError, CredentialsExpiredError, MissingRightError
-
-
-class RefusedError(Exception):
-    """The API server said no: ``code`` is HTTP's, ``reason`` Kubernetes' word for it, ``said`` its message."""
-
-    def __init__(self, code: int, reason: str, said: str) -> None:
-        super().__init__(said)
-        self.code = code
-        self.reason = reason
-        self.said = said[:500] or reason or f"HTTP {code}"
-
 
 SECONDS = urllib3.Timeout(connect=4.0, read=6.0)
 """For one request. A submission without answer is looked for by three others, all within half a minute."""

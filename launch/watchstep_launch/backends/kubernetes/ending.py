@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from watchstep_launch.backends.kubernetes.client import RefusedError
+from watchstep_launch.backends.kubernetes.errors import RefusedError
 from watchstep_launch.backends.kubernetes.identity import Resource
 from watchstep_launch.backends.kubernetes.objects import path_to
 from watchstep_launch.backends.kubernetes.states import ASKED, has_started, is_live

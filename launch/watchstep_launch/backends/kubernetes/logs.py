@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from watchstep_launch.backend import LogPart
-from watchstep_launch.backends.kubernetes.client import RefusedError
+from watchstep_launch.backends.kubernetes.errors import RefusedError
 from watchstep_launch.backends.kubernetes.states import container_of, has_started, in_order, is_live
 from watchstep_launch.backends.log_file import LARGEST_PART
 

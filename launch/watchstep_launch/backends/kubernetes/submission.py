@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import Launch
-from watchstep_launch.backends.kubernetes.client import RefusedError
+from watchstep_launch.backends.kubernetes.errors import RefusedError
 from watchstep_launch.backends.kubernetes.manifest import LAUNCH, OURS, manifest, name_of, secret
 from watchstep_launch.backends.kubernetes.objects import path_of, path_to
 from watchstep_launch.backends.kubernetes.settings import KubernetesSettings

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep_launch.backends.kubernetes import logs as kubernetes_logs
-from watchstep_launch.backends.kubernetes.client import RefusedError
+from watchstep_launch.backends.kubernetes.errors import RefusedError
 from watchstep_launch.backends.kubernetes.logs import read_logs
 
 
