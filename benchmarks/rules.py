@@ -23,8 +23,8 @@ from benchmarks.report import Figure, Report, arguments
 from watchstep.block import Block, concatenate
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.history import History, trimmed
-from watchstep_rules.judging.judge import Progress, RuleMemory, judge_prepared
-from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.judge import RuleMemory, judge_prepared
+from watchstep_rules.judging.prepared import Prepared, Progress
 from watchstep_rules.judging.reach import Reach
 from watchstep_rules.registry import RULES
 

@@ -33,7 +33,8 @@ SECONDS = 180.0
 
 ENDS = """
 import os, signal, sys
-from watchstep_launch import kubernetes_submitting, requeueing
+from watchstep_launch import requeueing
+from watchstep_launch.backends.kubernetes import submission
 from watchstep_launch.job import Job
 
 job, point = Job.reattach(sys.argv[1]), sys.argv[2]
@@ -47,7 +48,7 @@ if point == "before":
 elif point == "after":
     type(job.backend).submit = lambda *given: (submit(*given), end())
 elif point == "without its secret":
-    kubernetes_submitting._give = end
+    submission._give = end
 elif point == "bound":
     save = requeueing.JobRecord.save
     requeueing.JobRecord.save = lambda record: end() if record.relaunch.done else save(record)

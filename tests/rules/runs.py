@@ -17,7 +17,8 @@ from watchstep.tensors import Mode, Placement
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert_memory import Phase, Transition
-from watchstep_rules.judging.judge import Progress, RuleMemory, judge
+from watchstep_rules.judging.judge import RuleMemory, judge
+from watchstep_rules.judging.prepared import Progress
 from watchstep_rules.judging.revision import as_told
 
 

@@ -10,8 +10,8 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert_memory import Phase, Transition
 from watchstep_rules.judging.history import History, joined, over_one_catalogue, trimmed
-from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict
-from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.judge import Health, RuleMemory, Verdict
+from watchstep_rules.judging.prepared import Prepared, Progress
 from watchstep_rules.judging.reach import Reach
 from watchstep_rules.judging.revision import as_told
 from watchstep_rules.judging.rule_set import judge_set

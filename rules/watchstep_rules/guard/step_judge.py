@@ -11,8 +11,8 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert_memory import Phase
 from watchstep_rules.judging.history import History, over_one_catalogue, trimmed
-from watchstep_rules.judging.judge import Progress, RuleMemory, Verdict, judge_prepared
-from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.judge import RuleMemory, Verdict, judge_prepared
+from watchstep_rules.judging.prepared import Prepared, Progress
 from watchstep_rules.judging.reach import Reach
 from watchstep_rules.judging.revision import as_told
 

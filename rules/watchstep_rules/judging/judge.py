@@ -20,7 +20,7 @@ from watchstep_rules.judging.alert import advance
 from watchstep_rules.judging.alert_memory import AlertMemory, Transition
 from watchstep_rules.judging.life import Seals
 from watchstep_rules.judging.of_catalogue import OfCatalogue
-from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.prepared import Prepared, Progress
 from watchstep_rules.judging.streaks import JudgedRows, Tick
 
 
@@ -52,23 +52,6 @@ class RuleMemory(BaseModel):
     health: Health = Health.NO_DATA
     problem: str = ""
     judged: int = 0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a rule that waits for seals may judge: steps in (before, now] of each attempt.
-
-    Attributes:
-        before: the last step sealed at the previous evaluation; -1 for none.
-        now: the last step sealed at this one.
-        clock_ns: the stored tick of this evaluation.
-        ended: the attempt has ended: that no row comes says nothing any more.
-    """
-
-    before: int
-    now: int
-    clock_ns: int
-    ended: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,23 @@ from watchstep_rules.judging.shards import merge_shards
 if TYPE_CHECKING:
     from watchstep_rules.config import RuleConfig, TensorScope
     from watchstep_rules.contract import Needs
-    from watchstep_rules.judging.judge import Progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rule that waits for seals may judge: steps in (before, now] of each attempt.
+
+    Attributes:
+        before: the last step sealed at the previous evaluation; -1 for none.
+        now: the last step sealed at this one.
+        clock_ns: the stored tick of this evaluation.
+        ended: the attempt has ended: that no row comes says nothing any more.
+    """
+
+    before: int
+    now: int
+    clock_ns: int
+    ended: bool = False
 
 
 class Prepared:

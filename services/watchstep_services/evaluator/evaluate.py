@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from watchstep import layout
 from watchstep.errors import WatchstepError
 from watchstep_rules.judging.history import History, joined, trimmed
-from watchstep_rules.judging.judge import Progress
+from watchstep_rules.judging.prepared import Progress
 from watchstep_rules.judging.reach import Reach
 from watchstep_rules.sandbox.pool import on_behalf_of
 from watchstep_services.database.limits import is_of_all

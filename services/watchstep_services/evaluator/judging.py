@@ -14,8 +14,8 @@ from watchstep_rules.config import RuleConfig
 from watchstep_rules.finding import Finding
 from watchstep_rules.judging.alert_memory import Transition
 from watchstep_rules.judging.history import over_one_catalogue
-from watchstep_rules.judging.judge import Health, Progress, RuleMemory, Verdict, failed
-from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.judge import Health, RuleMemory, Verdict, failed
+from watchstep_rules.judging.prepared import Prepared, Progress
 from watchstep_rules.judging.reach import Reach
 from watchstep_rules.judging.rule_set import judge_set
 from watchstep_rules.pinned_baseline import with_baseline

@@ -15,7 +15,8 @@ from watchstep.block import Block, concatenate
 from watchstep_rules.config import RuleConfig
 from watchstep_rules.judging.alert_memory import AlertMemory, Phase, Transition
 from watchstep_rules.judging.inhibition import MOST_INTERVALS, Told, circles, inhibit, inhibitions
-from watchstep_rules.judging.judge import Progress, RuleMemory, judge
+from watchstep_rules.judging.judge import RuleMemory, judge
+from watchstep_rules.judging.prepared import Progress
 from watchstep_rules.judging.revision import as_told
 
 SOURCE = RuleConfig(rule="non_finite_values", inhibits=("target",))

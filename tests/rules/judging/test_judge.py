@@ -29,7 +29,8 @@ from watchstep_rules.contract import Needs, Params, Rule, State
 from watchstep_rules.exploding_gradient import ExplodingGradient
 from watchstep_rules.finding import Finding, finding_at
 from watchstep_rules.judging.alert_memory import Phase
-from watchstep_rules.judging.judge import Health, Progress, RuleMemory, judge
+from watchstep_rules.judging.judge import Health, RuleMemory, judge
+from watchstep_rules.judging.prepared import Progress
 from watchstep_rules.registry import RULES
 
 NAN = RuleConfig(rule="non_finite_values")

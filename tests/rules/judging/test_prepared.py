@@ -7,8 +7,7 @@ from tests.rules.runs import Event, Rows, runs
 from tests.sdk.blocks import rows_of
 from watchstep.block import Block, concatenate
 from watchstep_rules.config import RuleConfig, TensorScope
-from watchstep_rules.judging.judge import Progress
-from watchstep_rules.judging.prepared import Prepared
+from watchstep_rules.judging.prepared import Prepared, Progress
 from watchstep_rules.judging.shards import merge_shards
 
 GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
