@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
 from watchstep_launch.backend import Launch
+from watchstep_launch.backends.aws.batch_settings import AwsBatchSettings
 from watchstep_launch.backends.aws.calls import MARK
 from watchstep_launch.backends.aws.forms import merged, without_empty
 from watchstep_launch.errors import SubmissionRejectedError
-
-if TYPE_CHECKING:
-    from watchstep_launch.backends.aws.batch import AwsBatch
 
 MOST_BYTES = 30 * 1024
 """Of a SubmitJob request."""
@@ -29,7 +27,7 @@ _NODES = (
 )
 
 
-def submission(settings: AwsBatch, launch: Launch, name: str, definition: str) -> dict[str, Any]:
+def submission(settings: AwsBatchSettings, launch: Launch, name: str, definition: str) -> dict[str, Any]:
     """What SubmitJob is asked.
 
     Raises:
@@ -65,7 +63,7 @@ def submission(settings: AwsBatch, launch: Launch, name: str, definition: str) -
     return made
 
 
-def definition_of(settings: AwsBatch) -> dict[str, Any]:
+def definition_of(settings: AwsBatchSettings) -> dict[str, Any]:
     """What RegisterJobDefinition is asked; its name follows from all the rest, so that equal ones are one."""
     fargate = settings.platform == "FARGATE"
     container = {
@@ -90,13 +88,13 @@ def definition_of(settings: AwsBatch) -> dict[str, Any]:
     return {"jobDefinitionName": f"watchstep-{named}", **made, "tags": {**settings.tags, MARK: "1"}}
 
 
-def resources(settings: AwsBatch) -> list[dict[str, str]]:
+def resources(settings: AwsBatchSettings) -> list[dict[str, str]]:
     """What each node is to have, as far as it is said."""
     said = {"VCPU": settings.vcpus, "MEMORY": settings.memory_mib, "GPU": settings.gpus}
     return [{"type": kind, "value": f"{value:g}"} for kind, value in said.items() if value is not None]
 
 
-def retries(settings: AwsBatch) -> dict[str, Any]:
+def retries(settings: AwsBatchSettings) -> dict[str, Any]:
     """What is tried again: nothing that a rule stopped, whatever the user says of the rest."""
     if settings.attempts is None:
         return {}
@@ -106,7 +104,7 @@ def retries(settings: AwsBatch) -> dict[str, Any]:
     return {"attempts": settings.attempts, "evaluateOnExit": [*never, *map(dict, settings.evaluate_on_exit)]}
 
 
-def _command(settings: AwsBatch, launch: Launch) -> list[str]:
+def _command(settings: AwsBatchSettings, launch: Launch) -> list[str]:
     for word in launch.command:
         if word.startswith("Ref::"):
             raise SubmissionRejectedError(
@@ -119,7 +117,7 @@ def _command(settings: AwsBatch, launch: Launch) -> list[str]:
     return ["sh", "-c", script, "watchstep", *launch.command]
 
 
-def _environment(settings: AwsBatch, launch: Launch) -> list[dict[str, str]]:
+def _environment(settings: AwsBatchSettings, launch: Launch) -> list[dict[str, str]]:
     held = {**launch.environment, **launch.secrets}
     given = {name: value for name, value in held.items() if name not in settings.secrets}
     for name, value in given.items():

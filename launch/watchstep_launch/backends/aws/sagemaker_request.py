@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from watchstep_launch.backend import Launch
 from watchstep_launch.backends.aws.calls import MARK
 from watchstep_launch.backends.aws.forms import merged, without_empty
+from watchstep_launch.backends.aws.sagemaker_settings import SageMakerSettings
 from watchstep_launch.errors import SubmissionRejectedError
-
-if TYPE_CHECKING:
-    from watchstep_launch.backends.aws.sagemaker import SageMaker
 
 MOST_VARIABLES = 100
 MOST_VALUE = 512
@@ -61,7 +59,7 @@ def variables(launch: Launch, elsewhere: Mapping[str, str]) -> dict[str, str]:
 
 
 def request(
-    settings: SageMaker, name: str, words: Sequence[str], given: Mapping[str, str], code: str
+    settings: SageMakerSettings, name: str, words: Sequence[str], given: Mapping[str, str], code: str
 ) -> dict[str, Any]:
     """What CreateTrainingJob is asked.
 
