@@ -198,7 +198,7 @@ def test_while_the_store_refuses_ranks_part_and_what_they_leave_is_uploaded_once
     """The object in flight is made late; ``sync`` finds it, and uploads what is not in it."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    with node(3, server.environment, backlog_seconds=0.3, close_seconds=1.0) as ranks:
+    with node(3, server.environment, backlog_seconds=3.0, close_seconds=1.0) as ranks:
         do_all(ranks, "record 5")
         do_all(ranks, "wait 5")
         leader_of(ranks)
