@@ -21,11 +21,11 @@ import numpy as np
 from benchmarks.made_rows import Shape, catalogue_of, rows_of_steps
 from benchmarks.report import Figure, Report, arguments
 from watchstep.block import Block, concatenate
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.judging.history import History, trimmed
-from watchstep_rules.judging.judge import RuleMemory, judge_prepared
-from watchstep_rules.judging.prepared import Prepared, Progress
-from watchstep_rules.judging.reach import Reach
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.history import History, trimmed
+from watchstep_rules.engine.judge import RuleMemory, judge_prepared
+from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.rule_inputs import Prepared, Progress
 from watchstep_rules.registry import RULES
 
 STEPS = 10_000

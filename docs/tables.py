@@ -19,12 +19,12 @@ from docs.default_sources import SOURCES
 from watchstep.launch.run_command import parser as run_parser
 from watchstep.launch.sync_command import parser as sync_parser
 from watchstep.system_figures import FIGURES
-from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.presets.sagemaker import AMAZONS_RULES
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.custom.sql.guard import FUNCTIONS
 from watchstep_rules.registry import RULES
-from watchstep_rules.rule_schema import schema_text
-from watchstep_rules.rule_tests import file as rule_tests
-from watchstep_rules.sql_guard import FUNCTIONS
+from watchstep_rules.rule_files.presets.sagemaker import AMAZONS_RULES
+from watchstep_rules.rule_files.schema import schema_text
+from watchstep_rules.testing import file as rule_tests
 from watchstep_services.api.app import create_app
 from watchstep_services.api.openapi import document_text, operations
 from watchstep_services.api.policies import PERMISSION

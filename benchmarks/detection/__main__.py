@@ -37,8 +37,8 @@ from benchmarks.detection.scoring import Report, score
 from benchmarks.detection.witnessed import witnessed_programs
 from benchmarks.report import Figure, arguments
 from benchmarks.report import Report as Figures
-from watchstep_rules.config import StopAction
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import StopAction
 
 STEP_SECONDS = 0.001
 SLOW_STEP_SECONDS = 0.02

@@ -12,8 +12,8 @@ from benchmarks.detection.programs import Program, load
 from benchmarks.detection.recording import record
 from benchmarks.detection.scoring import Alarms, Report
 from watchstep import open_run
-from watchstep_rules.backtesting.backtest import backtest
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.config.defaults import DEFAULT_RULES
 
 
 @dataclass(frozen=True)

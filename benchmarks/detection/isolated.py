@@ -22,9 +22,9 @@ from typing import Any, Literal
 from benchmarks.detection.recording import FixedClock
 from benchmarks.detection.witnessed import Quality, Training, Witnessed, witnessed_programs
 from watchstep import CaptureConfig, Hook, open_run
-from watchstep_rules.backtesting.backtest import backtest_run
-from watchstep_rules.config import StopAction
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.backtest.backtest import backtest_run
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import StopAction
 
 Capture = Literal["default", "every_step"]
 

@@ -25,9 +25,9 @@ from benchmarks.detection.own import part_of, programs
 from benchmarks.detection.programs import Program
 from benchmarks.detection.recording import record
 from watchstep import open_run
-from watchstep_rules.backtesting.backtest import backtest
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
 
 STEP_SECONDS = 0.001
 FACTORS = {"half": 0.5, "twice": 2.0}

@@ -26,7 +26,7 @@ from watchstep.control import ControlDocument
 from watchstep.documents import AttemptDocument, RunDocument
 from watchstep.layout import SegmentKey, WriterId
 from watchstep.store import Store
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Attempt, Run

@@ -18,8 +18,8 @@ from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.job_record import JobRecord
 from watchstep_launch.registration import Registering, config_of, known_as, settings_of
 from watchstep_launch.service_location import judge_of
-from watchstep_rules.attached import AttachedRule
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.attached import AttachedRule
+from watchstep_rules.config.rule_config import RuleConfig
 
 _GOES_ON = frozenset(("open", "stopping"))
 

@@ -21,8 +21,8 @@ from watchstep_launch.job_record import JobRecord, load
 if TYPE_CHECKING:
     from watchstep.reading.run import Run
     from watchstep_launch.view.show import Showing
-    from watchstep_rules.attached import AttachedRule
-    from watchstep_rules.config import RuleConfig
+    from watchstep_rules.config.attached import AttachedRule
+    from watchstep_rules.config.rule_config import RuleConfig
 
 ENDED = frozenset(("completed", "failed", "stopped", "lost"))
 """States of a run of which nothing more is to come."""

@@ -14,8 +14,8 @@ from watchstep.transport import MissingError, RefusedError, ServiceAddress, Tran
 from watchstep_launch import backends_file
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.service_location import Judge
-from watchstep_rules.attached import AttachedRule
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.attached import AttachedRule
+from watchstep_rules.config.rule_config import RuleConfig
 
 _REQUEST_SECONDS = 30.0
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from watchstep.block import Block
 from watchstep.statistics import Floats
 from watchstep.tensors import MODES
-from watchstep_rules.finding import Finding, Likelihood, cause_rank, finding_at, likelihood
+from watchstep_rules.rule import Finding, Likelihood, cause_rank, finding_at, likelihood
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FindingRows(Sequence[Finding]):
         return named, place[which]
 
     def likelihood(self, place: int) -> Likelihood:
-        """That of one finding, as `watchstep_rules.finding.likelihood` gives it; the finding is not built."""
+        """That of one finding, as `watchstep_rules.rule.likelihood` gives it; the finding is not built."""
         row = int(self._hits.rows[place])
         return int(self._block.step[row]), self._rank(place), int(self._block.worker[row])
 

@@ -14,11 +14,11 @@ from sqlalchemy import CursorResult, select, update
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
-from watchstep_rules.backtesting.backtest_many import Failed, Replayed, Task, judge_run
-from watchstep_rules.backtesting.backtest_report import result_as_data, result_from_data
-from watchstep_rules.backtesting.sweep import Variation, parse_sweep, variations
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.sandbox.pool import on_behalf_of
+from watchstep_rules.backtest.many import Failed, Replayed, Task, judge_run
+from watchstep_rules.backtest.report import result_as_data, result_from_data
+from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Backtest, BacktestResult, Project, Run
 from watchstep_services.rule_addresses import without_addresses
@@ -66,7 +66,7 @@ def request_backtest(
         project: whose runs; only what the service knows of it is judged.
         runs: names, or patterns with ``*``, ``?`` and ``[...]``.
         configs: the rules.
-        sweeps: as `watchstep_rules.backtesting.sweep.parse_sweep` takes them.
+        sweeps: as `watchstep_rules.backtest.sweep.parse_sweep` takes them.
 
     Raises:
         NotFoundError: no run has such a name.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from watchstep.errors import RuleError
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.sql_rule import Sql, SqlParams
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sql.rule import Sql, SqlParams
 
 MOST_RULES = 100
 MOST_QUERIES = 3

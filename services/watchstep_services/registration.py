@@ -17,10 +17,10 @@ from watchstep.documents import RunDocument
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError, WatchstepError
 from watchstep.store import Store
 from watchstep_launch.backend import JobHandle
-from watchstep_rules import rule_file
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
-from watchstep_rules.sandbox.pool import BusyError, on_behalf_of
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs
+from watchstep_rules.custom.sandbox.pool import BusyError, on_behalf_of
+from watchstep_rules.rule_files import rule_file
 from watchstep_services import metrics, recorders_rules, rule_configs
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import is_of_all

@@ -8,7 +8,7 @@ from typing import Literal
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Memory, ProjectRule, RuleConfigRow, Run
 from watchstep_services.database.records import hint

@@ -14,11 +14,11 @@ from watchstep_launch.backend import Backend
 from watchstep_launch.backend_registry import IN_SERVICE, open_backend
 from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.job_observations import JobLooks
-from watchstep_rules import rule_file
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.sandbox.isolation import set_demand
-from watchstep_rules.sandbox.pool import limit_processes
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sandbox.isolation import set_demand
+from watchstep_rules.custom.sandbox.pool import limit_processes
+from watchstep_rules.rule_files import rule_file
 from watchstep_services.database.engine import Database
 from watchstep_services.dispatcher.outbox import Post
 from watchstep_services.dispatcher.receivers import receiver_file

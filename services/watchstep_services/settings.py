@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from watchstep.errors import ConfigError
-from watchstep_rules.sandbox.isolation import DEFAULT, Demand
+from watchstep_rules.custom.sandbox.isolation import DEFAULT, Demand
 from watchstep_services.redaction import keep_secret, keep_secrets_of, redact
 
 NANOSECONDS = 1_000_000_000

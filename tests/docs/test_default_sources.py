@@ -6,7 +6,7 @@ import json
 
 from docs.default_sources import SOURCES
 from docs.tables import FOLDER
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.registry import RULES
 
 

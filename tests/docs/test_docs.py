@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from docs import tables
-from watchstep_rules import rule_file
-from watchstep_rules.rule_schema import schema_text
-from watchstep_rules.rule_tests import file as rule_tests
+from watchstep_rules.rule_files import rule_file
+from watchstep_rules.rule_files.schema import schema_text
+from watchstep_rules.testing import file as rule_tests
 from watchstep_services.dispatcher.receivers import receiver_file
 
 ROOT = Path(tables.FOLDER).parent

@@ -18,7 +18,7 @@ from watchstep_launch import Estimator, Job, JobStatus, Local
 from watchstep_launch.errors import SubmissionRejectedError
 from watchstep_launch.job_record import JobRecord
 from watchstep_rules import non_finite_values, vanishing_gradient
-from watchstep_rules.by_name import sagemaker_saturated_activation
+from watchstep_rules.config.by_name import sagemaker_saturated_activation
 
 SECONDS = 180.0
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.rules.runs import all_at_once
 from watchstep import CaptureConfig, Hook, open_run
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.finding import Finding
-from watchstep_rules.judging.judge import Health
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.judge import Health
+from watchstep_rules.rule import Finding
 
 EVERYTHING = CaptureConfig(overhead_budget=None)
 """Adaptive collections at every step, whatever it costs: what is found must not depend on the clock."""

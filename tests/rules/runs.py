@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from tests.sdk.blocks import Row, block_of, gradient, tensor
 from watchstep.block import Block, concatenate
 from watchstep.tensors import Mode, Placement
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert_memory import Phase, Transition
-from watchstep_rules.judging.judge import RuleMemory, judge
-from watchstep_rules.judging.prepared import Progress
-from watchstep_rules.judging.revision import as_told
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.judge import RuleMemory, judge
+from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_rules.rule import Finding
 
 
 @dataclass(frozen=True)

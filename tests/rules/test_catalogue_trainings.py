@@ -30,11 +30,11 @@ from tests.rules.training_parts import (
 from tests.sdk.pytorch.test_distributed import trained
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.block import Block
-from watchstep_rules.backtesting.backtest import backtest
-from watchstep_rules.baseline import merge_summaries
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.reference import reference_of
-from watchstep_rules.run_summary import summarize_run
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.baseline.run_summary import summarize_run
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.signals.ranges.baseline import merge_summaries
+from watchstep_rules.signals.ranges.reference import reference_of
 
 pytestmark = pytest.mark.slow
 

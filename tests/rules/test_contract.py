@@ -18,11 +18,10 @@ from tests.rules.runs import INFOS, LAST, Event, follow, runs, segments, splits
 from tests.sdk.blocks import Row, block_of
 from watchstep.block import Block, concatenate
 from watchstep.tensors import TensorInfo
-from watchstep_rules.config import Hold, RuleConfig
-from watchstep_rules.contract import AnyRule, Params, Rule, State
-from watchstep_rules.finding import Finding
-from watchstep_rules.judging.judge import Health
+from watchstep_rules.config.rule_config import Hold, RuleConfig
+from watchstep_rules.engine.judge import Health
 from watchstep_rules.registry import RULES
+from watchstep_rules.rule import AnyRule, Finding, Params, Rule, State
 
 BYTES_PER_TENSOR = 128
 OF_OTHER_ROWS = re.compile(

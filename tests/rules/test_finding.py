@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep_rules.finding import Finding, cause_rank, finding_at, finding_of_run
+from watchstep_rules.rule import Finding, cause_rank, finding_at, finding_of_run
 
 
 def test_a_finding_says_where_its_row_stands() -> None:

@@ -11,17 +11,17 @@ import pytest
 from tests.rules.runs import segments
 from tests.sdk.blocks import Row, block_of, tensor
 from watchstep.block import Block, concatenate
-from watchstep_rules.config import Timing
-from watchstep_rules.finding import likelihood
+from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
+from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues, NonFiniteValuesParams
+from watchstep_rules.config.rule_config import Timing
+from watchstep_rules.engine import alert
+from watchstep_rules.engine.alert import advance
+from watchstep_rules.engine.alert_memory import AlertMemory
+from watchstep_rules.engine.alert_state_machine import Seals
+from watchstep_rules.engine.streaks import JudgedRows
 from watchstep_rules.finding_rows import FindingRows, Hits
-from watchstep_rules.judging import alert
-from watchstep_rules.judging.alert import advance
-from watchstep_rules.judging.alert_memory import AlertMemory
-from watchstep_rules.judging.life import Seals
-from watchstep_rules.judging.streaks import JudgedRows
-from watchstep_rules.nan_or_inf import NanOrInf
-from watchstep_rules.non_finite_values import NonFiniteValues, NonFiniteValuesParams
 from watchstep_rules.registry import RULES
+from watchstep_rules.rule import likelihood
 
 NAN = math.nan
 OF_NUMBERS = ("nan_or_inf", "non_finite_values")

@@ -10,8 +10,8 @@ import torch
 from tests.rules.trainings import CASES, Training
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.block import Block
-from watchstep_rules.backtesting.backtest import backtest
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.config.defaults import DEFAULT_RULES
 
 OVER_LAYERS = {
     "class_imbalance",

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from tests.services.recording import PROJECT
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
-from watchstep_rules.config import Hold, RuleConfig, StopAction
+from watchstep_rules.config.rule_config import Hold, RuleConfig, StopAction
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import (

@@ -20,7 +20,7 @@ from watchstep.control import ControlDocument
 from watchstep.reading.journal import read_part
 from watchstep.store import Store
 from watchstep_launch.backend import JobHandle, JobStatus
-from watchstep_rules.config import RuleConfig, StopAction, WebhookAction
+from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.api.announcements import announce
 from watchstep_services.api.models import AnnouncementInput
 from watchstep_services.database.engine import Database, open_database

@@ -8,7 +8,7 @@ from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording
 from watchstep.errors import RuleError
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.registration import discover_runs, register
 
 QUERY = "SELECT tensor FROM statistics WHERE nan > 0"

@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 from watchstep.block import Block
 from watchstep.errors import RuleError
-from watchstep_rules.capture_needs import element_probes
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.finding import Finding
+from watchstep_rules.config.capture_needs import element_probes
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.judge import Health, Verdict
 from watchstep_rules.guard.step_judge import Said, StepJudge
-from watchstep_rules.judging.alert_memory import Phase, Transition
-from watchstep_rules.judging.judge import Health, Verdict
-from watchstep_rules.judging.revision import as_told
 from watchstep_rules.registry import KINDS
-from watchstep_rules.rule_file import load
+from watchstep_rules.rule import Finding
+from watchstep_rules.rule_files.rule_file import load
 
 _log = logging.getLogger("watchstep")
 Told = Callable[[RuleConfig, Verdict], None]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from watchstep.block import Block, concatenate
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert_memory import Phase
-from watchstep_rules.judging.history import History, over_one_catalogue, trimmed
-from watchstep_rules.judging.judge import RuleMemory, Verdict, judge_prepared
-from watchstep_rules.judging.prepared import Prepared, Progress
-from watchstep_rules.judging.reach import Reach
-from watchstep_rules.judging.revision import as_told
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.history import History, over_one_catalogue, trimmed
+from watchstep_rules.engine.judge import RuleMemory, Verdict, judge_prepared
+from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.rule_inputs import Prepared, Progress
+from watchstep_rules.rule import Finding
 
 Said = tuple[RuleConfig, Verdict]
 

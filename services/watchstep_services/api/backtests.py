@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from watchstep_rules.backtesting.backtest_report import report
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.backtest.report import report
+from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_services.api.access import Served, permits
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.models import BacktestInput, BacktestOutput

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from watchstep_rules.explanation import Explanation
-from watchstep_rules.incident import IncidentSummary
+from watchstep_rules.engine.explanation import Explanation
+from watchstep_rules.engine.incident import IncidentSummary
 from watchstep_services.api.paging import PageOutput
 from watchstep_services.events import CloudEvent
 

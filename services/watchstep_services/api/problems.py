@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError, RuleError, StoreError, WatchstepError
 from watchstep.reading.budget import OverBudgetError
-from watchstep_rules.sandbox.pool import BusyError
+from watchstep_rules.custom.sandbox.pool import BusyError
 from watchstep_services.api.problem_types import described, type_of
 from watchstep_services.redaction import redact
 from watchstep_services.tenancy.conflict import ConflictError

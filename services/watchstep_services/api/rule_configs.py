@@ -8,7 +8,7 @@ from fastapi import Body
 from pydantic import BaseModel, Field
 
 from watchstep.errors import RuleError
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.work_slots import WorkSlots
 from watchstep_services.roles import Identity
 from watchstep_services.rule_addresses import without_addresses

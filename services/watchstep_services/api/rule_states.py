@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep_rules.python_rule import Python
+from watchstep_rules.custom.python.rule import Python
 from watchstep_services.api.models import OverriddenRule, RuleState
 from watchstep_services.api.rule_configs import shown_config
 from watchstep_services.database.models import Memory, RuleConfigRow, Run

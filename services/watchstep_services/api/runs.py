@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.layout import check_name
 from watchstep_launch.backend import JobHandle
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.python_source import NOT_FROM_RECORDERS, no_programs
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs
 from watchstep_services import recorders_rules
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.attempts import job_output

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from watchstep.errors import ConfigError
 from watchstep.reading.queries import Reduce
 from watchstep.tensors import Mode, TensorInfo
-from watchstep_rules.deviations import Deviation, read_deviations
-from watchstep_rules.sql_guard import MAX_QUERY
-from watchstep_rules.sql_process import Question
-from watchstep_rules.sql_query import Limits
+from watchstep_rules.custom.sql.guard import MAX_QUERY
+from watchstep_rules.custom.sql.process import Question
+from watchstep_rules.custom.sql.query import Limits
+from watchstep_rules.signals.ranges.deviations import Deviation, read_deviations
 from watchstep_services.api.access import permits
 from watchstep_services.api.filters import Word
 from watchstep_services.api.paging import Paged, PageOutput

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement
 
 from watchstep.errors import NotFoundError
 from watchstep.layout import check_name
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_project

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from watchstep_rules import rule_file
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.registry import KINDS
-from watchstep_rules.sandbox.pool import POOL
+from watchstep_rules.rule_files import rule_file
 from watchstep_services.api.queries.slots import Slots
 
 _TESTS_OF_PROJECT, _TESTS = 2, 6

@@ -13,7 +13,7 @@ from watchstep.terminal_text import printable
 from watchstep_launch.backend import Backend
 from watchstep_launch.backend_registry import open_backend
 from watchstep_launch.job import Job
-from watchstep_rules import rule_file
+from watchstep_rules.rule_files import rule_file
 
 DEFAULT_STORE = "watchstep-runs"
 

@@ -12,11 +12,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from watchstep.errors import ConfigError, WatchstepError
-from watchstep_rules import rule_file
-from watchstep_rules.backtesting.backtest_many import Failed, Replayed, Task, backtest_many
-from watchstep_rules.backtesting.backtest_report import location_of, report
-from watchstep_rules.backtesting.sweep import parse_sweep, variations
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.backtest.many import Failed, Replayed, Task, backtest_many
+from watchstep_rules.backtest.report import location_of, report
+from watchstep_rules.backtest.sweep import parse_sweep, variations
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.rule_files import rule_file
 from watchstep_services.cli import backtest_output as output
 from watchstep_services.cli.backtest_remote import backtest_by_service
 from watchstep_services.cli.output import console, echo_json

@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from watchstep_rules.backtesting.backtest import AttemptOutcome, Order, Outcome, RunOutcome
-from watchstep_rules.backtesting.backtest_many import Failed, Replayed
-from watchstep_rules.backtesting.backtest_report import location_of
-from watchstep_rules.backtesting.replay_source import NO_JOURNAL
-from watchstep_rules.backtesting.sweep import Variation
-from watchstep_rules.explanation import RunName, say
-from watchstep_rules.judging.alert_memory import Transition
-from watchstep_rules.judging.judge import Health
+from watchstep_rules.backtest.backtest import AttemptOutcome, Order, Outcome, RunOutcome
+from watchstep_rules.backtest.many import Failed, Replayed
+from watchstep_rules.backtest.replay_source import NO_JOURNAL
+from watchstep_rules.backtest.report import location_of
+from watchstep_rules.backtest.sweep import Variation
+from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.explanation import RunName, say
+from watchstep_rules.engine.judge import Health
 from watchstep_services.cli.output import figure, table
 
 _ORDERS = {Order.JOURNAL: "as the service judged it", Order.STEPS: "by steps"}

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from watchstep.errors import ConfigError, ServiceError
-from watchstep_rules.backtesting.backtest_many import Failed, Replayed
-from watchstep_rules.backtesting.backtest_report import read_report
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.backtest.many import Failed, Replayed
+from watchstep_rules.backtest.report import read_report
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.cli.calling import call, service_of
 
 _FIRST_PAUSE = 0.2

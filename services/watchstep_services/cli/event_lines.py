@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from watchstep_rules.explanation import Explanation
+from watchstep_rules.engine.explanation import Explanation
 
 
 def lines_of(event: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from watchstep.errors import ConfigError
-from watchstep_rules.rule_tests import file, report, running
+from watchstep_rules.testing import file, report, running
 from watchstep_services.cli.output import echo, echo_own
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from watchstep_rules.config import Hold, KeepFiring, RuleConfig
+from watchstep_rules.config.rule_config import Hold, KeepFiring, RuleConfig
 
 
 def counted(number: int, what: str) -> str:

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from watchstep.errors import RuleError
-from watchstep_rules.contract import AnyRule
-from watchstep_rules.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
-from watchstep_rules.explanation import sentence
+from watchstep_rules.config.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
+from watchstep_rules.engine.explanation import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
+from watchstep_rules.rule import AnyRule
 from watchstep_services.cli import backtest, rule_tests, rules_check, stop_grants
 from watchstep_services.cli.output import console, show, table
 from watchstep_services.cli.rule_words import after, does, lasting

@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 
 from watchstep.errors import RuleError
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.python_rule import PythonParams
-from watchstep_rules.rule_check import Checked, Remark, check_text
-from watchstep_rules.rule_file import text_of
-from watchstep_rules.rule_schema import schema_text
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.python.rule import PythonParams
+from watchstep_rules.rule_files.checks import Checked, Remark, check_text
+from watchstep_rules.rule_files.rule_file import text_of
+from watchstep_rules.rule_files.schema import schema_text
 from watchstep_services.cli.output import console, echo_own, show, table
 from watchstep_services.cli.rule_words import after, counted, does, lasting
 

@@ -9,10 +9,10 @@ import typer
 
 from watchstep.client import Client
 from watchstep.errors import WatchstepError
-from watchstep_rules.deviations import Deviation
-from watchstep_rules.explanation import Explanation
-from watchstep_rules.incident import IncidentSummary
-from watchstep_rules.judging.judge import Health
+from watchstep_rules.engine.explanation import Explanation
+from watchstep_rules.engine.incident import IncidentSummary
+from watchstep_rules.engine.judge import Health
+from watchstep_rules.signals.ranges.deviations import Deviation
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.output import console, moment
 from watchstep_services.cli.service_options import DEFAULT_STORE

@@ -13,7 +13,7 @@ from watchstep.errors import ConfigError, NotFoundError, ServiceError
 from watchstep.reading.run import Run
 from watchstep.store import checked_scheme
 from watchstep.terminal_text import printable
-from watchstep_rules.incident import IncidentSummary
+from watchstep_rules.engine.incident import IncidentSummary
 from watchstep_services.cli.calling import service_of
 from watchstep_services.cli.output import console, echo
 

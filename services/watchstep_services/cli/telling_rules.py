@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep_rules.judging.judge import Health
+from watchstep_rules.engine.judge import Health
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Memory, RuleConfigRow, Run
 from watchstep_services.evaluator.judging import memory_of

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep_rules.config import RuleConfig, StopAction
+from watchstep_rules.config.rule_config import RuleConfig, StopAction
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import ProjectRule, RuleConfigRow, Run, StopGrant
 from watchstep_services.dispatcher.audit import Subject, note

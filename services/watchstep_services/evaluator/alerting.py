@@ -10,10 +10,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.control import SnapshotRequest
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.explanation import RunName, explain, say
-from watchstep_rules.judging.alert_memory import Phase, Transition
-from watchstep_rules.judging.revision import as_told
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.explanation import RunName, explain, say
 from watchstep_services.control import ask_for_snapshot
 from watchstep_services.database.models import Alert, RuleConfigRow, Standing
 from watchstep_services.database.records import add_action, add_event

@@ -21,10 +21,10 @@ from watchstep.layout import RUN_DOCUMENT, baseline_document
 from watchstep.reading.run import open_run
 from watchstep.store import Store
 from watchstep.tensors import BIASES, WEIGHTS, TensorInfo
-from watchstep_rules.baseline import MAX_RUNS, MIN_RUNS, RunSummary, merge_summaries
-from watchstep_rules.pinned_baseline import read_baseline
-from watchstep_rules.run_summary import summarize_run
-from watchstep_rules.unlike_earlier_runs import UnlikeEarlierRuns
+from watchstep_rules.baseline.pinned import read_baseline
+from watchstep_rules.baseline.run_summary import summarize_run
+from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
+from watchstep_rules.signals.ranges.baseline import MAX_RUNS, MIN_RUNS, RunSummary, merge_summaries
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Alert, Attempt, PinnedBaseline, Run, RunSummaryRow
 from watchstep_services.database.upsert import insert_missing

@@ -13,7 +13,7 @@ from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.layout import SegmentKey, WriterId
 from watchstep.segment_checks import check_steps
 from watchstep.store import Store
-from watchstep_rules.judging.history import canonical
+from watchstep_rules.engine.history import canonical
 from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator import cursor as cursors
 from watchstep_services.evaluator.attempts import MOST_RANKS

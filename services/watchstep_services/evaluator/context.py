@@ -21,9 +21,9 @@ from watchstep.layout import SegmentKey
 from watchstep.reading.index import RunIndex
 from watchstep.reading.manifest import COMPACTED
 from watchstep.store import Store
-from watchstep_rules.backtesting.steps_read import StepReader
-from watchstep_rules.judging.history import History, canonical, joined, trimmed
-from watchstep_rules.judging.reach import Reach
+from watchstep_rules.backtest.steps_read import StepReader
+from watchstep_rules.engine.history import History, canonical, joined, trimmed
+from watchstep_rules.engine.lookback import Reach
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, Segment
 from watchstep_services.evaluator.collect import RunSource, decode, fetch

@@ -13,10 +13,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep import layout
 from watchstep.errors import WatchstepError
-from watchstep_rules.judging.history import History, joined, trimmed
-from watchstep_rules.judging.prepared import Progress
-from watchstep_rules.judging.reach import Reach
-from watchstep_rules.sandbox.pool import on_behalf_of
+from watchstep_rules.custom.sandbox.pool import on_behalf_of
+from watchstep_rules.engine.history import History, joined, trimmed
+from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.rule_inputs import Progress
 from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Attempt
 from watchstep_services.evaluator import attempts, seals, ticks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from watchstep_rules.judging.history import History
-from watchstep_rules.judging.reach import Reach
+from watchstep_rules.engine.history import History
+from watchstep_rules.engine.lookback import Reach
 
 _ROWS = 2_000_000
 

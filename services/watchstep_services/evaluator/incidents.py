@@ -10,7 +10,8 @@ from typing import NamedTuple
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from watchstep_rules.incident import (
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.incident import (
     IncidentSummary,
     Onset,
     incident_id,
@@ -19,8 +20,7 @@ from watchstep_rules.incident import (
     summarize,
     unaffected_before,
 )
-from watchstep_rules.judging.alert_memory import Phase, Transition
-from watchstep_rules.judging.judge import Health
+from watchstep_rules.engine.judge import Health
 from watchstep_services.database.models import Alert, Incident, Standing
 from watchstep_services.evaluator.fingerprint import RECORDER
 from watchstep_services.evaluator.judging import Judged

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from watchstep.block import Block
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert_memory import Transition
-from watchstep_rules.judging.history import over_one_catalogue
-from watchstep_rules.judging.judge import Health, RuleMemory, Verdict, failed
-from watchstep_rules.judging.prepared import Prepared, Progress
-from watchstep_rules.judging.reach import Reach
-from watchstep_rules.judging.rule_set import judge_set
-from watchstep_rules.pinned_baseline import with_baseline
+from watchstep_rules.baseline.pinned import with_baseline
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.history import over_one_catalogue
+from watchstep_rules.engine.judge import Health, RuleMemory, Verdict, failed
+from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.rule_inputs import Prepared, Progress
+from watchstep_rules.engine.rule_set import judge_set
+from watchstep_rules.rule import Finding
 from watchstep_services.database.models import RuleConfigRow
 
 FINDINGS_KEPT = 1000

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from watchstep_rules.judging.alert_memory import Phase
+from watchstep_rules.engine.alert_memory import Phase
 from watchstep_rules.registry import RULES
 from watchstep_services import logs, metrics, tracing
 from watchstep_services.evaluator.claim import Claim

@@ -12,9 +12,9 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.judging.judge import Health, RuleMemory
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.judge import Health, RuleMemory
 from watchstep_services.database.models import Memory, RuleConfigRow, Run
 from watchstep_services.database.records import add_event
 from watchstep_services.evaluator.judging import Judged, load_config

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from sqlalchemy import BigInteger, bindparam, case, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from watchstep_rules.sandbox.rule_time import limited_rule_time
+from watchstep_rules.custom.sandbox.rule_time import limited_rule_time
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project

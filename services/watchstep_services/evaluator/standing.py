@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sqlalchemy import bindparam, select, update
 from sqlalchemy.orm import Session
 
-from watchstep_rules.judging.alert_memory import Phase, Transition
+from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_services.database.models import Alert, Run, Standing
 from watchstep_services.evaluator.fingerprint import fingerprint
 from watchstep_services.evaluator.judging import Judged

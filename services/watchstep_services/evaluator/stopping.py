@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sqlalchemy.orm import Session
 
-from watchstep_rules.config import RuleConfig, StopAction
+from watchstep_rules.config.rule_config import RuleConfig, StopAction
 from watchstep_services.database.records import add_event
 from watchstep_services.dispatcher.audit import Subject, note
 from watchstep_services.dispatcher.grants import digest_of, judges, word_for

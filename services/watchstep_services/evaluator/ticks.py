@@ -9,10 +9,10 @@ from typing import Protocol
 from sqlalchemy import String, bindparam, select
 
 from watchstep.errors import RuleError
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.judging.judge import RuleMemory, due_ns
+from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.judge import RuleMemory, due_ns
 from watchstep_rules.registry import find_rule
-from watchstep_rules.unlike_earlier_runs import UnlikeEarlierRuns
 from watchstep_services.database.models import Attempt, Memory, RuleConfigRow, Run
 from watchstep_services.evaluator.baselines import pinned_baseline
 from watchstep_services.evaluator.claim import Claim

@@ -15,12 +15,12 @@ from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_mo
 from watchstep import Hook, StopTraining
 from watchstep.errors import ConfigError, RuleError
 from watchstep_rules import Guard, RuleConfig
-from watchstep_rules.backtesting.backtest import backtest
-from watchstep_rules.config import Hold, StopAction, TensorScope
-from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.finding import Finding
-from watchstep_rules.judging.alert_memory import Transition
-from watchstep_rules.judging.judge import Verdict
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import Hold, StopAction, TensorScope
+from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.judge import Verdict
+from watchstep_rules.rule import Finding
 
 STOP = (StopAction(),)
 NAN = RuleConfig(rule="nan_or_inf", actions=STOP)
@@ -280,7 +280,7 @@ def test_what_a_guard_cannot_be_made_of(tmp_path: Path) -> None:
         Guard([RuleConfig(rule="stalled_training")])
     for kind, params in (
         ("sql", {"query": "SELECT tensor FROM statistics"}),
-        ("python", {"module": "watchstep_rules.nan_or_inf", "class": "NanOrInf"}),
+        ("python", {"module": "watchstep_rules.builtin.gradients.nan_or_inf", "class": "NanOrInf"}),
     ):
         with pytest.raises(RuleError, match="guard: mine: a rule of kind python or sql"):
             Guard([NAN, RuleConfig(rule=kind, name="mine", params=params)])

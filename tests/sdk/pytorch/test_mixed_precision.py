@@ -17,7 +17,7 @@ from tests.rules.runs import all_at_once
 from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
 from watchstep import CaptureConfig, Hook, Run, StopTraining
 from watchstep.control import StopRequest
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters, **options: torch.optim.AdamW(parameters, lr=1e-2, **options),

@@ -10,7 +10,7 @@ from tests.services.api.conftest import Api
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services import rule_configs
 from watchstep_services.database.models import Run
 from watchstep_services.registration import register

@@ -28,9 +28,9 @@ from watchstep import segment
 from watchstep.layout import SegmentKey
 from watchstep.reading.run import open_run
 from watchstep.store import Store
-from watchstep_rules.sandbox.pool import POOL
-from watchstep_rules.sandbox.process import Child
-from watchstep_rules.sql_query import Limits, QueryError, errors_of_queries
+from watchstep_rules.custom.sandbox.pool import POOL
+from watchstep_rules.custom.sandbox.process import Child
+from watchstep_rules.custom.sql.query import Limits, QueryError, errors_of_queries
 from watchstep_services.api.app import create_app
 from watchstep_services.api.problems import RefusedError
 from watchstep_services.api.queries import opened as opened_module
@@ -286,7 +286,7 @@ def test_while_a_query_is_run_the_service_answers_everything_else(
 def test_a_query_that_hears_no_interrupt_is_ended_with_its_process(
     recorded: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("watchstep_rules.sql_process._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("watchstep_rules.custom.sql.process._GRACE_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         stopped_children(patch)
         answer = sql(with_settings(recorded, query_seconds=0.5), "SELECT 1")
@@ -302,7 +302,7 @@ def test_where_no_process_can_be_started_a_query_is_to_be_sent_again(
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     POOL.close()
-    monkeypatch.setattr("watchstep_rules.sandbox.process._popen", refused)
+    monkeypatch.setattr("watchstep_rules.custom.sandbox.process._popen", refused)
     answer = sql(recorded, "SELECT 1")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 

@@ -15,10 +15,10 @@ from anyio import to_thread
 
 from tests.services.api.conftest import Api
 from tests.services.dispatcher.receivers.http_server import http_server, stall
-from watchstep_rules import sql_rule
-from watchstep_rules.sandbox.pool import POOL, BusyError
-from watchstep_rules.sandbox.process import StartError
-from watchstep_rules.sql_process import SqlProgram, checked
+from watchstep_rules.custom.sandbox.pool import POOL, BusyError
+from watchstep_rules.custom.sandbox.process import StartError
+from watchstep_rules.custom.sql import rule as sql_rule
+from watchstep_rules.custom.sql.process import SqlProgram, checked
 from watchstep_services.tokens import Role
 
 RUNS = "/v1/projects/vision/runs"
@@ -88,7 +88,9 @@ def test_a_recorders_rules_are_counted_before_one_is_checked(
 def test_a_rule_that_cannot_be_checked_now_is_refused_and_not_kept(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("watchstep_rules.sandbox.pool._WAIT_SECONDS", dict.fromkeys(POOL.processes, 0.0))
+    monkeypatch.setattr(
+        "watchstep_rules.custom.sandbox.pool._WAIT_SECONDS", dict.fromkeys(POOL.processes, 0.0)
+    )
     body = {
         "run": "run-1",
         "rules": [{**RULE, "params": {"query": "SELECT tensor FROM statistics WHERE l2 > 8"}}],

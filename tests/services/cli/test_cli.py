@@ -16,7 +16,7 @@ import pytest
 
 from tests.services.cli.typed import typed
 from watchstep import Hook
-from watchstep_rules.defaults import DEFAULT_RULES
+from watchstep_rules.config.defaults import DEFAULT_RULES
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 

@@ -15,7 +15,7 @@ from tests.services.recording import PROJECT, Recording, damage_from, exploding_
 from watchstep.errors import ConfigError
 from watchstep.store import Store
 from watchstep.transport import RefusedError
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.cli.app import app
 from watchstep_services.database.models import Standing
 from watchstep_services.registration import register

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.rules.sandbox.programs import LOUD
+from tests.rules.custom.programs import LOUD
 from tests.services.cli.typed import typed
 
 TESTS = """

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from tests.services.recording import PROJECT
 from watchstep.errors import ConfigError
-from watchstep_rules.config import RuleConfig, WebhookAction
+from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Backtest, BacktestResult, Project, ReceiverRow, RuleConfigRow
 from watchstep_services.database.schema import downgrade, upgrade

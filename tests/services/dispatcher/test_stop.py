@@ -16,7 +16,7 @@ from watchstep.documents import EndState
 from watchstep.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
-from watchstep_rules.config import RuleConfig, StopAction
+from watchstep_rules.config.rule_config import RuleConfig, StopAction
 from watchstep_services.database.models import Action
 from watchstep_services.dispatcher import dispatch as dispatching
 from watchstep_services.dispatcher.dispatch import dispatch, due_actions, next_due_ns

@@ -29,9 +29,9 @@ from watchstep.reading.compaction import compact
 from watchstep.reading.journal import read_journal
 from watchstep.reading.run import open_run
 from watchstep.store import Store
-from watchstep_rules.backtesting.backtest import Order, RunOutcome, backtest, backtest_run
-from watchstep_rules.config import Hold, RuleConfig
-from watchstep_rules.judging.alert_memory import Transition
+from watchstep_rules.backtest.backtest import Order, RunOutcome, backtest, backtest_run
+from watchstep_rules.config.rule_config import Hold, RuleConfig
+from watchstep_rules.engine.alert_memory import Transition
 from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator import claim as claiming
 from watchstep_services.evaluator import commit as committing

@@ -12,8 +12,8 @@ from tests.services.recording import PROJECT, Recording, Value, exploding_from, 
 from watchstep import documents, layout
 from watchstep.documents import RunDocument
 from watchstep.store import Store
-from watchstep_rules.backtesting.backtest import backtest_run
-from watchstep_rules.config import Hold, RuleConfig
+from watchstep_rules.backtest.backtest import backtest_run
+from watchstep_rules.config.rule_config import Hold, RuleConfig
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, PinnedBaseline, RunSummaryRow
 from watchstep_services.evaluator import claim as claiming

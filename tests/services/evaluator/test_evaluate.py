@@ -11,8 +11,8 @@ from tests.services.driving import RULES, Driven, make_service
 from tests.services.recording import PROJECT, Recording, exploding_from, healthy, nan_from
 from watchstep.errors import StoreError
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.judging.reach import Reach
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.lookback import Reach
 from watchstep_services.database.models import Run
 from watchstep_services.evaluator import commit as committing
 from watchstep_services.evaluator import evaluate as evaluating
@@ -213,7 +213,7 @@ def test_a_rule_that_is_no_longer_known_is_an_error_and_stops_no_other(
 
 
 HOARDER = """
-from watchstep_rules.contract import Needs, Params, Rule, State
+from watchstep_rules.rule import Needs, Params, Rule, State
 
 class Held(State):
     text: str = ""

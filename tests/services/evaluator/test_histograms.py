@@ -11,7 +11,7 @@ from watchstep.block import Block
 from watchstep.errors import FormatError
 from watchstep.parquet_claims import read_footer
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.models import Run
 from watchstep_services.rule_configs import put_one
 

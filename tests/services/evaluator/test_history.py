@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from watchstep_rules.defaults import DEFAULT_RULES
-from watchstep_rules.judging.history import History
-from watchstep_rules.judging.reach import Reach
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.engine.history import History
+from watchstep_rules.engine.lookback import Reach
 from watchstep_services.evaluator.history import HistoryCache
 
 REACH = Reach.of(DEFAULT_RULES)

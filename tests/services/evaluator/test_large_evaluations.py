@@ -8,7 +8,7 @@ from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
 from watchstep.block import Block
 from watchstep.store import Store
-from watchstep_rules.judging.prepared import Progress
+from watchstep_rules.engine.rule_inputs import Progress
 from watchstep_services.evaluator import collect as collecting
 from watchstep_services.evaluator import large_turn
 from watchstep_services.evaluator.judging import Judged, Loaded, judge_all

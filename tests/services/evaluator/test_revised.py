@@ -16,9 +16,9 @@ from tests.services.recording import Recording
 from watchstep.layout import SegmentKey
 from watchstep.reading.run import open_run
 from watchstep.store import Store
-from watchstep_rules.backtesting.backtest import backtest_run
-from watchstep_rules.config import RuleConfig
-from watchstep_rules.judging.revision import as_told
+from watchstep_rules.backtest.backtest import backtest_run
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.coalesce import as_told
 from watchstep_services.cli.telling import Teller
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Alert, Standing

@@ -13,7 +13,7 @@ from watchstep import documents, segment
 from watchstep.documents import EndDocument
 from watchstep.layout import SegmentKey, WriterId, end_document
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.evaluator import seals
 from watchstep_services.evaluator.attempts import MOST_RANKS
 from watchstep_services.evaluator.collect import spans_of_ranks

@@ -14,7 +14,7 @@ from tests.services.driving import Driven, make_service
 from watchstep import layout
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.engine import Database
 from watchstep_services.registration import register
 

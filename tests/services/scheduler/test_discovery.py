@@ -14,8 +14,8 @@ from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store import Store
-from watchstep_rules import rule_file
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.rule_files import rule_file
 from watchstep_services import registration
 from watchstep_services.database.models import RuleConfigRow, Run
 from watchstep_services.registration import discover_runs

@@ -14,7 +14,7 @@ from tests.services.dispatcher.receiver import receiving
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig, StopAction, WebhookAction
+from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Action
 from watchstep_services.database.records import add_action

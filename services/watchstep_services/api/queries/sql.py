@@ -14,8 +14,8 @@ from watchstep.reading.budget import ReadBudget
 from watchstep.reading.part import PartLostError
 from watchstep.reading.run import Run
 from watchstep.reading.sql import scan_for
-from watchstep_rules.sandbox.process import StartError
-from watchstep_rules.sql_process import Answer, Question, Source, select
+from watchstep_rules.custom.sandbox.process import StartError
+from watchstep_rules.custom.sql.process import Answer, Question, Source, select
 from watchstep_services.api.problems import RefusedError
 
 _MOST_TRIES = 3

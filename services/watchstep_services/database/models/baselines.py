@@ -9,7 +9,7 @@ from watchstep_services.database.models.base import NAME_LENGTH, Base
 
 
 class RunSummaryRow(Base):
-    """The summary of a sound run: a `watchstep_rules.baseline.RunSummary` as JSON text.
+    """The summary of a sound run: a `watchstep_rules.signals.ranges.baseline.RunSummary` as JSON text.
 
     ``program`` identifies the program and its capture configuration (`evaluator.baselines.program_of`).
     """

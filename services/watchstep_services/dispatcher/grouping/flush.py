@@ -15,8 +15,8 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from watchstep_rules.contract import SEVERITIES
-from watchstep_rules.incident import IncidentSummary
+from watchstep_rules.engine.incident import IncidentSummary
+from watchstep_rules.rule import SEVERITIES
 from watchstep_services import metrics
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import is_of_all

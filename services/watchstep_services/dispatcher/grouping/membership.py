@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep_rules.contract import SEVERITIES
+from watchstep_rules.rule import SEVERITIES
 from watchstep_services.database.models import AlertGroup, GroupMember, Standing
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.dispatcher.grouping.labels import labels_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from watchstep_rules.explanation import Explanation
-from watchstep_rules.incident import IncidentSummary
+from watchstep_rules.engine.explanation import Explanation
+from watchstep_rules.engine.incident import IncidentSummary
 from watchstep_services.database.models import AlertGroup, Run, Standing
 from watchstep_services.dispatcher.grouping.labels import labels_of
 from watchstep_services.dispatcher.receivers.notification import Notification, NotifiedAlert, Status

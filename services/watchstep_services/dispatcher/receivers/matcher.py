@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from watchstep_rules import name_pattern
+from watchstep_rules.signals import name_pattern
 
 Operator = Literal["=", "!=", "=~", "!~"]
 

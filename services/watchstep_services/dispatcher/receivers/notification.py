@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from watchstep.errors import FormatError
-from watchstep_rules.explanation import Explanation
-from watchstep_rules.incident import IncidentSummary
+from watchstep_rules.engine.explanation import Explanation
+from watchstep_rules.engine.incident import IncidentSummary
 
 Status = Literal["firing", "resolved"]
 

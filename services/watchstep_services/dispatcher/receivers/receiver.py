@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from watchstep.errors import ConfigError
-from watchstep_rules import message_template
-from watchstep_rules.config import ReceiverName
-from watchstep_rules.plain_text import lines
+from watchstep_rules.config import message_template
+from watchstep_rules.config.plain_text import lines
+from watchstep_rules.config.rule_config import ReceiverName
 from watchstep_services.dispatcher.receivers import wording
 from watchstep_services.dispatcher.receivers.reach import MOST_CHARACTERS, parse_address
 from watchstep_services.dispatcher.receivers.secret_fields import AnySecret, Given

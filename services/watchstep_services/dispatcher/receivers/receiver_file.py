@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from watchstep.errors import ConfigError
-from watchstep_rules.yaml_places import Loc, Places
-from watchstep_rules.yaml_reading import data_of
+from watchstep_rules.rule_files.yaml_source import Loc, Places, data_of
 from watchstep_services.dispatcher.receivers.kinds import AnyReceiver
 from watchstep_services.dispatcher.receivers.routing import RootNode, RouteNode
 from watchstep_services.dispatcher.receivers.secret_fields import Given, Kept

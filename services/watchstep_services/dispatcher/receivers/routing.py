@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from watchstep_rules.config import ReceiverName
+from watchstep_rules.config.rule_config import ReceiverName
 from watchstep_services.dispatcher.receivers.matcher import MOST_CHARACTERS, parse_matcher
 
 ALL_LABELS = "..."

@@ -1,6 +1,6 @@
 """A notification in words: a title and a text, by the receiver's own templates or by default.
 
-A template is text with ``{field}`` in it, looked up by name and nothing else (`watchstep_rules.message_template`): no code, no
+A template is text with ``{field}`` in it, looked up by name and nothing else (`watchstep_rules.config.message_template`): no code, no
 loops, no attributes, so that it is as long as its fields and takes no longer than they do. What is repeated for each alert is a
 template of its own, whose lines stand for ``{alerts}`` in the text.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from watchstep_rules import message_template
+from watchstep_rules.config import message_template
 from watchstep_services.dispatcher.receivers.notification import Notification, NotifiedAlert
 
 MOST_TITLE = 250

@@ -31,7 +31,7 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import NAN, PROJECT, Recording
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
-from watchstep_rules.config import RuleConfig
+from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.models import AuditEntry, Run, Silence, Standing, StopGrant
 from watchstep_services.dispatcher.grants import allow, revoke
 from watchstep_services.dispatcher.grouping import silences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from watchstep_rules.explanation import Explanation
+from watchstep_rules.engine.explanation import Explanation
 from watchstep_services.dispatcher.receivers.notification import (
     Notification,
     NotifiedAlert,

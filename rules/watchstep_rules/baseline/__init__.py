@@ -1,0 +1,1 @@
+"""Ranges of a program's earlier sound runs, pinned to an attempt."""

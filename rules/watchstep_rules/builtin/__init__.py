@@ -1,0 +1,1 @@
+"""The built-in rules, one per module, by what they judge."""

@@ -1,0 +1,1 @@
+"""Rules over gradients, and over non-finite values."""

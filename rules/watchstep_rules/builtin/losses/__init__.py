@@ -1,0 +1,1 @@
+"""Rules over training and validation losses."""

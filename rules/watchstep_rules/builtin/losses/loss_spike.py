@@ -1,0 +1,360 @@
+"""A training loss that has jumped far above where it began, and stays there."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.statistics import Floats
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.losses.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.signals.ranges.robust import medians, robust_spread
+
+_FIRST = 10
+_FALLS = 0.8
+_FALLS_WITH_DIP = 0.9
+_FALLEN = 0.25
+"""Share of its beginning that a loss must have come down by, for what it came down by to be its measure."""
+_MAY_DIP = 10
+"""Losses of which one may come down by half of the jump: small batches do that."""
+_CLIMB = 6
+_CLIMB_SPREAD = 3.0
+_CLIMB_SHARE = 0.8
+"""Share of what had been learned that a climb covers. Sound adversarial losses and networks on the edge of stability climb over 0.5 to 0.8 and come back (decision 124)."""
+_CLIMB_FACTOR = 1.3
+_CLIMB_INVERSIONS = 2
+"""Of the 15 pairs of six losses so many may fall: of noise without a trend one window in 36 has so few."""
+_TURNED = 2.0
+"""How many times as far below the level a loss of which the sign is turned around lies as the window before: one that drifts below zero had come most of the way (decision 124)."""
+_TURNED_OUTLIERS = 2
+"""Lowest losses of the window that do not count, for a loss of which the sign is turned around grows from a small one."""
+
+
+class LossSpikeParams(Params):
+    """Parameters of `LossSpike`."""
+
+    window: int = Field(50, ge=2, le=1000, description="Losses before the jump, whose median is the level.")
+    lasting: int = Field(10, ge=1, le=1000, description="Losses in a row that are above; 1 for any spike.")
+    exploded: int = Field(
+        5, ge=1, le=1000, description="The same of a loss that is far above where it began."
+    )
+    deviations: float = Field(
+        10.0, gt=0, description="Robust standard deviations by which they are above the level …"
+    )
+    rise: float = Field(2.0, gt=1, description="… which they also are so many times …")
+    of_first: float = Field(
+        0.9,
+        ge=0,
+        description="… and above by this share of what it had come down by since it began, or since its highest level.",
+    )
+    far: float = Field(10.0, gt=1, description="How many times where it began a loss is that has exploded.")
+
+
+class Height(NamedTuple):
+    """What is stored of a series.
+
+    Attributes:
+        first: its first losses, up to ten.
+        level: the highest absolute level since.
+        signed: whether a level was ever below zero.
+        negative: whether a loss was ever below zero by more than rounding.
+        extremes: the lowest and the highest loss, those left out that may be part of a jump; None before there is one.
+    """
+
+    first: tuple[float, ...] = ()
+    level: float = 0.0
+    signed: bool = False
+    negative: bool = False
+    extremes: tuple[float, float] | None = None
+
+
+class LossSpikeState(State):
+    """Where each series began and how high it was, by ``name/mode``; the step of each loss's first row."""
+
+    heights: dict[str, Height] = Field(default_factory=dict)
+    names: dict[str, int] = Field(default_factory=dict)
+
+
+class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
+    """Fires when the last ``lasting`` training losses are all far above the level of the ``window`` before them, and do not fall.
+
+    With ``level`` the median of the window, ``spread`` 1.4826 times the median of distances from it (which is the
+    standard deviation, were they normal, and does not notice single outliers: Hampel 1974) and ``began`` the median of the first
+    ten losses, or the highest level so far where that is more, each of the last losses is at least ``level`` plus the larger of::
+
+        deviations * spread,    of_first * (|began| - |level|)
+
+    So a loss with a floor (a contrastive loss, the entropy of a language) is measured by what it has learnt, and not by its height. Of a loss
+    that has come down by less than a quarter of its beginning, or by less than ``deviations * spread``, each must be at least ``level`` plus the largest of::
+
+        deviations * spread,    (rise - 1) * |level|,    of_first * |began|
+
+    One of ten may be only half as far above: small batches do that. And the median of the newest third of them is at least 0.8 times that of the oldest, 0.9 times where one
+    came down. Of a loss that is ``far * began`` above, which has exploded,
+    the last ``exploded`` are enough, whether they fall or not. A loss that *climbs* is found before it has lasted: of the last six all
+    are three spreads above the level, the mean of the newer three is above it by ``deviations * spread`` and by 0.8 of what the loss had come down by,
+    and that is 1.3 times as much as of the older three; it is above all losses of the window; and of the 15 pairs of the six two at most do not rise. A loss climbs like this after its sign was flipped, or where updates have become too large. A loss that was never below zero and is as far below its level,
+    and twice as far as all but two losses of the window, has had its sign turned around.
+
+    The height of a loss that was ever below zero (of an adversarial training, a policy gradient, a log likelihood) has no meaning: zero is no best value. Its last losses must also
+    be above its highest loss by the range of all its losses, and a climb is not looked for.
+
+    Large models are known for losses that jump within a few steps, after which some recover and some do not (Chowdhery
+    et al., "PaLM", 2022, section 5.1; Zhang et al., "OPT", 2022, section 2.5); both restart from a checkpoint before the
+    jump and leave out the batches that it happened at. A loss that comes back within ``lasting`` is left alone: one odd
+    batch does that. ``lasting: 1`` tells of any. The share of the first loss leaves alone what happens close to zero.
+
+    Of several losses only the one whose name says that it is the whole is judged.
+    """
+
+    name = "loss_spike"
+    version = 4
+    summary = "the training loss jumps far above its recent level and where it began, and stays there"
+    needs = Needs(collections=("losses",), roles=("loss",))
+    merge = "sealed"
+    usual_causes = (
+        "The learning rate is too high for where the training has come to.",
+        "A batch of odd data drove the weights away: corrupted, unnormalised or wrongly labelled examples.",
+        "Adam's second moments were small when large gradients came back.",
+    )
+    what_to_try = (
+        "Restart from a checkpoint before the jump, with a lower rate or without the batches of these steps.",
+        "Clip gradients by their norm.",
+        "Lower Adam's beta2 (0.95) or raise its epsilon.",
+    )
+    cannot_distinguish = (
+        "A learning rate that restarts, a new phase of a schedule, another loss under the same name or harder data on purpose, from a fault, if they raise the loss above where it began.",
+        "Several losses of one program of which the name does not say which is the whole are not judged.",
+    )
+    params_type = LossSpikeParams
+    state_type = LossSpikeState
+
+    def lookback(self, params: LossSpikeParams) -> int:
+        """The window and what is held against it."""
+        return params.window + max(params.lasting, params.exploded, _CLIMB) - 1
+
+    def evaluate(
+        self,
+        params: LossSpikeParams,
+        state: LossSpikeState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[LossSpikeState, list[Finding]]:
+        """Judge each training loss by itself."""
+        losses = loss_series(context, block, "train")
+        names = first_steps(state.names, losses)
+        heights, findings = dict(state.heights), {}
+        for series in losses:
+            level = _level(params, series, params.exploded)
+            began, signed, height = _began(heights.get(series.key, Height()), series, level)
+            beyond, heights[series.key] = _beyond(params, height, series)
+            if not _may_spike(params, series, began):
+                continue
+            past = _Past(began, signed, beyond)
+            soon = _spikes(params, series, params.exploded, past)
+            late = _spikes(params, series, params.lasting, past)
+            climb = _climbs(params, series, past)
+            for spike, jumped in (
+                (soon, soon.jumped & soon.far),
+                (late, late.jumped & late.stays),
+                (climb, climb.jumped),
+            ):
+                for place in map(int, np.flatnonzero(jumped & is_whole(series, names))):
+                    row = int(series.rows[place])
+                    if row not in findings:
+                        findings[row] = self._finding(params, block, series, place, spike)
+        return LossSpikeState(heights=heights, names=names), [findings[row] for row in sorted(findings)]
+
+    def _finding(
+        self, params: LossSpikeParams, block: Block, series: LossSeries, place: int, spike: _Spikes
+    ) -> Finding:
+        nearest, level, above = (float(each[place]) for each in (spike.nearest, spike.level, spike.above))
+        end, bar = ("lowest", level + above) if nearest > level else ("highest", level - above)
+        figure = (
+            f"mean of the last {_CLIMB // 2}, which climb,"
+            if spike.climbs
+            else f"{end}{' but one' if spike.one_dips[place] else ''} of the last {spike.lasting}"
+        )
+        message = (
+            f"{series.name} is {series.values[place]:.4g}, the {figure} is {nearest:.4g}; the median "
+            f"of the {params.window} before is {level:.4g}"
+        )
+        return finding_at(
+            self.name, block, int(series.rows[place]), value=nearest, threshold=bar, message=message
+        )
+
+
+class _Past(NamedTuple):
+    """At each row what the losses before say of a jump.
+
+    Attributes:
+        began: where the loss began, or its highest level; NaN before that is known.
+        signed: whether a level was below zero before.
+        beyond: what a jump must be above because a loss was below zero; minus infinity where none was, NaN before it is known.
+    """
+
+    began: Floats
+    signed: NDArray[np.bool_]
+    beyond: Floats
+
+
+class _Spikes(NamedTuple):
+    """Of the last losses at each row the one nearest to the level, the level before them, and how far above they must be.
+
+    ``jumped``: they are so far above, or below; ``far``: they have exploded; ``stays``: they do not come back; ``one_dips``: the lowest is left out. ``climbs``: it is the mean of the
+    newer half that is held against the level, and none of ``far`` and ``stays`` is asked.
+    """
+
+    lasting: int
+    nearest: Floats
+    level: Floats
+    above: Floats
+    jumped: NDArray[np.bool_]
+    far: NDArray[np.bool_]
+    stays: NDArray[np.bool_]
+    one_dips: NDArray[np.bool_]
+    climbs: bool = False
+
+
+def _may_spike(params: LossSpikeParams, series: LossSeries, began: Floats) -> bool:
+    """Whether some losses are so high, or below zero: of a training that goes well none are, and there is no more to work out.
+
+    The newest loss may be the one that dips, to half of what the others reach.
+    """
+    with np.errstate(invalid="ignore"):
+        high = series.values >= min(params.of_first / 2, _CLIMB_SHARE) * began
+    return bool(high.any()) or bool((series.values < 0).any()) or bool((series.before < 0).any())
+
+
+def _level(params: LossSpikeParams, series: LossSeries, lasting: int) -> Floats:
+    return series.trailing(params.window + lasting, lambda windows: medians(windows[:, : params.window]))
+
+
+def _began(past: Height, series: LossSeries, level: Floats) -> tuple[Floats, NDArray[np.bool_], Height]:
+    """At each row where the loss began or its highest level, NaN before that is known; and whether it was below zero before."""
+    first, highest, signed = past.first, past.level, past.signed
+    began, was_signed = np.full(len(level), np.nan), np.zeros(len(level), np.bool_)
+    start = abs(statistics.median(first)) if len(first) == _FIRST else math.nan
+    for place, (value, middle) in enumerate(zip(series.values.tolist(), level.tolist(), strict=True)):
+        if len(first) < _FIRST and math.isfinite(value):
+            first = (*first, value)
+            start = abs(statistics.median(first)) if len(first) == _FIRST else math.nan
+        if math.isfinite(middle):
+            highest = max(highest, abs(middle))
+            signed = signed or middle < 0
+        was_signed[place] = signed
+        began[place] = max(start, highest)  # the start where it is not known: NaN comes first
+    return began, was_signed, past._replace(first=first, level=highest, signed=signed)
+
+
+def _beyond(params: LossSpikeParams, past: Height, series: LossSeries) -> tuple[Floats, Height]:
+    """`_Past.beyond` of each row.
+
+    The extremes are those of the whole run, for an adversarial loss may swing again as far as it did long ago, without the newest losses, which may be the jump.
+    """
+    longest = max(params.lasting, params.exploded)
+    width = params.window + longest
+    low = series.trailing(width, lambda windows: np.fmin.reduce(windows[:, :-longest], axis=1))
+    high = series.trailing(width, lambda windows: np.fmax.reduce(windows[:, :-longest], axis=1))
+    lowest, highest = past.extremes or (math.nan, math.nan)
+    low, high = (
+        np.fmin.accumulate(np.fmin(low, lowest)),
+        np.fmax.accumulate(np.fmax(high, highest)),
+    )
+    negative = np.logical_or.accumulate(series.values < -NOTHING) | past.negative
+    with np.errstate(invalid="ignore", over="ignore"):
+        beyond = np.where(negative, high + (high - low), -np.inf)
+    extremes = None if math.isnan(low[-1]) else (float(low[-1]), float(high[-1]))
+    return beyond, past._replace(negative=bool(negative[-1]), extremes=extremes)
+
+
+def _spikes(params: LossSpikeParams, series: LossSeries, lasting: int, past: _Past) -> _Spikes:
+    width, third = params.window + lasting, max(1, lasting // 3)
+    level = _level(params, series, lasting)
+    spread = series.trailing(width, lambda windows: robust_spread(windows[:, : params.window]))
+    lowest = series.trailing(width, lambda windows: windows[:, params.window :].min(axis=1))
+    second = series.trailing(width, lambda windows: _second(windows[:, params.window :]))
+    highest = series.trailing(width, lambda windows: windows[:, params.window :].max(axis=1))
+    oldest = series.trailing(
+        width, lambda windows: medians(windows[:, params.window : params.window + third])
+    )
+    newest = series.trailing(width, lambda windows: medians(windows[:, -third:]))
+    noise, began = params.deviations * spread, past.began
+    plain = np.maximum(np.maximum(noise, (params.rise - 1) * np.abs(level)), params.of_first * began)
+    with np.errstate(invalid="ignore"):
+        fallen = began - np.abs(level)
+        has_fallen = (fallen >= _FALLEN * began) & (fallen >= noise)
+        above = np.where(has_fallen, np.maximum(noise, params.of_first * fallen), plain)
+        one_dips = (
+            (lasting >= _MAY_DIP)
+            & (lowest < level + above)
+            & (lowest >= level + above / 2)
+            & (second >= level + above)
+        )
+        nearest = np.where(one_dips, second, lowest)
+        up = (nearest >= level + above) & (above > 0) & (nearest >= past.beyond)
+        below = (highest <= level - plain) & (plain > 0) & ~past.signed & (highest < 0)
+        if below.any():  # an adversarial loss may drift as far down
+            usual = series.trailing(width, lambda windows: _lowest_usual(windows[:, : params.window]))
+            below &= level - highest >= _TURNED * (level - usual)
+        return _Spikes(
+            lasting,
+            np.where(below, highest, nearest),
+            level,
+            np.where(below, plain, above),
+            up | below,
+            nearest >= params.far * began,
+            below | (newest >= np.where(one_dips, _FALLS_WITH_DIP, _FALLS) * oldest),
+            one_dips & ~below,
+        )
+
+
+def _second(windows: Floats) -> Floats:
+    """The second lowest of each row; of one number that."""
+    found: Floats = np.sort(windows, axis=1)[:, min(1, windows.shape[1] - 1)]
+    return found
+
+
+def _lowest_usual(windows: Floats) -> Floats:
+    """The lowest of each row but for outliers."""
+    found: Floats = np.sort(windows, axis=1)[:, min(_TURNED_OUTLIERS, windows.shape[1] - 1)]
+    return found
+
+
+def _climbs(params: LossSpikeParams, series: LossSeries, past: _Past) -> _Spikes:
+    """Losses that are on their way up, over a part of what had been learnt and the faster the longer."""
+    width, half = params.window + _CLIMB, _CLIMB // 2
+    level = _level(params, series, _CLIMB)
+    spread = series.trailing(width, lambda windows: robust_spread(windows[:, : params.window]))
+    lowest = series.trailing(width, lambda windows: windows[:, params.window :].min(axis=1))
+    older = series.trailing(width, lambda windows: windows[:, params.window : -half].mean(axis=1))
+    newer = series.trailing(width, lambda windows: windows[:, -half:].mean(axis=1))
+    highest = series.trailing(width, lambda windows: windows[:, : params.window].max(axis=1))
+    falls = series.trailing(width, lambda windows: _inversions(windows[:, -_CLIMB:]))
+    with np.errstate(invalid="ignore"):
+        noise, fallen = params.deviations * spread, past.began - level
+        above = np.maximum(noise, _CLIMB_SHARE * fallen)
+        climbs = np.isneginf(past.beyond) & (level >= 0) & (newer > highest)
+        climbs &= (fallen >= _FALLEN * past.began) & (fallen >= noise) & (fallen > 0)
+        climbs &= (lowest > level + _CLIMB_SPREAD * spread) & (series.values >= level + above)
+        climbs &= (
+            (falls <= _CLIMB_INVERSIONS)
+            & (newer >= level + above)
+            & (newer - level >= _CLIMB_FACTOR * (older - level))
+        )
+    anywhere = np.zeros(len(level), np.bool_)
+    return _Spikes(_CLIMB, newer, level, above, climbs, anywhere, anywhere, anywhere, climbs=True)
+
+
+def _inversions(windows: Floats) -> Floats:
+    """How many pairs of each row do not rise."""
+    older, newer = np.triu_indices(windows.shape[1], k=1)
+    found: Floats = (windows[:, newer] <= windows[:, older]).sum(axis=1).astype(np.float64)
+    return found

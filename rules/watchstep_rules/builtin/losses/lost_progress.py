@@ -1,0 +1,180 @@
+"""A training loss that had fallen, is back where it began, and stays there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.losses import constant_prediction
+from watchstep_rules.signals.losses.constant_prediction import LabelState, own_baselines
+from watchstep_rules.signals.losses.loss_progress import Beginning, progress
+from watchstep_rules.signals.losses.loss_progress import lookback as loss_lookback
+from watchstep_rules.signals.losses.loss_series import falls, first_steps, is_whole, loss_series
+
+_LONGEST = 200
+
+
+class LostProgressParams(Params):
+    """Parameters of `LostProgress`."""
+
+    window: int = Field(20, ge=2, le=1000, description="Losses whose mean is looked at.")
+    warmup: int = Field(10, ge=1, le=1000, description="First losses, whose median is where it began.")
+    fallen: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Share of its beginning to which a loss that has made progress came down.",
+    )
+    back: float = Field(0.8, gt=0, description="Share of its beginning at which that progress is lost.")
+    lasting: int = Field(
+        10,
+        ge=1,
+        le=1000,
+        description="Means in a row that are back; more where it took longer to learn at first.",
+    )
+
+
+class Course(NamedTuple):
+    """What is kept of a series besides its beginning.
+
+    Attributes:
+        learnt: losses that it took to come down to ``back`` at first; 0 before.
+        away: means in a row that are back, after progress.
+    """
+
+    learnt: int = 0
+    away: int = 0
+
+
+class LostProgressState(State):
+    """The beginning and course of each series, by ``name/mode``; the step of each loss's first row; the labels so far."""
+
+    series: dict[str, Beginning] = Field(default_factory=dict)
+    courses: dict[str, Course] = Field(default_factory=dict)
+    names: dict[str, int] = Field(default_factory=dict)
+    labels: LabelState = LabelState()
+
+
+class LostProgress(Rule[LostProgressParams, LostProgressState]):
+    """Fires when a training loss that had fallen by half is back where it began, and does not fall again.
+
+    With ``start`` the median of the first losses, or what the best constant prediction gives where labels are recorded and that is
+    less, ``mean`` that of the last ``window`` losses and ``lowest`` the lowest mean of twenty so far::
+
+        lowest <= fallen * start        it had made progress
+        mean   >= back * start          which is lost
+
+    the second for ``lasting`` means in a row, and as many as it took at first from the beginning to ``back * start`` (200 at
+    most): a new task, which a training may be given on purpose, is learnt in about the time that the first was. It does
+    not fall where the mean of the second half of the window is not below that of the first by more than two standard
+    errors, from differences of neighbours.
+
+    So look inputs that have become constant, labels that no longer belong to their inputs, batches of padding, a learning rate or
+    weight decay that wrote over the weights. `loss_spike` finds a loss that leaps above its beginning sooner.
+
+    Left alone are losses that were ever below zero, one of several losses unless its name says that it is the sum, an attempt that
+    resumes a run (its beginning is not known), and a beginning below 1e-6.
+    """
+
+    name = "lost_progress"
+    summary = "the training loss had fallen, is back where it began, and stays there"
+    needs = Needs(
+        collections=("losses", "labels"),
+        roles=("loss", "label"),
+        probes=("class_counts",),
+        about=("loss",),
+        evidence_rows=0,
+    )
+    merge = "sealed"
+    usual_causes = (
+        "Inputs or labels have changed: constant or unscaled inputs, labels apart from their inputs, batches of padding.",
+        "An update wrote over the weights: a learning rate or a weight decay that was raised, or an odd batch.",
+        "The sign of the loss, or its reduction, was changed.",
+    )
+    what_to_try = (
+        "Look at the batches of the step at which the loss rose, and at the learning rate and weight decay that the program set there.",
+        "Restart from a checkpoint before that step.",
+        "If the task was changed on purpose, silence the alert for this run.",
+    )
+    cannot_distinguish = (
+        "Data or a task that are changed on purpose, and are harder than before, from ones that broke.",
+        "Targets that grow with what is learnt, as in reinforcement learning, from a training that came undone.",
+    )
+    params_type = LostProgressParams
+    state_type = LostProgressState
+
+    def lookback(self, params: LostProgressParams) -> int:
+        """What the means reach over."""
+        return loss_lookback(params.warmup, 2 * params.window)
+
+    def evaluate(
+        self,
+        params: LostProgressParams,
+        state: LostProgressState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[LostProgressState, list[Finding]]:
+        """Judge each training loss by itself."""
+        losses = loss_series(context, block, "train")
+        labels, baselines = constant_prediction.follow(state.labels, block)
+        names = first_steps(state.names, losses)
+        kept, courses, findings = dict(state.series), dict(state.courses), {}
+        for series in losses:
+            before = kept.get(series.key, Beginning())
+            seen, kept[series.key] = progress(series, before, params.warmup, 2 * params.window)
+            mean = series.trailing(params.window, lambda windows: windows.mean(axis=1))
+            guess = own_baselines(constant_prediction.at(baselines, series.steps), series.function)
+            start = np.where(np.isnan(seen.start), np.nan, np.fmin(seen.start, guess))
+            with np.errstate(invalid="ignore"):
+                is_back = (mean >= params.back * start) & (seen.lowest <= params.fallen * start)
+                is_down = mean < params.back * start
+            lasts, courses[series.key] = _lasts(
+                params, courses.get(series.key, Course()), seen.seen, is_back, is_down
+            )
+            if not lasts.any():
+                continue
+            lost = (
+                lasts & (series.trailing(params.window, falls) != 1) & ~seen.signed & is_whole(series, names)
+            )
+            for place in map(int, np.flatnonzero(lost)):
+                row = int(series.rows[place])
+                message = (
+                    f"{series.name} is {mean[place]:.4g} on average, it began at {seen.start[place]:.4g} and "
+                    f"had come down to {seen.lowest[place]:.4g}"
+                )
+                findings[row] = finding_at(
+                    self.name,
+                    block,
+                    row,
+                    value=float(mean[place]),
+                    threshold=float(params.back * start[place]),
+                    message=message,
+                )
+        state = LostProgressState(series=kept, courses=courses, names=names, labels=labels)
+        return state, [findings[row] for row in sorted(findings)]
+
+
+def _lasts(
+    params: LostProgressParams,
+    course: Course,
+    seen: NDArray[np.int64],
+    is_back: NDArray[np.bool_],
+    is_down: NDArray[np.bool_],
+) -> tuple[NDArray[np.bool_], Course]:
+    """At which rows the loss has been back for long enough."""
+    learnt, away = course
+    lasts = np.zeros(len(seen), np.bool_)
+    for place, (number, back, down) in enumerate(
+        zip(seen.tolist(), is_back.tolist(), is_down.tolist(), strict=True)
+    ):
+        away = away + 1 if back else 0
+        if down and not learnt:
+            learnt = number
+        lasts[place] = away >= max(params.lasting, min(learnt, _LONGEST))
+    return lasts, Course(learnt, away)

@@ -1,0 +1,338 @@
+"""A loss that swings without coming to rest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.losses import constant_prediction
+from watchstep_rules.signals.losses.constant_prediction import LabelState
+from watchstep_rules.signals.losses.loss_series import NOTHING, LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.signals.ranges.robust import medians, quantiles
+from watchstep_rules.signals.tensor_selection import rows_where
+
+_EVALUATIONS = 8
+_KEPT = "gradients:kept"
+
+
+class OscillatingLossParams(Params):
+    """Parameters of `OscillatingLoss`."""
+
+    window: int = Field(40, ge=3, le=1000, description="Losses that are looked at together.")
+    swing: float = Field(
+        0.75,
+        gt=0,
+        description="Distance of their tenth from their ninetieth percentile, against their median.",
+    )
+    above_labels: float = Field(
+        2.0,
+        ge=1,
+        description="How many times the loss of a constant prediction the median is, and the first loss.",
+    )
+    above_first: float = Field(
+        30.0, gt=1, description="How many times the first loss the median is, where labels are not recorded."
+    )
+    alternation: float = Field(
+        0.7, gt=0, lt=1, description="Correlation, in magnitude, of losses that follow each other by turns."
+    )
+
+
+class Origin(NamedTuple):
+    """What is kept of a series: losses so far, the first one (0 where it is next to nothing), the highest of the first ten, whether any was below zero."""
+
+    seen: int = 0
+    first: float | None = None
+    high: float = 0.0
+    signed: bool = False
+
+
+class OscillatingLossState(State):
+    """The origin of each series, by ``name/mode``; the step of each loss's first row; the labels so far; whether gradients are kept."""
+
+    series: dict[str, Origin] = Field(default_factory=dict)
+    names: dict[str, int] = Field(default_factory=dict)
+    labels: LabelState = LabelState()
+    kept: bool = False
+
+
+class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
+    """Fires when a loss swings in one of four ways that batch noise does not make.
+
+    *Overshoot*: over ``window`` training losses, ``p90 - p10 >= swing * median``, with at least a fifth as many crossings
+    of the median as losses, while the median is ``above_labels`` times what the best constant prediction gives and
+    also that many times the first loss; without labels, ``above_first`` times the first loss. Noise of batches swings around
+    what the model is worth, and a model is worth more than it was before its first update. A loss that climbs all the
+    while diverges, which is another rule's.
+
+    *Alternation*: the autocorrelation of the window at lag 1 is below ``-alternation`` and at lag 2 above it, or at lags
+    p/2 and p for p = 4, 6, 8; the swing is a tenth of the median or more, and the median above half of the first losses'
+    highest. Independent losses have correlations of ``1/sqrt(window)``: 0.7 is more than four times that. Two
+    batches in fixed order alternate too, but their loss falls.
+
+    *With a cause*: batches come sorted by label (of the deviations of labels a fifth or less is within batches), or gradients of
+    before an optimizer's step are still in those of the next. Then ``p90 - p10 >= swing * median`` is enough where the ninetieth
+    percentile is half or more of what the best constant prediction gives (the kind of loss that the first is nearest to), or of the first loss where labels are not
+    recorded: what makes the loss swing is known.
+
+    *Validation*: of eight evaluations in a row, all but one are turning points, each a quarter of their median or more away from
+    the one before, their median a tenth of the first one or more. A validation set does not change, so what swings is the model.
+
+    In all of them the second half of the window swings at least half as far as the first (alternation: eight tenths), and
+    its median is at most half as much again: what shrinks settles, what grows explodes. Losses that were below
+    zero, and one of several losses unless its name says that it is the sum, are left alone. Overshoot and alternation
+    around a ravine are what gradient descent does above ``2 / curvature`` (Cohen et al., ICLR 2021). SageMaker has no such rule;
+    AutoTrainer (ICSE 2021) counts turns of the accuracy. Slow swings, as of cyclic learning rates and of games, turn too
+    seldom for any of these unless their cause is seen. A first loss below 1e-6 sets no threshold.
+    """
+
+    name = "oscillating_loss"
+    summary = "the loss swings without coming to rest"
+    version = 2
+    needs = Needs(
+        collections=("losses", "labels", "metrics"),
+        roles=("loss", "label", "metric"),
+        probes=("class_counts", "kept_gradients"),
+        about=("loss",),
+    )
+    merge = "sealed"
+    usual_causes = (
+        "The learning rate is too high: steps go from one side of a valley to the other.",
+        "Batches are very small, or differ much from each other.",
+        "Momentum is too high for the learning rate.",
+    )
+    what_to_try = (
+        "Lower the learning rate, by threes, or let it decay.",
+        "Take larger batches, or accumulate gradients.",
+        "Shuffle the data; clip gradients; lower the momentum.",
+    )
+    cannot_distinguish = (
+        "Batches of a few kinds that come by turns on purpose, such as tasks or lengths, from steps that go from side to side.",
+        "A loss that grew to thirty times its first value because its targets did, from one that overshoots.",
+    )
+    params_type = OscillatingLossParams
+    state_type = OscillatingLossState
+
+    def lookback(self, params: OscillatingLossParams) -> int:
+        """The window."""
+        return max(params.window, _EVALUATIONS)
+
+    def evaluate(
+        self,
+        params: OscillatingLossParams,
+        state: OscillatingLossState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[OscillatingLossState, list[Finding]]:
+        """Judge each loss by itself, those of training and of validation."""
+        losses = loss_series(context, block, "train")
+        evaluations = loss_series(context, block, "eval")
+        labels, baselines = constant_prediction.follow(state.labels, block)
+        names = first_steps(state.names, losses)
+        gradients = _kept_gradients(state.kept, block)
+        kept, findings = dict(state.series), {}
+        for series in [*losses, *evaluations]:
+            origin = _origins(series, kept.get(series.key, Origin()))
+            kept[series.key] = origin[-1]
+            if series.key.endswith("/eval"):
+                width, swings = _EVALUATIONS, _evaluations(series, origin)
+            else:
+                width = params.window
+                known = constant_prediction.at(baselines, series.steps)
+                cause = constant_prediction.in_order_at(baselines, series.steps) | _kept_at(
+                    gradients, series.steps
+                )
+                ends = _Ends.of(series, width)
+                swings = _overshoots(params, series, origin, known, ends)
+                swings |= _alternates(params, series, origin, ends)
+                if cause.any():
+                    swings |= cause & _swings_wide(params, series, origin, known, ends)
+            swings &= is_whole(series, names) & ~np.array([each.signed for each in origin])
+            if not swings.any():
+                continue
+            low, high = _ends(series, width)
+            for place in map(int, np.flatnonzero(swings)):
+                row = int(series.rows[place])
+                message = f"{series.name} has swung between {low[place]:.3g} and {high[place]:.3g} over {width} records"
+                findings[row] = finding_at(
+                    self.name,
+                    block,
+                    row,
+                    value=float(high[place] - low[place]),
+                    threshold=float(origin[place].first or 0.0),
+                    message=message,
+                )
+        state = OscillatingLossState(series=kept, names=names, labels=labels, kept=gradients[-1][1])
+        return state, [findings[row] for row in sorted(findings)]
+
+
+def _origins(series: LossSeries, past: Origin) -> list[Origin]:
+    """The origin as of each row."""
+    found = []
+    for value in series.values.tolist():
+        finite = np.isfinite(value)
+        past = Origin(
+            past.seen + 1,
+            _as_first(value) if past.first is None and finite else past.first,
+            max(past.high, value) if finite and past.seen < 10 else past.high,
+            past.signed or value < 0,
+        )
+        found.append(past)
+    return found
+
+
+def _as_first(value: float) -> float:
+    """A first loss that is next to nothing sets no threshold."""
+    return value if abs(value) > NOTHING else 0.0
+
+
+class _Ends(NamedTuple):
+    """Of the last losses at each row the median, and the tenth and ninetieth percentile, float64 of shape (n,)."""
+
+    median: Floats
+    low: Floats
+    high: Floats
+
+    @classmethod
+    def of(cls, series: LossSeries, width: int) -> _Ends:
+        return cls(series.trailing(width, medians), *_ends(series, width))
+
+
+def _ends(series: LossSeries, width: int) -> tuple[Floats, Floats]:
+    """Tenth and ninetieth percentile of the last losses."""
+    return (
+        series.trailing(width, lambda windows: quantiles(windows, 0.1)),
+        series.trailing(width, lambda windows: quantiles(windows, 0.9)),
+    )
+
+
+def _goes_on(windows: Floats, least: float) -> NDArray[np.bool_]:
+    """Whether the second half of each window swings at least so much of the first's swing, and has not grown away."""
+    half = windows.shape[1] // 2
+    halves = windows[:, :half], windows[:, -half:]
+    first, second = (quantiles(part, 0.9) - quantiles(part, 0.1) for part in halves)
+    before, after = (medians(part) for part in halves)
+    going: NDArray[np.bool_] = (second >= least * first) & (after <= 1.5 * before)
+    return going
+
+
+def _climbs(windows: Floats) -> NDArray[np.bool_]:
+    """Whether losses grow with their place, beyond a correlation of 0.35: twice what 40 independent ones have."""
+    apart = windows - windows.mean(axis=1, keepdims=True)
+    place = np.arange(windows.shape[1]) - (windows.shape[1] - 1) / 2
+    together = (apart * place).sum(axis=1)
+    climbs: NDArray[np.bool_] = together > 0.35 * np.sqrt((apart**2).sum(axis=1) * (place**2).sum())
+    return climbs
+
+
+def _overshoots(
+    params: OscillatingLossParams,
+    series: LossSeries,
+    origin: list[Origin],
+    known: list[tuple[float, ...] | None],
+    ends: _Ends,
+) -> NDArray[np.bool_]:
+    def turns(windows: Floats) -> Floats:
+        above = windows > medians(windows)[:, None]
+        often = (above[:, 1:] != above[:, :-1]).sum(axis=1) >= params.window / 5
+        return np.where(often & ~_climbs(windows) & _goes_on(windows, 0.5), 1.0, 0.0)
+
+    median, low, high = ends
+    first = np.array([np.nan if each.first is None else each.first for each in origin])
+    bar = np.array(
+        [
+            params.above_labels * max(one, losses[-1]) if losses else params.above_first * one or np.inf
+            for one, losses in zip(first.tolist(), known, strict=True)
+        ]
+    )
+    swings: NDArray[np.bool_] = (high - low >= params.swing * median) & (median >= bar) & (median > 0)
+    if not swings.any():
+        return swings
+    found: NDArray[np.bool_] = swings & (series.trailing(params.window, turns) == 1)
+    return found
+
+
+def _swings_wide(
+    params: OscillatingLossParams,
+    series: LossSeries,
+    origin: list[Origin],
+    known: list[tuple[float, ...] | None],
+    ends: _Ends,
+) -> NDArray[np.bool_]:
+    median, low, high = ends
+    goes_on = series.trailing(params.window, lambda windows: np.where(_goes_on(windows, 0.5), 1.0, 0.0)) == 1
+    first = [np.nan if each.first is None else each.first for each in origin]
+    guess = np.array(
+        [
+            min(losses, key=lambda loss: abs(loss - one)) if losses else one or np.inf
+            for one, losses in zip(first, known, strict=True)
+        ]
+    )
+    wide: NDArray[np.bool_] = (high - low >= params.swing * median) & (high >= guess / 2) & goes_on
+    return wide
+
+
+def _kept_gradients(before: bool, block: Block) -> list[tuple[int, bool]]:
+    """From which step on gradients are kept, or no more; first what was before."""
+    is_metric = rows_where(block, _tells_of_kept_gradients)
+    if not is_metric.any():
+        return [(-1, before)]
+    rows = np.flatnonzero(is_metric & (block.statistics.finite > 0))
+    rows = rows[np.argsort(block.step[rows], kind="stable")]
+    kept = (block.statistics.mean[rows] > 0).tolist()
+    return [(-1, before), *zip(block.step[rows].tolist(), kept, strict=True)]
+
+
+def _tells_of_kept_gradients(info: TensorInfo) -> bool:
+    return _KEPT in info.name and info.role == "metric"
+
+
+def _kept_at(found: list[tuple[int, bool]], steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    places = np.searchsorted([step for step, _ in found], steps, side="right") - 1
+    return np.array([found[place][1] for place in places.tolist()], np.bool_)
+
+
+def _alternates(
+    params: OscillatingLossParams, series: LossSeries, origin: list[Origin], ends: _Ends
+) -> NDArray[np.bool_]:
+    def regular(windows: Floats) -> Floats:
+        apart = windows - windows.mean(axis=1, keepdims=True)
+        whole = (apart**2).mean(axis=1)
+        alternates = np.zeros(len(windows), np.bool_)
+        for period in (2, 4, 6, 8):
+            if 2 * period > windows.shape[1]:
+                break
+            near, far = (
+                (apart[:, lag:] * apart[:, :-lag]).mean(axis=1) / whole for lag in (period // 2, period)
+            )
+            alternates |= (near < -params.alternation) & (far > params.alternation)
+        return np.where(alternates & _goes_on(windows, 0.8), 1.0, 0.0)
+
+    median, low, high = ends
+    begun = np.array([each.high for each in origin])
+    wide: NDArray[np.bool_] = (high - low >= 0.1 * median) & (median >= begun / 2) & (median > 0)
+    if not wide.any():
+        return wide
+    found: NDArray[np.bool_] = wide & (series.trailing(params.window, regular) == 1)
+    return found
+
+
+def _evaluations(series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
+    def turns(windows: Floats) -> Floats:
+        moves = np.diff(windows, axis=1)
+        turning = (np.sign(moves[:, 1:]) * np.sign(moves[:, :-1]) < 0).sum(axis=1)
+        median = medians(windows)
+        wide = (np.abs(moves) >= 0.25 * median[:, None]).sum(axis=1) >= _EVALUATIONS - 2
+        swings = (turning >= _EVALUATIONS - 3) & wide & (median > 0) & _goes_on(windows, 0.5)
+        return np.where(swings, median, np.nan)
+
+    first = np.array([np.nan if each.first is None else each.first for each in origin])
+    found: NDArray[np.bool_] = (series.trailing(_EVALUATIONS, turns) >= 0.1 * first) & (first != 0)
+    return found

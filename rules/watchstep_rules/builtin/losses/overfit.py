@@ -1,0 +1,270 @@
+"""A validation loss that rises from its best while the training loss goes on falling."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.statistics import Floats
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.losses.loss_series import LossSeries, loss_series
+from watchstep_rules.signals.losses.trend import better_high
+
+
+class OverfitParams(Params):
+    """Parameters of `Overfit`."""
+
+    patience: int = Field(5, ge=1, le=1000, description="Evaluations in a row since the best that are worse.")
+    rise: float = Field(
+        0.2, gt=0, description="How far above its best the validation loss is, as a share of it."
+    )
+    of_first: float = Field(0.15, ge=0, description="… and as a share of the first evaluation's.")
+    train_fall: float = Field(
+        0.2, ge=0, lt=1, description="Share by which the training loss has fallen since that best."
+    )
+    window: int = Field(20, ge=1, le=1000, description="Training losses whose mean is the training loss.")
+
+
+class Best(NamedTuple):
+    """What is kept of a validation loss.
+
+    Attributes:
+        first: the loss of the first evaluation.
+        loss: the lowest one.
+        step: its step.
+        train: the training loss then.
+        last: the newest one.
+        worse: evaluations in a row, up to the last, that were above the best by half of what is asked.
+        after: evaluations since the best.
+        total: their sum.
+        squares: sum of the squares of their changes, from one to the next.
+        metrics: the best value of each metric up to that step, by ``name/mode``.
+    """
+
+    first: float
+    loss: float
+    step: int
+    train: float | None
+    last: float
+    worse: int = 0
+    after: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    metrics: dict[str, float] = {}  # noqa: RUF012 - never changed in place
+
+
+class Metric(NamedTuple):
+    """A metric of validation of which more is better, with the sign turned around.
+
+    Attributes:
+        best: its lowest value.
+        newest: its last values, as many as the patience, oldest first.
+    """
+
+    best: float
+    newest: tuple[float, ...]
+
+
+class OverfitState(State):
+    """What is kept of each validation loss and metric, by ``name/mode``, and the newest mean of each training loss, by name."""
+
+    best: dict[str, Best] = Field(default_factory=dict)
+    train: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, Metric] = Field(default_factory=dict)
+
+
+class Overfit(Rule[OverfitParams, OverfitState]):
+    """Fires when a validation loss has risen from its best, and the training loss goes on falling.
+
+    With ``best`` the lowest validation loss, ``first`` the first one, ``loss`` the newest, ``train`` the mean of the last
+    ``window`` training losses, and ``train_then`` the same at the best, all must hold::
+
+        loss - best >= rise * |best|  and  >= of_first * |first|    it has risen
+        loss - best >= half of that, for patience evaluations       and stays up
+        loss - best >= 2 * rms(changes since the best)              beyond its own noise
+        loss >= mean(losses since the best)                         and does not come back
+        train <= train_then - train_fall * |train_then|             while training goes on to fall
+        loss - train >= rise * |loss|                               far below it
+
+    SageMaker's Overfit compares the two losses alone, by 0.1, so every model that generalises a little worse than it fits is
+    found. Rising validation loss with falling training loss is the textbook's sign (Goodfellow et al., Deep Learning,
+    2016, section 7.8), patience Prechelt's ("Early stopping, but when?", 1998). The share of the first evaluation leaves
+    alone a loss that is close to zero, where a few doubtful examples double it.
+
+    A training loss is taken of the same name, or the only one.
+
+    *Left alone* is a model that gets better by a metric of its validation of which more is better (accuracy, F1, AUC, reward and the
+    like): the last ``patience`` values of it are all better than any up to the best validation loss. Cross-entropy rises where a few wrong answers
+    become surer, and where validation has classes that training comes to later, while more and more answers are right (Guo et al.,
+    "On Calibration of Modern Neural Networks", ICML 2017, section 3). All of ``patience`` values above the earlier best leave nothing to noise.
+    """
+
+    name = "overfit"
+    summary = "the validation loss rises from its best while the training loss falls"
+    needs = Needs(
+        collections=("losses", "metrics"), roles=("loss", "metric"), about=("loss",), evidence_rows=0
+    )
+    merge = "sealed"
+    usual_causes = (
+        "The training has gone on for longer than the data carry.",
+        "The model is large for the data.",
+        "There is little regularisation or augmentation.",
+        "Validation data differ from training data.",
+    )
+    what_to_try = (
+        "Stop early, and take the weights of the best validation.",
+        "Add weight decay, dropout or augmentation, or take a smaller model.",
+        "Get more data, or begin from trained weights.",
+        "Check how the validation data were split and prepared.",
+    )
+    cannot_distinguish = (
+        "A validation loss that rises because a few examples are wrong with more and more certainty, while the share that is right still grows, from a model that gets worse, where no metric of validation is recorded.",
+        "A validation set that is changed on purpose.",
+    )
+    params_type = OverfitParams
+    state_type = OverfitState
+
+    def lookback(self, params: OverfitParams) -> int:
+        """The window."""
+        return params.window
+
+    def evaluate(
+        self,
+        params: OverfitParams,
+        state: OverfitState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[OverfitState, list[Finding]]:
+        """Judge each validation loss beside its training loss."""
+        means = {key: ([-1], [mean]) for key, mean in state.train.items()}
+        for series in loss_series(context, block, "train"):
+            course = series.trailing(params.window, _mean_of_known)
+            known = np.isfinite(course)
+            steps, values = means.setdefault(series.name, ([], []))
+            steps.extend(series.steps[known].tolist())
+            values.extend(course[known].tolist())
+        metrics = {key: _Course.after(metric) for key, metric in state.metrics.items()}
+        for key, at, measured in better_high(block, validation=True):
+            metrics.setdefault(key, _Course()).extend(at, measured)
+        kept, findings = dict(state.best), {}
+        for series in loss_series(context, block, "eval"):
+            for row, step, loss in zip(
+                series.rows.tolist(), series.steps.tolist(), series.values.tolist(), strict=True
+            ):
+                if not np.isfinite(loss):
+                    continue
+                train = _train_at(means, series, step)
+                reached = {key: course.at(step, params.patience) for key, course in metrics.items()}
+                best = kept[series.key] = _follow(params, kept.get(series.key), step, loss, train, reached)
+                better = any(_is_better(params, best, key, metric) for key, metric in reached.items())
+                if train is not None and not better and _overfits(params, best, train):
+                    message = (
+                        f"{series.name} of validation is {loss:.4g}, its best was {best.loss:.4g} at step {best.step}; "
+                        f"training's has fallen from {best.train:.4g} to {train:.4g} since"
+                    )
+                    findings[row] = finding_at(
+                        self.name, block, row, value=loss, threshold=best.loss, message=message
+                    )
+        courses = {key: values[-1] for key, (_, values) in means.items() if values}
+        newest = {key: course.at(None, params.patience) for key, course in metrics.items()}
+        state = OverfitState(
+            best=kept, train=courses, metrics={key: metric for key, metric in newest.items() if metric.newest}
+        )
+        return state, [findings[row] for row in sorted(findings)]
+
+
+def _mean_of_known(windows: Floats) -> Floats:
+    known = np.isfinite(windows)
+    mean: Floats = np.where(known, windows, 0).sum(axis=1) / known.sum(axis=1)
+    return mean
+
+
+def _train_at(means: dict[str, tuple[list[int], list[float]]], series: LossSeries, step: int) -> float | None:
+    """The mean training loss at a step, of the series that belongs to a validation loss."""
+    known = {}
+    for key, (steps, values) in means.items():
+        place = bisect_right(steps, step) - 1
+        if place >= 0:
+            known[key] = values[place]
+    return known.get(series.name, next(iter(known.values())) if len(known) == 1 else None)
+
+
+@dataclass
+class _Course:
+    """Values of a metric: those of earlier blocks that count, before all steps, and those of this one."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    bests: list[float] = field(default_factory=list)
+
+    @classmethod
+    def after(cls, past: Metric) -> _Course:
+        """That goes on after what is kept."""
+        count = len(past.newest)
+        return cls([-1] * count, list(past.newest), [past.best] * count)
+
+    def extend(self, steps: list[int], values: list[float]) -> None:
+        """Take values of a block."""
+        lowest = self.bests[-1:] or [math.inf]
+        self.steps += steps
+        self.values += values
+        self.bests += list(accumulate(values, min, initial=lowest[0]))[1:]
+
+    def at(self, step: int | None, patience: int) -> Metric:
+        """What there was of it at a step; at the end where that is None."""
+        place = len(self.steps) if step is None else bisect_right(self.steps, step)
+        best = self.bests[place - 1] if place else math.inf
+        return Metric(best, tuple(self.values[max(0, place - patience) : place]))
+
+
+def _is_better(params: OverfitParams, best: Best, key: str, metric: Metric) -> bool:
+    """Whether a metric has been better since the best validation loss than it ever was up to there."""
+    before = best.metrics.get(key)
+    return before is not None and len(metric.newest) == params.patience and max(metric.newest) < before
+
+
+def _follow(
+    params: OverfitParams,
+    best: Best | None,
+    step: int,
+    loss: float,
+    train: float | None,
+    reached: dict[str, Metric],
+) -> Best:
+    """What is kept after another evaluation."""
+    if best is None or loss < best.loss:
+        metrics = {key: metric.best for key, metric in reached.items() if metric.newest}
+        return Best(loss if best is None else best.first, loss, step, train, loss, metrics=metrics)
+    up = loss - best.loss >= _rise(params, best) / 2
+    return best._replace(
+        last=loss,
+        worse=best.worse + 1 if up else 0,
+        after=best.after + 1,
+        total=best.total + loss,
+        squares=best.squares + (loss - best.last) ** 2,
+    )
+
+
+def _rise(params: OverfitParams, best: Best) -> float:
+    return max(params.rise * abs(best.loss), params.of_first * abs(best.first))
+
+
+def _overfits(params: OverfitParams, best: Best, train: float) -> bool:
+    if best.train is None or best.worse < params.patience:
+        return False
+    risen = best.last - best.loss
+    return (
+        risen >= _rise(params, best)
+        and risen >= 2 * math.sqrt(best.squares / best.after)
+        and best.last >= best.total / best.after
+        and train <= best.train - params.train_fall * abs(best.train)
+        and best.last - train >= params.rise * abs(best.last)
+    )

@@ -1,0 +1,252 @@
+"""A training loss that would fall, but whose weights take steps too small to get anywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.derived import rms
+from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
+from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.losses import constant_prediction, rate_changes
+from watchstep_rules.signals.losses.constant_prediction import AgainstLabels, LabelState, against_labels
+from watchstep_rules.signals.losses.loss_progress import Beginning, Progress, lookback, progress
+from watchstep_rules.signals.losses.loss_series import first_steps, is_whole, loss_series
+from watchstep_rules.signals.losses.rate_changes import RateChange, Rates
+from watchstep_rules.signals.losses.trend import Trend, as_flags, improvement
+from watchstep_rules.signals.tensor_selection import is_matrix_of, rows_where
+
+_RECORDS = 5
+_UNSCALED = 0.1
+_STEADY = 0.05  # noise of a loss over its level; a guess's is below, that of a model that has learnt is not
+
+
+class SlowConvergenceParams(Params):
+    """Parameters of `SlowConvergence`."""
+
+    patience: int = Field(100, ge=4, le=10_000, description="Losses over which progress is measured.")
+    warmup: int = Field(10, ge=1, le=1000, description="First losses, whose median is where it began.")
+    max_fall: float = Field(
+        0.15, gt=0, lt=1, description="Share of its beginning by which a slow loss has fallen at most."
+    )
+    small_update: float = Field(
+        5e-4, gt=0, description="Relative update of the fastest weight below which a flat loss is slow."
+    )
+    modest_update: float = Field(2e-3, gt=0, description="The same, for a loss that falls steadily.")
+
+
+class SlowConvergenceState(State):
+    """As of `LossNotDecreasing`; of the fastest weight's relative updates the last five; how large inputs are, 0 where that is not known; and learning rates."""
+
+    series: dict[str, Beginning] = Field(default_factory=dict)
+    names: dict[str, int] = Field(default_factory=dict)
+    labels: LabelState = LabelState()
+    updates: tuple[float, ...] = ()
+    inputs: float = 0.0
+    others: dict[str, Trend] = Field(default_factory=dict)
+    improved: int | None = None
+    rates: Rates = Rates()
+
+
+class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
+    """Fires when a training loss has hardly fallen over ``patience`` losses, and no weight takes steps that could change it.
+
+    With ``update`` the largest ``rms(update) / rms(weight)`` of any weight matrix in a step, the median of the last five
+    records, times the root mean square of the model's inputs where that is below 0.1 (a step changes what a first layer gives
+    by no more); ``start``, ``level``, ``earlier`` and ``u`` as in `LossNotDecreasing`::
+
+        level >= (1 - max_fall) * start                    it has hardly fallen
+        0 < update < small_update                          and its weights hardly move,
+        or update < modest_update and earlier - level > 2 u    or move little, and it falls steadily
+
+    and it does not fall faster and faster (by more than half within half the patience), which is how a plateau ends:
+    of a loss that falls steadily that is known after one and a half times the patience.
+    Updates near 1e-3 of the weights are what trainings that work take (Karpathy, "A Recipe for Training Neural
+    Networks", 2019, and his lectures on activations and gradients). At 5e-4 even a hundred steps in one direction
+    change a weight by a twentieth. While the learning rate warms up, updates grow: where the newest are twice the
+    oldest of the five, nothing is said. No update at all is another rule's.
+
+    Left alone are the losses that `LossNotDecreasing` leaves alone, so a fine-tuning of a trained model, where labels show it: its
+    loss is below that of the best constant prediction. A loss whose function is not known, that is below and hardly varies between
+    batches, is scaled, and not learnt. Where labels do not tell, a metric or a validation loss that has improved is progress. An
+    attempt that resumes a run is not judged.
+
+    Where a learning rate became three times as large, or a third, from one value to the next within twice the patience before, the
+    message and the advice name that change.
+    """
+
+    name = "slow_convergence"
+    version = 2
+    summary = "the training loss hardly falls, because weights take very small steps"
+    needs = Needs(
+        collections=("losses", "labels", "metrics", "updates", "inputs"),
+        roles=("loss", "label", "metric", "update", "input"),
+        probes=("update_ratio", "class_counts"),
+        about=("loss",),
+        evidence_rows=_RECORDS,
+    )
+    merge = "sealed"
+    usual_causes = (
+        "The learning rate is too low.",
+        "A schedule brings the learning rate down too early, or its warm-up is too long.",
+        "Gradients are scaled down: by a mean where a sum was meant, by clipping, or by weights of losses.",
+    )
+    what_to_try = (
+        "Raise the learning rate by threes; updates near a thousandth of the weights' size are usual.",
+        "Print the rate that the program's schedule gives at this step.",
+        "Compare the program's bound of clipping with the norm of the gradients that it clips.",
+    )
+    cannot_distinguish = (
+        "Small steps that a fine-tuning takes on purpose, from small steps by mistake, where neither labels nor a metric show that the model is good.",
+        "A schedule that begins slowly, beyond the patience, from a rate that is too low.",
+    )
+    params_type = SlowConvergenceParams
+    state_type = SlowConvergenceState
+
+    def lookback(self, params: SlowConvergenceParams) -> int:
+        """What the means reach over."""
+        return lookback(params.warmup, params.patience)
+
+    def evaluate(
+        self,
+        params: SlowConvergenceParams,
+        state: SlowConvergenceState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[SlowConvergenceState, list[Finding]]:
+        """Judge each training loss by itself, with the updates of all workers."""
+        losses = loss_series(context, block, "train")
+        labels, baselines = constant_prediction.follow(state.labels, block)
+        names = first_steps(state.names, losses)
+        updates, recent = _updates(state.updates, block)
+        inputs, sizes = _inputs(state.inputs, block)
+        others, improved = improvement(state.others, state.improved, context, block)
+        rates, changes = rate_changes.follow(state.rates, block)
+        kept, findings = dict(state.series), {}
+        for series in losses:
+            seen, kept[series.key] = progress(
+                series, kept.get(series.key, Beginning()), params.warmup, params.patience
+            )
+            said = against_labels(
+                seen.level,
+                seen.mean_error,
+                constant_prediction.at(baselines, series.steps),
+                constant_prediction.least_at(baselines, series.steps),
+                series.function,
+            )
+            size = _at(sizes, series.steps)
+            update = _at(recent, series.steps) * np.where((size > 0) & (size < _UNSCALED), size, 1.0)
+            slow = _slow(params, seen, said, update, is_plain=bool(series.function))
+            slow &= is_whole(series, names) & ~(np.isnan(said.own) & as_flags(improved, series.steps))
+            for place in map(int, np.flatnonzero(slow)):
+                message = (
+                    f"{series.name} has gone from {seen.start[place]:.4g} to {seen.level[place]:.4g}, and no weight "
+                    f"changes by more than {update[place]:.2g} of its size in a step"
+                )
+                row = int(series.rows[place])
+                change = rate_changes.last_before(changes, int(series.steps[place]), 2 * params.patience)
+                message += "" if change is None else change.words
+                findings[row] = finding_at(
+                    self.name,
+                    block,
+                    row,
+                    value=float(seen.level[place]),
+                    threshold=float((1 - params.max_fall) * seen.start[place]),
+                    message=message,
+                )
+        state = SlowConvergenceState(
+            series=kept,
+            names=names,
+            labels=labels,
+            updates=updates,
+            inputs=inputs,
+            others=others,
+            improved=improved,
+            rates=rates,
+        )
+        return state, [findings[row] for row in sorted(findings)]
+
+    def advice(self, finding: Finding) -> Advice:
+        """Where the learning rate jumped or fell shortly before, as recorded, that comes first."""
+        usual, change = super().advice(finding), RateChange.said_in(finding.message)
+        if change is None:
+            return usual
+        went = f"from {change.before:.3g} to {change.after:.3g} at step {change.step} ({change.name})"
+        if change.after < change.before:
+            cause = f"The learning rate fell {went}: a schedule or the program brought it down too early."
+            action = f"Look at what lowered the learning rate at step {change.step}, and keep {change.before:.3g} for longer."
+            return Advice((cause, *usual.usual_causes[2:]), (action, *usual.what_to_try))
+        cause = f"The learning rate rose {went}: large steps may have undone what was learnt and left weights that are large beside their updates."
+        action = f"Look at what raised the learning rate at step {change.step}, and at losses and weights from that step on; go back to {change.before:.3g}."
+        return Advice((cause, *usual.usual_causes), (action, *usual.what_to_try[1:]))
+
+
+def _slow(
+    params: SlowConvergenceParams,
+    seen: Progress,
+    said: AgainstLabels,
+    update: Floats,
+    *,
+    is_plain: bool,
+) -> NDArray[np.bool_]:
+    level, start = seen.level, seen.start
+    learns = np.isnan(said.own) | (level >= 0.9 * said.own)
+    learns |= (seen.noise <= _STEADY * level) & (not is_plain)
+    measure = ~seen.signed & (start > 0) & (level > 0) & said.told & learns
+    clear = seen.noise <= np.where(said.own > 0, 0.4, 0.25) * level
+    hardly = (start - level <= params.max_fall * start) & (level <= 1.5 * start)
+    step = seen.earlier - level
+    takes_off = (seen.before_that - seen.earlier > 0) & (step > 1.5 * (seen.before_that - seen.earlier))
+    takes_off &= step > 2 * seen.uncertainty
+    falls = step > 2 * seen.uncertainty
+    tiny = (update > 0) & (update < params.small_update)
+    modest = (update > 0) & (update < params.modest_update) & falls & np.isfinite(seen.before_that)
+    return measure & clear & hardly & (tiny | modest) & ~takes_off
+
+
+def _updates(kept: tuple[float, ...], block: Block) -> tuple[tuple[float, ...], list[tuple[int, float]]]:
+    """The fastest weight's last relative updates, and at each step with a record what counts of them from then on."""
+    wide = rows_where(block, is_matrix_of, "update")
+    ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
+    rows = np.flatnonzero(wide & np.isfinite(ratio))
+    found = [(-1, _counting(kept))]
+    steps, place = np.unique(block.step[rows], return_inverse=True)
+    largest = np.zeros(len(steps))
+    np.maximum.at(largest, place, ratio[rows])
+    for step, fastest in zip(steps.tolist(), largest.tolist(), strict=True):
+        kept = (*kept, fastest)[-_RECORDS:]
+        found.append((step, _counting(kept)))
+    return kept, found
+
+
+def _inputs(kept: float, block: Block) -> tuple[float, list[tuple[int, float]]]:
+    """How large a model's inputs are that are no numbers of tokens, at each step with a record from then on."""
+    known = rows_where(block, _is_measured_input)
+    if not known.any():
+        return kept, [(-1, kept)]
+    rows = np.flatnonzero(known & (block.statistics.finite > 0))
+    steps, place = np.unique(block.step[rows], return_inverse=True)
+    largest = np.zeros(len(steps))
+    np.maximum.at(largest, place, rms(block.statistics)[rows])
+    found = [(-1, kept), *zip(steps.tolist(), largest.tolist(), strict=True)]
+    return found[-1][1], found
+
+
+def _is_measured_input(info: TensorInfo) -> bool:
+    return info.role == "input" and "float" in info.dtype
+
+
+def _counting(updates: tuple[float, ...]) -> float:
+    """Their median; NaN where there are too few, or they grow."""
+    if len(updates) < _RECORDS or max(updates[-2:]) > 2 * max(updates[:2]):
+        return float("nan")
+    return float(np.median(updates))
+
+
+def _at(recent: list[tuple[int, float]], steps: NDArray[np.int64]) -> Floats:
+    places = np.searchsorted([step for step, _ in recent], steps, side="right") - 1
+    return np.array([recent[place][1] for place in places])

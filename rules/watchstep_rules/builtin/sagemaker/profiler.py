@@ -1,0 +1,397 @@
+"""Rules of Amazon's profiler, which judge samples of the process and its machine.
+
+All but three are rules of Watchstep's in Amazon's parameters. ``scan_interval_us`` is how often Amazon reads its files; rows are
+judged here as they come.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from watchstep.block import Block
+from watchstep.system_figures import CPUS, DATA_WORKERS, is_gpu_memory
+from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, ModeName, ScanInterval
+from watchstep_rules.builtin.sagemaker.translated import Translated
+from watchstep_rules.builtin.system.batch_size import BatchSize, BatchSizeParams, BatchSizeState
+from watchstep_rules.builtin.system.cpu_bottleneck import (
+    CpuBottleneck,
+    CpuBottleneckParams,
+    CpuBottleneckState,
+)
+from watchstep_rules.builtin.system.data_loader import DataLoader
+from watchstep_rules.builtin.system.gpu_memory_increase import GpuMemoryIncrease
+from watchstep_rules.builtin.system.initialization_time import InitializationTime, InitializationTimeParams
+from watchstep_rules.builtin.system.io_bottleneck import IoBottleneck, IoBottleneckParams, IoBottleneckState
+from watchstep_rules.builtin.system.load_balance import LoadBalance, LoadBalanceParams, LoadBalanceState
+from watchstep_rules.builtin.system.low_gpu_utilization import (
+    LowGpuUtilization,
+    LowGpuUtilizationParams,
+    LowGpuUtilizationState,
+)
+from watchstep_rules.builtin.system.step_outlier import StepOutlier, StepOutlierParams, StepOutlierState
+from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at
+from watchstep_rules.signals.series import Trail
+from watchstep_rules.signals.system_samples import by_step, means, series_name
+
+_FROM_THE_START = 1_000_000_000
+"""A window that no run outlasts."""
+
+_SAMPLES_OF_A_ROW = 20
+"""Samples are half a second apart, and rows ten seconds."""
+
+Percent = Annotated[float, Field(gt=0, le=100)]
+
+
+class SagemakerBatchSizeParams(AmazonParams):
+    """Parameters of `SagemakerBatchSize`."""
+
+    amazon: ClassVar[str] = "BatchSize"
+    cpu_threshold_p95: Percent = Field(70.0, description="Percent of the machine's CPUs.")
+    gpu_threshold_p95: Percent = Field(70.0, description="Percent of the time of a GPU.")
+    gpu_memory_threshold_p95: Percent = Field(70.0, description="Percent of its memory.")
+    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    window: int = Field(500, ge=1, description="Samples that count; older ones count for less and less.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerBatchSize(Translated[SagemakerBatchSizeParams]):
+    """Fires when neither the CPUs nor a GPU nor its memory is used much: `batch_size` in SageMaker's parameters."""
+
+    name = "sagemaker_batch_size"
+    summary = "CPUs, GPU and its memory are all used little, as SageMaker tests it"
+    inner = BatchSize()
+    needs = BatchSize.needs
+    merge = BatchSize.merge
+    usual_causes = BatchSize.usual_causes
+    what_to_try = BatchSize.what_to_try
+    params_type = SagemakerBatchSizeParams
+    state_type = BatchSizeState
+
+    def translated(self, params: SagemakerBatchSizeParams) -> BatchSizeParams:
+        """The same."""
+        return BatchSizeParams(**params.model_dump(exclude={"scan_interval_us"}))
+
+
+class SagemakerCpuBottleneckParams(AmazonParams):
+    """Parameters of `SagemakerCpuBottleneck`."""
+
+    amazon: ClassVar[str] = "CPUBottleneck"
+    threshold: Percent = Field(50.0, description="Percent of all samples that may be so.")
+    gpu_threshold: Percent = Field(10.0, description="Percent below which a GPU is idle.")
+    cpu_threshold: Percent = Field(90.0, description="Percent from which on the CPUs are busy.")
+    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerCpuBottleneck(Translated[SagemakerCpuBottleneckParams]):
+    """Fires when a GPU is idle and the CPUs are busy in ``threshold`` percent of all samples since the start: `cpu_bottleneck`."""
+
+    name = "sagemaker_cpu_bottleneck"
+    summary = "a GPU is idle while the CPUs are busy, as SageMaker tests it"
+    inner = CpuBottleneck()
+    needs = CpuBottleneck.needs
+    merge = CpuBottleneck.merge
+    usual_causes = CpuBottleneck.usual_causes
+    what_to_try = CpuBottleneck.what_to_try
+    params_type = SagemakerCpuBottleneckParams
+    state_type = CpuBottleneckState
+
+    def translated(self, params: SagemakerCpuBottleneckParams) -> CpuBottleneckParams:
+        """All samples since the start count alike."""
+        given = params.model_dump(exclude={"scan_interval_us"})
+        return CpuBottleneckParams(**given, window=_FROM_THE_START)
+
+
+class SagemakerIoBottleneckParams(AmazonParams):
+    """Parameters of `SagemakerIoBottleneck`."""
+
+    amazon: ClassVar[str] = "IOBottleneck"
+    threshold: Percent = Field(50.0, description="Percent of all samples that may be so.")
+    gpu_threshold: Percent = Field(10.0, description="Percent below which a GPU is idle.")
+    io_threshold: Percent = Field(50.0, description="Percent of waiting from which on it is much.")
+    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerIoBottleneck(Translated[SagemakerIoBottleneckParams]):
+    """Fires when a GPU is idle and tasks wait for disks in ``threshold`` percent of all samples since the start: `io_bottleneck`."""
+
+    name = "sagemaker_io_bottleneck"
+    summary = "a GPU is idle while tasks wait for disks, as SageMaker tests it"
+    inner = IoBottleneck()
+    needs = IoBottleneck.needs
+    merge = IoBottleneck.merge
+    usual_causes = IoBottleneck.usual_causes
+    what_to_try = IoBottleneck.what_to_try
+    params_type = SagemakerIoBottleneckParams
+    state_type = IoBottleneckState
+
+    def translated(self, params: SagemakerIoBottleneckParams) -> IoBottleneckParams:
+        """All samples since the start count alike."""
+        given = params.model_dump(exclude={"scan_interval_us"})
+        return IoBottleneckParams(**given, window=_FROM_THE_START)
+
+
+class SagemakerLowGpuUtilizationParams(AmazonParams):
+    """Parameters of `SagemakerLowGpuUtilization`."""
+
+    amazon: ClassVar[str] = "LowGPUUtilization"
+    threshold_p95: Percent = Field(70.0, description="Percent below which the 95th percentile is low.")
+    threshold_p5: Percent = Field(10.0, description="Percent below which the 5th percentile is a pause.")
+    window: int = Field(500, ge=1, description="Samples that count; older ones count for less and less.")
+    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerLowGpuUtilization(Translated[SagemakerLowGpuUtilizationParams]):
+    """Fires when a GPU is hardly used, or is used in bursts with pauses: `low_gpu_utilization` in SageMaker's parameters."""
+
+    name = "sagemaker_low_gpu_utilization"
+    summary = "a GPU computes little, or in bursts with pauses, as SageMaker tests it"
+    inner = LowGpuUtilization()
+    needs = LowGpuUtilization.needs
+    merge = LowGpuUtilization.merge
+    usual_causes = LowGpuUtilization.usual_causes
+    what_to_try = LowGpuUtilization.what_to_try
+    params_type = SagemakerLowGpuUtilizationParams
+    state_type = LowGpuUtilizationState
+
+    def translated(self, params: SagemakerLowGpuUtilizationParams) -> LowGpuUtilizationParams:
+        """The same."""
+        return LowGpuUtilizationParams(**params.model_dump(exclude={"scan_interval_us"}))
+
+
+class SagemakerLoadBalancingParams(AmazonParams):
+    """Parameters of `SagemakerLoadBalancing`."""
+
+    amazon: ClassVar[str] = "LoadBalancing"
+    threshold: float = Field(0.5, gt=0, le=100, description="By which share GPUs may differ.")
+    patience: int = Field(1000, ge=1, description="Samples before the first judgement.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerLoadBalancing(Translated[SagemakerLoadBalancingParams]):
+    """Fires when one GPU does much less than the others, or a rank's steps take much longer: `load_balance`."""
+
+    name = "sagemaker_load_balancing"
+    summary = "GPUs have unequal work, in SageMaker's parameters"
+    inner = LoadBalance()
+    needs = LoadBalance.needs
+    merge = LoadBalance.merge
+    usual_causes = LoadBalance.usual_causes
+    what_to_try = LoadBalance.what_to_try
+    params_type = SagemakerLoadBalancingParams
+    state_type = LoadBalanceState
+
+    def translated(self, params: SagemakerLoadBalancingParams) -> LoadBalanceParams:
+        """A share of the others' mean instead of a distance of histograms."""
+        return LoadBalanceParams(threshold=params.threshold, patience=params.patience)
+
+
+def _only_training(value: object) -> object:
+    if isinstance(value, str) and value.rpartition(".")[2].upper() != "TRAIN":
+        raise ValueError(f"{value!r}: only steps of training are timed; leave it out, or say TRAIN")
+    return value
+
+
+class SagemakerStepOutlierParams(AmazonParams):
+    """Parameters of `SagemakerStepOutlier`."""
+
+    amazon: ClassVar[str] = "StepOutlier"
+    stddev: float = Field(
+        3.0, gt=0, description="Standard deviations above the usual from which on a step is one."
+    )
+    mode: Annotated[ModeName | None, BeforeValidator(_only_training)] = Field(
+        None, description="Only TRAIN, which is also what is judged if null."
+    )
+    n_outliers: int = Field(10, ge=1, description="So many of them within the last thousand rows.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerStepOutlier(Translated[SagemakerStepOutlierParams]):
+    """Fires when ``n_outliers`` steps took ``stddev`` standard deviations longer than usual: `step_outlier`, whatever they cost."""
+
+    name = "sagemaker_step_outlier"
+    summary = "some steps take far longer than the others, in SageMaker's parameters"
+    inner = StepOutlier()
+    needs = StepOutlier.needs
+    merge = StepOutlier.merge
+    usual_causes = StepOutlier.usual_causes
+    what_to_try = StepOutlier.what_to_try
+    params_type = SagemakerStepOutlierParams
+    state_type = StepOutlierState
+
+    def translated(self, params: SagemakerStepOutlierParams) -> StepOutlierParams:
+        """However little time they cost."""
+        return StepOutlierParams(stddev=params.stddev, n_outliers=params.n_outliers, lost=0.0)
+
+
+class SagemakerMaxInitializationTimeParams(AmazonParams):
+    """Parameters of `SagemakerMaxInitializationTime`."""
+
+    amazon: ClassVar[str] = "MaxInitializationTime"
+    threshold: float = Field(20.0, gt=0, description="Minutes that may pass until the first step.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerMaxInitializationTime(Translated[SagemakerMaxInitializationTimeParams]):
+    """Fires when more than ``threshold`` minutes passed until the first step: `initialization_time`."""
+
+    name = "sagemaker_max_initialization_time"
+    summary = "it takes long until the first step, as SageMaker tests it"
+    inner = InitializationTime()
+    needs = InitializationTime.needs
+    merge = InitializationTime.merge
+    usual_causes = InitializationTime.usual_causes
+    what_to_try = InitializationTime.what_to_try
+    params_type = SagemakerMaxInitializationTimeParams
+    state_type = State
+
+    def translated(self, params: SagemakerMaxInitializationTimeParams) -> InitializationTimeParams:
+        """The same."""
+        return InitializationTimeParams(threshold=params.threshold)
+
+
+class SagemakerGpuMemoryIncreaseParams(AmazonParams):
+    """Parameters of `SagemakerGpuMemoryIncrease`."""
+
+    amazon: ClassVar[str] = "GPUMemoryIncrease"
+    increase: Percent = Field(5.0, description="Percent of the GPU's memory by which the average may grow.")
+    patience: int = Field(1000, ge=0, description="First samples, which do not count.")
+    window: int = Field(
+        10, ge=1, le=20_000, description="Samples of the moving average; rows hold twenty of them."
+    )
+    scan_interval_us: ScanInterval
+
+    @property
+    def rows(self) -> int:
+        """Rows of the moving average."""
+        return -(-self.window // _SAMPLES_OF_A_ROW)
+
+
+class SagemakerGpuMemoryIncreaseState(State):
+    """Samples so far, by ``figure@worker/mode``, at most the patience."""
+
+    samples: dict[str, int] = Field(default_factory=dict)
+
+
+class SagemakerGpuMemoryIncrease(Rule[SagemakerGpuMemoryIncreaseParams, SagemakerGpuMemoryIncreaseState]):
+    """Fires when the moving average of a GPU's memory is ``increase`` points above the average before: SageMaker's test.
+
+    Both are means of whole rows of twenty samples, as many as ``window`` samples need. One step up, as PyTorch's allocator makes it at
+    the first evaluation, is found: `gpu_memory_increase` asks for steady growth.
+    """
+
+    name = "sagemaker_gpu_memory_increase"
+    summary = "the memory of a GPU grows, as SageMaker tests it"
+    needs = Needs(("system",), ("system",))
+    merge = "per_worker"
+    usual_causes = GpuMemoryIncrease.usual_causes
+    what_to_try = GpuMemoryIncrease.what_to_try
+    params_type = SagemakerGpuMemoryIncreaseParams
+    state_type = SagemakerGpuMemoryIncreaseState
+
+    def lookback(self, params: SagemakerGpuMemoryIncreaseParams) -> int:
+        """Both averages."""
+        return 2 * params.rows - 1
+
+    def evaluate(
+        self,
+        params: SagemakerGpuMemoryIncreaseParams,
+        state: SagemakerGpuMemoryIncreaseState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[SagemakerGpuMemoryIncreaseState, list[Finding]]:
+        """Hold the average that ends with each row against the one before it."""
+        trail = Trail.of(context, block)
+        column = trail.column(means)
+        averages = [
+            np.mean([trail.back(column, back) for back in range(first, first + params.rows)], axis=0)
+            for first in (0, params.rows)
+        ]
+        risen = 100 * (averages[0] - averages[1])
+        samples, findings = dict(state.samples), []
+        chosen = block.mask_of_tensors([is_gpu_memory(info.name) for info in block.catalogue])
+        for row in np.flatnonzero(chosen).tolist():
+            name = series_name(block, row)
+            # The rows of the average before must be past the patience, too.
+            seen = samples[name] = samples.get(name, 0) + int(block.statistics.finite[row])
+            if seen > params.patience and risen[row] > params.increase:
+                message = (
+                    f"{block.info(row).name} has grown by {risen[row]:.3g} points over {params.rows} rows, "
+                    f"{params.increase:g} may be"
+                )
+                findings.append(
+                    finding_at(
+                        self.name,
+                        block,
+                        row,
+                        value=float(risen[row]),
+                        threshold=params.increase,
+                        message=message,
+                    )
+                )
+            samples[name] = min(seen, params.patience + 1)
+        return SagemakerGpuMemoryIncreaseState(samples=samples), findings
+
+
+class SagemakerDataloaderParams(AmazonParams):
+    """Parameters of `SagemakerDataloader`."""
+
+    amazon: ClassVar[str] = "Dataloader"
+    min_threshold: float = Field(
+        70.0, ge=0, description="Percent of the CPUs that processes which load data are at least."
+    )
+    max_threshold: float = Field(200.0, gt=0, description="Percent of the CPUs that they are at most.")
+    scan_interval_us: ScanInterval
+
+
+class SagemakerDataloaderState(State):
+    """Nothing."""
+
+
+class SagemakerDataloader(Rule[SagemakerDataloaderParams, SagemakerDataloaderState]):
+    """Fires when fewer processes load data than ``min_threshold`` percent of the CPUs, or more than ``max_threshold``: SageMaker's test.
+
+    A training that loads its data itself has no such process, and is left alone. `data_loader` asks whether steps wait.
+    """
+
+    name = "sagemaker_dataloader"
+    summary = "few or many processes load data for the CPUs there are, as SageMaker tests it"
+    needs = Needs(("system",), ("system",))
+    merge = "sealed"
+    usual_causes = DataLoader.usual_causes
+    what_to_try = DataLoader.what_to_try
+    params_type = SagemakerDataloaderParams
+    state_type = SagemakerDataloaderState
+
+    def evaluate(
+        self,
+        params: SagemakerDataloaderParams,
+        state: SagemakerDataloaderState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[SagemakerDataloaderState, list[Finding]]:
+        """Judge what each worker sampled at the same time."""
+        values, findings = means(block), []
+        for rows in by_step(block):
+            named = {block.info(row).name: row for row in rows if np.isfinite(values[row])}
+            if not {DATA_WORKERS, CPUS} <= named.keys():
+                continue
+            row, cpus = named[DATA_WORKERS], float(values[named[CPUS]])
+            share = 100 * float(values[row]) / cpus if cpus > 0 else np.nan
+            if share > params.max_threshold or 0 < share < params.min_threshold:
+                limit = params.max_threshold if share > params.max_threshold else params.min_threshold
+                message = (
+                    f"{block.info(row).name}: {values[row]:.0f} processes load data on {cpus:.3g} CPUs, which is {share:.0f} % "
+                    f"and not {params.min_threshold:g} to {params.max_threshold:g} %"
+                )
+                findings.append(
+                    finding_at(self.name, block, row, value=share, threshold=limit, message=message)
+                )
+        return state, findings

@@ -1,0 +1,1 @@
+"""Rules over the process and its machine."""

@@ -1,0 +1,149 @@
+"""Training that waits for its data, or has more processes that load them than it can use."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.system_figures import CPUS, DATA_WAIT, DATA_WORKERS, is_gpu
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.system_samples import Recent, by_step, means
+
+
+class DataLoaderParams(Params):
+    """Parameters of `DataLoader`."""
+
+    data_wait: float = Field(
+        30.0, gt=0, le=100, description="Percent of a step that may pass before it begins."
+    )
+    min_threshold: float = Field(
+        70.0, ge=0, description="Percent of the CPUs: with fewer workers than that, more are advised."
+    )
+    max_threshold: float = Field(200.0, gt=0, description="Percent of the CPUs that workers may be.")
+    gpu_threshold: float = Field(
+        70.0,
+        gt=0,
+        le=100,
+        description="Percent of a GPU's use from which on nothing waits, whatever it seems.",
+    )
+    window: int = Field(30, ge=1, description="Rows that count; one comes every ten seconds.")
+    patience: int = Field(30, ge=1, description="Rows before the first judgement.")
+
+
+class Loading(NamedTuple):
+    """What is known of one worker.
+
+    Attributes:
+        wait: the mean share of a step that was waited, of the last rows.
+        gpu: the mean use of its GPUs.
+        workers: processes that load data for it.
+        cpus: that it may use.
+    """
+
+    wait: Recent = Recent()
+    gpu: Recent = Recent()
+    workers: float = 0.0
+    cpus: float = 0.0
+
+
+class DataLoaderState(State):
+    """By ``worker/mode``."""
+
+    loading: dict[str, Loading] = Field(default_factory=dict)
+
+
+class DataLoader(Rule[DataLoaderParams, DataLoaderState]):
+    """Fires when a step waits long for its data, or when far more processes load data than there are CPUs.
+
+    With means over the last rows::
+
+        data_wait >= 30 %  of a step   and   no GPU is used at gpu_threshold or more
+        processes that load data > 200 % of the CPUs that this process may use
+
+    The wait is from an update to the start of the next forward pass. On a GPU that is also where ``loss.item()`` waits for
+    the device, so a GPU that is busy clears the data loader. The bounds of 70 and 200 percent are those of SageMaker's
+    Dataloader; too few processes alone are no finding here, for who does not wait has enough of them: they only shape what
+    is said of a wait.
+
+    Off by default: programs do other things between an update and a forward pass (a simulation, a game), and that is
+    how they are.
+    """
+
+    name = "data_loader"
+    summary = "steps wait for data, or far more processes load data than there are CPUs"
+    needs = Needs(collections=("system",), roles=("system",))
+    merge = "sealed"
+    usual_causes = (
+        "data are loaded in the training process (num_workers=0), or by too few workers",
+        "each example is decoded or augmented anew, at length",
+        "something else runs between two steps: logging, checkpoints, an environment",
+        "more workers than CPUs hold each other up",
+    )
+    what_to_try = (
+        "set num_workers, pin_memory and persistent_workers of the data loader",
+        "prepare data beforehand, or on the GPU",
+        "measure the time of next(iterator) by itself",
+        "set num_workers to the number of CPUs for each rank",
+    )
+    params_type = DataLoaderParams
+    state_type = DataLoaderState
+
+    def evaluate(
+        self,
+        params: DataLoaderParams,
+        state: DataLoaderState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[DataLoaderState, list[Finding]]:
+        """Judge what each worker sampled at the same time."""
+        loading, findings = dict(state.loading), []
+        values = means(block)
+        for rows in by_step(block):
+            whose = f"{block.worker[rows[0]]}/{block.mode_name(rows[0])}"
+            named = {
+                block.info(row).name: (row, float(values[row])) for row in rows if not math.isnan(values[row])
+            }
+            held = loading[whose] = _after(loading.get(whose, Loading()), named, params.window)
+            for name, (row, _) in sorted(named.items()):
+                found = self._judged(params, held, block, row) if name in {DATA_WAIT, DATA_WORKERS} else None
+                findings += [found] if found is not None else []
+        return DataLoaderState(loading=loading), findings
+
+    def _judged(self, params: DataLoaderParams, held: Loading, block: Block, row: int) -> Finding | None:
+        name = block.info(row).name
+        if name == DATA_WORKERS:
+            limit = params.max_threshold / 100 * held.cpus
+            if not held.cpus or held.workers <= limit:
+                return None
+            message = f"{name}: {held.workers:.0f} processes load data on {held.cpus:.3g} CPUs"
+            return finding_at(self.name, block, row, value=held.workers, threshold=limit, message=message)
+        busy = bool(held.gpu.weight) and 100 * held.gpu.mean >= params.gpu_threshold
+        value = 100 * held.wait.mean
+        if held.wait.seen < params.patience or value < params.data_wait or busy:
+            return None
+        message = f"{name}: {value:.0f} % of a step passes before it begins; {_who_loads(params, held)}"
+        return finding_at(self.name, block, row, value=value, threshold=params.data_wait, message=message)
+
+
+def _after(held: Loading, named: dict[str, tuple[int, float]], window: int) -> Loading:
+    """With what was sampled at one time."""
+    gpus = [value for name, (_, value) in sorted(named.items()) if is_gpu(name)]
+    return Loading(
+        held.wait.after(named[DATA_WAIT][1], 1, window) if DATA_WAIT in named else held.wait,
+        held.gpu.after(max(gpus), 1, window) if gpus else held.gpu,
+        named[DATA_WORKERS][1] if DATA_WORKERS in named else held.workers,
+        named[CPUS][1] if CPUS in named else held.cpus,
+    )
+
+
+def _who_loads(params: DataLoaderParams, held: Loading) -> str:
+    if not held.workers:
+        return "no process was seen that loads data for it"
+    few = held.cpus and 100 * held.workers < params.min_threshold * held.cpus
+    return f"{held.workers:.0f} processes load data on {held.cpus:.3g} CPUs" + (
+        ", which could hold more" if few else ""
+    )

@@ -1,0 +1,72 @@
+"""A program that takes long until its first step."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.system_figures import INITIALIZATION_SECONDS
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.system_samples import means
+
+
+class InitializationTimeParams(Params):
+    """Parameters of `InitializationTime`."""
+
+    threshold: float = Field(20.0, gt=0, description="Minutes that may pass until the first update.")
+
+
+class InitializationTime(Rule[InitializationTimeParams, State]):
+    """Fires when more than twenty minutes passed from the start of the process to its first update.
+
+    The threshold is that of SageMaker's MaxInitializationTime. It is known once the first update is done: of a program
+    that never gets there `stalled_training` tells.
+
+    Off by default: how long a program may load its data and its model is for its author to say.
+    """
+
+    name = "initialization_time"
+    summary = "it takes long from the start of the process to the first update"
+    needs = Needs(collections=("system",), roles=("system",))
+    merge = "per_worker"
+    usual_causes = (
+        "the data set or a checkpoint is downloaded or unpacked first",
+        "the model is compiled",
+        "ranks wait for one that comes late",
+    )
+    what_to_try = (
+        "stream the data, or keep what was prepared",
+        "keep the compiler's cache from run to run",
+        "look at when each rank began",
+    )
+    params_type = InitializationTimeParams
+    state_type = State
+
+    def evaluate(
+        self,
+        params: InitializationTimeParams,
+        state: State,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[State, list[Finding]]:
+        """Judge the one row that each worker has of it."""
+        minutes = means(block) / 60
+        chosen = block.mask_of_tensors([info.name == INITIALIZATION_SECONDS for info in block.catalogue])
+        with np.errstate(invalid="ignore"):
+            late = np.flatnonzero(chosen & (minutes > params.threshold))
+        return state, [
+            finding_at(
+                self.name,
+                block,
+                row,
+                value=float(minutes[row]),
+                threshold=params.threshold,
+                message=(
+                    f"{block.info(row).name}: {minutes[row]:.1f} minutes from the start of the process to its first "
+                    f"update, {params.threshold:g} tolerated"
+                ),
+            )
+            for row in map(int, late)
+        ]

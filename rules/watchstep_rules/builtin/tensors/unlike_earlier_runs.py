@@ -1,0 +1,111 @@
+"""A run that leaves the ranges of earlier sound runs of its program."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.tensors import ACTIVATIONS, BIASES, GRADIENTS, LOSSES, METRICS, UPDATES, WEIGHTS
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.catalogue_cache import OfCatalogue
+from watchstep_rules.signals.ranges.baseline import Baseline, CatalogueRanges, phase_of, ranges_of
+from watchstep_rules.signals.ranges.reference import figure_of, is_training
+
+_NEGLIGIBLE = 1e-6
+"""Share of the largest value in any phase below which values and ranges are not compared: what is left of updates when a schedule ends."""
+
+
+class UnlikeEarlierRunsParams(Params):
+    """Parameters of `UnlikeEarlierRuns`."""
+
+    baseline: Baseline = Field(
+        Baseline(),
+        description="The ranges. Left out, they come from the project's earlier runs of the same program, once there are three.",
+    )
+    min_magnitude: float = Field(
+        1e-12,
+        ge=0,
+        description="Values that are nearer to zero than this, and whose range is too, are not compared.",
+    )
+
+
+class UnlikeEarlierRunsState(State):
+    """Nothing."""
+
+
+class UnlikeEarlierRuns(Rule[UnlikeEarlierRunsParams, UnlikeEarlierRunsState]):
+    """Fires when a statistic leaves the range that it had in earlier sound runs of the same program.
+
+    The range of a tensor's statistic (the mean of losses and metrics, the rms of all others) is that of at least three earlier
+    runs in the same phase of training, widened by a factor of two or more (`watchstep_rules.signals.ranges.baseline`). Phases double in
+    length. Not judged are tensors of another shape, the rms of tensors with fewer than 16 elements, steps beyond the longest earlier run,
+    and values that are, as their range, below a millionth of the largest value of the tensor's ranges in any phase.
+
+    The service makes the baseline of runs that completed without an alert of severity warning or critical, and pins it to an
+    attempt before any of the attempt's rows is judged. Without a baseline the rule is silent.
+    """
+
+    name = "unlike_earlier_runs"
+    summary = "statistics leave the range of earlier sound runs of the program"
+    needs = Needs(collections=(LOSSES, METRICS, GRADIENTS, ACTIVATIONS, WEIGHTS, BIASES, UPDATES))
+    merge = "sealed"
+    usual_causes = (
+        "A hyperparameter, the data or the initialization differs from the earlier runs.",
+        "A fault that did not occur in the earlier runs.",
+        "A library, driver or device differs from the earlier runs.",
+    )
+    what_to_try = (
+        "Compare the configuration and the first tensor that deviates with an earlier run: watchstep runs diff.",
+        "Look at the other alerts of this run, and at the earliest deviation.",
+        "Run the earlier commit in the new environment.",
+    )
+    cannot_distinguish = (
+        "A deliberate change of the program's hyperparameters or data, from a fault; after three completed runs the change is part of the baseline.",
+    )
+    params_type = UnlikeEarlierRunsParams
+    state_type = UnlikeEarlierRunsState
+
+    def evaluate(
+        self,
+        params: UnlikeEarlierRunsParams,
+        state: UnlikeEarlierRunsState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[UnlikeEarlierRunsState, list[Finding]]:
+        """Compare each row with the range of its phase."""
+        if not params.baseline.tensors:
+            return state, []
+        ranges = _RANGES.get(
+            block.catalogue, params.baseline.digest, lambda: ranges_of(params.baseline, block.catalogue)
+        )
+        rows = np.flatnonzero(is_training(block))
+        tensors = block.tensor[rows]
+        spans = ranges.spans[tensors, np.minimum(phase_of(block.step[rows]), ranges.spans.shape[1] - 1)]
+        means = ranges.of_mean[tensors]
+        values = np.where(
+            means, figure_of(block.statistics, "mean")[rows], figure_of(block.statistics, "rms")[rows]
+        )
+        least = np.maximum(params.min_magnitude, _NEGLIGIBLE * ranges.scale[tensors])
+        tiny = np.maximum(np.abs(values), np.abs(spans).max(axis=1)) < least
+        below, above = values < spans[:, 0], values > spans[:, 1]
+        findings = []
+        for place in np.flatnonzero((below | above) & ~tiny):
+            low, high = spans[place]
+            side, limit = ("above", high) if above[place] else ("below", low)
+            name, statistic = block.info(int(rows[place])).name, "mean" if means[place] else "rms"
+            message = (
+                f"{statistic} of {name} is {values[place]:.4g}, {side} the range {low:.3g} to {high:.3g} of "
+                f"{len(params.baseline.runs)} earlier runs in this phase"
+            )
+            findings.append(
+                finding_at(
+                    self.name, block, int(rows[place]),
+                    value=float(values[place]), threshold=float(limit), message=message,
+                )
+            )  # fmt: skip
+        return state, findings
+
+
+_RANGES: OfCatalogue[CatalogueRanges] = OfCatalogue()

@@ -1,0 +1,1 @@
+"""Rules over weights, updates and the optimizer."""

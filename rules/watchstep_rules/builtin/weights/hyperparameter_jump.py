@@ -1,0 +1,416 @@
+"""A learning rate or a weight decay that has jumped far above all before, and what became of the training since."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from watchstep.block import Block
+from watchstep.derived import rms
+from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.losses.loss_series import LossSeries, first_steps, is_whole, loss_series
+from watchstep_rules.signals.ranges.robust import medians, robust_spread
+from watchstep_rules.signals.series import probe
+from watchstep_rules.signals.tensor_selection import is_matrix_of, rows_where
+
+_NAME = re.compile(r"(?:.*\.)?optimizer(?:_\d+)?:(learning_rate|weight_decay)/")
+_SPAN = 50
+_WINDOW = 30
+_LAST = 10
+_ABOVE = 8
+
+
+class HyperparameterJumpParams(Params):
+    """Parameters of `HyperparameterJump`."""
+
+    factor: float = Field(10.0, gt=1, description="A value this many times its largest before is a jump.")
+    warmup: int = Field(20, ge=1, le=1000, description="Steps before a jump at least.")
+    patience: int = Field(
+        500, ge=1, description="Steps after a jump within which harm is taken for its effect."
+    )
+    deviations: float = Field(
+        3.0, gt=0, description="Robust standard deviations by which the loss is above its level …"
+    )
+    rise: float = Field(0.2, ge=0, description="… and by this share of the level.")
+    large: float = Field(
+        0.3, gt=0, description="Or, of a learning rate: the median update over its weights is above this."
+    )
+    shrunk: float = Field(
+        0.7,
+        gt=0,
+        lt=1,
+        description="Or, of a weight decay: the median weight is below this share of its size.",
+    )
+
+
+class Level(BaseModel):
+    """A loss since a jump.
+
+    Attributes:
+        limit: above it the loss has suffered; None where too little came before the jump.
+        level: its median before the jump.
+        above: whether each of the last losses was above, a bit each, the newest the lowest.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    limit: float | None = None
+    level: float = 0.0
+    above: int = 0
+
+    def after(self, value: float) -> Level:
+        """With one loss more; NaN where it was not finite."""
+        if self.limit is None:
+            return self
+        is_above = value > self.limit or np.isnan(value)
+        return self.model_copy(update={"above": ((self.above << 1) | int(is_above)) & ((1 << _LAST) - 1)})
+
+    @property
+    def is_harmed(self) -> bool:
+        """Whether most of the last losses were above."""
+        return self.above.bit_count() >= _ABOVE
+
+
+class Jump(BaseModel):
+    """A jump whose effect is awaited.
+
+    Attributes:
+        name: the metric; of several that jumped at one step the one that rose most.
+        step: of the first update with such a value.
+        before: the largest value before.
+        after: the new value, or a greater one that it went on to.
+        losses: since then, by ``name/mode``.
+        sizes: of a weight decay, the first root mean square of each weight since then.
+        is_harmed: whether some loss was seen to suffer.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    step: int
+    before: float
+    after: float
+    losses: dict[str, Level] = Field(default_factory=dict)
+    sizes: dict[str, float] = Field(default_factory=dict)
+    is_harmed: bool = False
+
+    @property
+    def is_of_rate(self) -> bool:
+        """Whether it is of a learning rate, or else of a weight decay."""
+        return ":learning_rate/" in self.name
+
+    @property
+    def text(self) -> str:
+        """What jumped, in words."""
+        ratio = self.after / self.before
+        return (
+            f"{self.name} went to {self.after:.3g} at step {self.step}, {ratio:.3g} times its largest before"
+        )
+
+
+class Peak(BaseModel):
+    """The largest values of a hyperparameter that is above zero.
+
+    Attributes:
+        since: the step at which the first was seen.
+        recent: spans of `_SPAN` steps by number, and the largest value up to the end of each, ascending: the last two spans and one before.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    since: int
+    recent: tuple[tuple[int, float], ...]
+
+    def reference(self, step: int) -> float:
+        """The largest up to the last span but one, or of all before where it is not so old."""
+        older = [largest for span, largest in self.recent if span <= step // _SPAN - 2]
+        return older[-1] if older else self.recent[-1][1]
+
+    def after(self, step: int, value: float) -> Peak:
+        """With one value more."""
+        now, largest = step // _SPAN, max(value, self.recent[-1][1])
+        if largest == self.recent[-1][1]:
+            return self
+        older = [entry for entry in self.recent if entry[0] <= now - 2][-1:]
+        newer = [entry for entry in self.recent if now - 2 < entry[0] < now]
+        return Peak(since=self.since, recent=(*older, *newer, (now, largest)))
+
+
+class HyperparameterJumpState(State):
+    """Of each hyperparameter its peak; the last jump; the step of each loss's first row."""
+
+    peaks: dict[str, Peak] = Field(default_factory=dict)
+    jump: Jump | None = None
+    names: dict[str, int] = Field(default_factory=dict)
+
+
+class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]):
+    """Fires when a learning rate or weight decay of a parameter group jumps in mid-run, and the training suffers.
+
+    A *jump* is a value ``factor`` times the largest that the group had 50 to 100 steps before, ``warmup`` steps after its first above zero; in
+    the first hundred steps, ``factor`` times the largest before. What comes back to where it was is none: warm restarts, cycles, a schedule
+    that begins anew. What rises over hundreds of steps, as one-cycle and warm-up do, is none. Zero has no multiple. A jump alone raises no alarm: a warm-up of few stages may take it, and so may
+    a second phase with other rates. Within ``patience`` steps it must be followed by one of:
+
+    - 8 of the last 10 training losses are above ``level + max(deviations * spread, rise * |level|)``, with the median and the robust
+      spread (Hampel 1974) of the 30 losses before the jump;
+    - after a jump of the learning rate, the median over weight matrices of ``rms(update) / rms(weight)`` is above ``large``. Trainings
+      that work are near 1e-3 (Karpathy, CS231n, 2015);
+    - after a jump of weight decay, the median over weight matrices of their size is below ``shrunk`` of what it was.
+
+    The values are those that capture records by itself, ``optimizer:learning_rate/0`` and ``optimizer:weight_decay/0``. A training that
+    goes on from a checkpoint with another rate begins anew.
+    """
+
+    name = "hyperparameter_jump"
+    summary = "a learning rate or weight decay jumps far above all before, and the training suffers"
+    needs = Needs(
+        collections=("metrics", "losses", "updates", "weights"),
+        roles=("metric", "loss", "update", "weight"),
+        probes=("update_ratio",),
+        about=("metric", "loss"),
+        evidence_rows=0,
+    )
+    merge = "sealed"
+    usual_causes = (
+        "A schedule, or code that edits param_groups, sets a value in the wrong unit, or multiplies it at each call.",
+        "A scheduler was made anew, with a base rate that is not the optimizer's.",
+        "Learning rate and weight decay were mixed up in a parameter group.",
+    )
+    what_to_try = (
+        "Plot the series that the message names, and look at what the program does at that step.",
+        "Restart from a checkpoint before that step, with the value before.",
+        "If the jump is wanted, raise factor, or leave the rule out.",
+    )
+    cannot_distinguish = (
+        "A jump that harms, from one after which the data changed for the worse.",
+        "A jump to a value that the schedule had reached before is not found.",
+    )
+    params_type = HyperparameterJumpParams
+    state_type = HyperparameterJumpState
+
+    def lookback(self, params: HyperparameterJumpParams) -> int:  # noqa: ARG002 - the contract's
+        """The losses before a jump."""
+        return _WINDOW
+
+    def evaluate(
+        self,
+        params: HyperparameterJumpParams,
+        state: HyperparameterJumpState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[HyperparameterJumpState, list[Finding]]:
+        """Follow values, and after a jump of one what became of losses, updates and weights."""
+        series = loss_series(context, block, "train")
+        names = first_steps(state.names, series)
+        peaks, jump = dict(state.peaks), state.jump
+        values = _values(block)
+        if jump is None and not _may_jump(params, peaks, values):
+            for one in values:
+                _follow(peaks, one)
+            return HyperparameterJumpState(peaks=peaks, names=names), []
+        findings: dict[int, Finding] = {}
+        for event in _events(block, values, series, names):
+            if jump is not None and _is_over(params, jump, event.step):
+                jump = None
+            if isinstance(event, _Value):
+                before = _follow(peaks, event)
+                if before is not None and _is_jump(params, before, event):
+                    reference = before.reference(event.step)
+                    new = Jump(name=event.name, step=event.step, before=reference, after=event.value)
+                    jump = _followed(jump, new)
+            elif jump is not None:
+                jump, seen = _look(params, block, jump, event)
+                for row, value, limit, why in seen:
+                    message = f"{jump.text}; {why}"
+                    findings[row] = finding_at(
+                        self.name, block, row, value=value, threshold=limit, message=message
+                    )
+        return HyperparameterJumpState(peaks=peaks, jump=jump, names=names), [
+            findings[row] for row in sorted(findings)
+        ]
+
+
+class _Value(NamedTuple):
+    """A hyperparameter at a step."""
+
+    step: int
+    name: str
+    value: float
+
+
+class _Loss(NamedTuple):
+    """A loss at a step: which of a series."""
+
+    step: int
+    series: LossSeries
+    place: int
+
+
+class _Tensors(NamedTuple):
+    """Rows of a step's updates and weights."""
+
+    step: int
+    rows: NDArray[np.intp]
+
+
+_Event = _Value | _Loss | _Tensors
+_Seen = tuple[int, float, float, str]
+
+
+def _values(block: Block) -> list[_Value]:
+    """Hyperparameters above zero, by step and name; of several workers the least first."""
+    rows = np.flatnonzero(rows_where(block, _is_hyperparameter) & (block.mode == 0))
+    if not len(rows):
+        return []
+    held = block.statistics
+    return sorted(
+        _Value(int(block.step[row]), block.info(row).name, float(held.mean[row]))
+        for row in rows.tolist()
+        if held.finite[row] > 0 and 0 < held.mean[row] < np.inf
+    )
+
+
+def _is_hyperparameter(info: TensorInfo) -> bool:
+    return info.role == "metric" and _NAME.match(info.name) is not None
+
+
+def _follow(peaks: dict[str, Peak], value: _Value) -> Peak | None:
+    """The peak before a value, which is in the peaks from now on; None for the first."""
+    before = peaks.get(value.name)
+    if before is None:
+        peaks[value.name] = Peak(since=value.step, recent=((value.step // _SPAN, value.value),))
+    else:
+        peaks[value.name] = before.after(value.step, value.value)
+    return before
+
+
+def _is_jump(params: HyperparameterJumpParams, before: Peak, value: _Value) -> bool:
+    long_enough = value.step >= before.since + params.warmup
+    return long_enough and value.value >= params.factor * before.reference(value.step)
+
+
+def _may_jump(params: HyperparameterJumpParams, peaks: dict[str, Peak], values: list[_Value]) -> bool:
+    least = {name: peak.recent[0][1] for name, peak in peaks.items()}
+    return any(value.value >= params.factor * least.setdefault(value.name, value.value) for value in values)
+
+
+def _followed(jump: Jump | None, new: Jump) -> Jump:
+    """Which of two jumps to follow: one that does harm; of those that are close the first; of one step that which rose more."""
+    if jump is None or (new.step > jump.step + 2 * _SPAN and not jump.is_harmed):
+        return new
+    if new.step == jump.step:
+        return new if new.after / new.before > jump.after / jump.before else jump
+    if new.name == jump.name and new.after > jump.after and not jump.is_harmed:
+        return jump.model_copy(update={"after": new.after})
+    return jump
+
+
+def _events(
+    block: Block, values: list[_Value], series: list[LossSeries], names: dict[str, int]
+) -> Iterator[_Event]:
+    """What a block tells, by step: values, then updates and weights, then losses."""
+    events: list[tuple[int, int, int, _Event]] = [(value.step, 0, 0, value) for value in values]
+    is_matrix = rows_where(block, is_matrix_of, "update") | rows_where(block, is_matrix_of, "weight")
+    rows = np.flatnonzero(is_matrix & (block.mode == 0))
+    rows = rows[np.argsort(block.step[rows], kind="stable")]
+    for part in np.split(rows, np.flatnonzero(np.diff(block.step[rows])) + 1):
+        if len(part):
+            step = int(block.step[part[0]])
+            events.append((step, 1, 0, _Tensors(step, part)))
+    for number, one in enumerate(series):
+        for place in np.flatnonzero(is_whole(one, names)).tolist():
+            step = int(one.steps[place])
+            events.append((step, 2, number, _Loss(step, one, place)))
+    for _, _, _, event in sorted(events, key=lambda event: event[:3]):
+        yield event
+
+
+def _is_over(params: HyperparameterJumpParams, jump: Jump, step: int) -> bool:
+    """Whether nothing is looked at any more: no harm in time, or the losses have come back."""
+    late = step > jump.step + params.patience
+    return late and not (jump.is_harmed and any(level.above for level in jump.losses.values()))
+
+
+def _look(
+    params: HyperparameterJumpParams, block: Block, jump: Jump, event: _Loss | _Tensors
+) -> tuple[Jump, list[_Seen]]:
+    if isinstance(event, _Loss):
+        return _look_at_loss(params, jump, event) if event.step > jump.step else (jump, [])
+    if event.step < jump.step or event.step > jump.step + params.patience:
+        return jump, []
+    return _updates(params, block, jump, event) if jump.is_of_rate else _weights(params, block, jump, event)
+
+
+def _look_at_loss(params: HyperparameterJumpParams, jump: Jump, event: _Loss) -> tuple[Jump, list[_Seen]]:
+    series, place = event.series, event.place
+    known = jump.losses.get(series.key)
+    if known is None:  # its first after the jump: all before it are those of before
+        known = _level(params, np.concatenate([series.before, series.values[:place]])[-_WINDOW:])
+    value = float(series.values[place])
+    level = known.after(value)
+    jump = jump.model_copy(
+        update={
+            "losses": {**jump.losses, series.key: level},
+            "is_harmed": jump.is_harmed or level.is_harmed,
+        }
+    )
+    if level.limit is None or not level.is_harmed:
+        return jump, []
+    why = f"{series.name} is {value:.4g}, {level.above.bit_count()} of the last {_LAST} are above {level.limit:.4g}, and it was {level.level:.4g} before"
+    return jump, [(int(series.rows[place]), np.inf if np.isnan(value) else value, level.limit, why)]
+
+
+def _level(params: HyperparameterJumpParams, before: Floats) -> Level:
+    finite = before[np.isfinite(before)][None, :]
+    if finite.shape[1] < min(params.warmup, _WINDOW):
+        return Level()
+    level, spread = float(medians(finite)[0]), float(robust_spread(finite)[0])
+    with np.errstate(over="ignore"):
+        limit = level + max(params.deviations * spread, params.rise * abs(level))
+    return Level(limit=limit, level=level) if np.isfinite(limit) else Level()
+
+
+def _updates(
+    params: HyperparameterJumpParams, block: Block, jump: Jump, event: _Tensors
+) -> tuple[Jump, list[_Seen]]:
+    ratio = probe(block, "update_ratio")[event.rows]
+    known = np.isfinite(ratio)
+    if not known.any():
+        return jump, []
+    rows, ratio = event.rows[known], ratio[known]
+    middle = float(np.median(ratio))
+    if not params.large < middle < np.inf:
+        return jump, []
+    row = int(rows[np.argmax(ratio)])
+    why = f"{block.info(row).name} is {ratio.max():.2g} of the weight and the median {middle:.2g}, near 1e-3 is usual"
+    return jump, [(row, middle, params.large, why)]
+
+
+def _weights(
+    params: HyperparameterJumpParams, block: Block, jump: Jump, event: _Tensors
+) -> tuple[Jump, list[_Seen]]:
+    is_weight = rows_where(block, is_matrix_of, "weight")[event.rows]
+    rows = event.rows[is_weight]
+    if not len(rows):
+        return jump, []
+    with np.errstate(over="ignore", invalid="ignore"):
+        size = rms(block.statistics)[rows]
+    sizes, share = dict(jump.sizes), []
+    for row, now in zip(rows.tolist(), size.tolist(), strict=True):
+        if 0 < now < np.inf:
+            share.append(now / sizes.setdefault(block.info(row).name, now))
+    jump = jump.model_copy(update={"sizes": sizes})
+    middle = float(np.median(share)) if share else 1.0
+    if middle >= params.shrunk:
+        return jump, []
+    why = f"{block.info(int(rows[0])).name} and others have shrunk since, the median to {middle:.2g} of its size"
+    return jump, [(int(rows[0]), middle, params.shrunk, why)]

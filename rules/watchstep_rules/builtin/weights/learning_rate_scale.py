@@ -1,0 +1,119 @@
+"""Layers that learn at rates that are far from usual, or far from each other."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.statistics import Floats
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.layers import is_weighted
+from watchstep_rules.signals.ranges.robust import medians
+from watchstep_rules.signals.series import Trail
+
+
+class LearningRateScaleParams(Params):
+    """Parameters of `LearningRateScale`."""
+
+    records: int = Field(5, ge=1, le=100, description="Updates of a layer whose median counts.")
+    large: float = Field(0.1, gt=0, description="Every layer's updates, over its weights, are above this …")
+    small: float = Field(1e-5, gt=0, description="… or every layer's are below this …")
+    apart: float = Field(1e3, gt=1, description="… or the largest is so many times the smallest.")
+
+
+class LearningRateScaleState(State):
+    """Nothing."""
+
+
+class LearningRateScale(Rule[LearningRateScaleParams, LearningRateScaleState]):
+    """Fires when the relative updates of a step's layers are all large, all small, or far apart.
+
+    With ``ratio = rms(update) / rms(weight)`` of each weight matrix of a linear, convolutional or recurrent layer, the
+    median of its last ``records``, and those that are zero left out::
+
+        min(ratio) > large    or    0 < max(ratio) < small    or    max(ratio) > apart * min(ratio)
+
+    Trainings that work take updates near 1e-3 of their weights (Karpathy, CS231n, 2015, and "A Recipe for Training Neural
+    Networks", 2019); large and small are two decades from it. Optimizers that scale each layer's update by its weights
+    (You et al., LARS, 2017; LAMB, 2020) were made for networks whose layers lie orders of magnitude apart; three
+    decades are more than these papers show. Off by default: fine-tuning with a small rate for the body and a large one
+    for the head, and zero-initialised branches, are such on purpose. Of sharded parameters the ratio is not known.
+    """
+
+    name = "learning_rate_scale"
+    summary = "layers take steps far too large or small for their weights, or for each other"
+    needs = Needs(collections=("updates",), roles=("update",), probes=("update_ratio",))
+    merge = "sealed"
+    usual_causes = (
+        "The learning rate is off by orders of magnitude for this optimizer.",
+        "Layers' weights, or gradients, are of very different scales, and the optimizer does not adapt to it (plain SGD).",
+        "Parameter groups have rates that do not fit.",
+    )
+    what_to_try = (
+        "Change the learning rate by factors of ten until updates are near a thousandth of the weights.",
+        "Use an optimizer that adapts to each weight (Adam) or layer (LAMB), or normalisation layers.",
+        "Print the rate of each parameter group.",
+    )
+    params_type = LearningRateScaleParams
+    state_type = LearningRateScaleState
+
+    def lookback(self, params: LearningRateScaleParams) -> int:
+        """The records before."""
+        return params.records - 1
+
+    def evaluate(
+        self,
+        params: LearningRateScaleParams,
+        state: LearningRateScaleState,
+        context: Block,
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[LearningRateScaleState, list[Finding]]:
+        """Judge each step's layers against each other."""
+        ratio = _medians(params, context, block)
+        rows = np.flatnonzero(ratio > 0)
+        if not len(rows):
+            return state, []
+        step, group = np.unique(block.step[rows], return_inverse=True)
+        low, high = np.full(len(step), np.inf), np.zeros(len(step))
+        np.minimum.at(low, group, ratio[rows])
+        np.maximum.at(high, group, ratio[rows])
+        odd = (low > params.large) | (high < params.small) | (high > params.apart * low)
+        return state, [
+            self._finding(params, block, rows[group == place], ratio) for place in np.flatnonzero(odd)
+        ]
+
+    def _finding(
+        self, params: LearningRateScaleParams, block: Block, rows: NDArray[np.intp], ratio: Floats
+    ) -> Finding:
+        lowest, highest = (int(rows[pick(ratio[rows])]) for pick in (np.argmin, np.argmax))
+        names = {row: block.info(row).name for row in (lowest, highest)}
+        if ratio[lowest] > params.large:
+            row, limit = lowest, params.large
+            message = (
+                f"{names[row]} is {ratio[row]:.2g} of the weight, and every other layer's update is more"
+            )
+        elif ratio[highest] < params.small:
+            row, limit = highest, params.small
+            message = (
+                f"{names[row]} is {ratio[row]:.2g} of the weight, and every other layer's update is less"
+            )
+        else:
+            row, limit = lowest, float(ratio[highest]) / params.apart
+            message = (
+                f"{names[row]} is {ratio[row]:.2g} of the weight, {names[highest]} is {ratio[highest]:.2g}: "
+                f"layers learn at rates more than {params.apart:g} times apart"
+            )
+        return finding_at(self.name, block, row, value=float(ratio[row]), threshold=limit, message=message)
+
+
+def _medians(params: LearningRateScaleParams, context: Block, block: Block) -> Floats:
+    """The median of each layer's last ratios; NaN for what is no layer, and where there are too few."""
+    trail = Trail.of(context, block)
+    held = trail.column(lambda rows: rows.probes.get("update_ratio", np.full(len(rows), np.nan)))
+    last = np.stack([trail.back(held, place) for place in range(params.records)], axis=1)
+    is_layer = block.mask_of_tensors([len(info.shape) > 1 and is_weighted(info) for info in block.catalogue])
+    is_layer &= block.mode == 0
+    return np.where(is_layer, medians(last), np.nan)

@@ -1,0 +1,329 @@
+"""Weights that a training should not begin with: all the same, far too large, or far too small."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep.derived import rms, std
+from watchstep.statistics import Floats
+from watchstep.tensors import TensorInfo
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.layers import is_normalisation, is_weighted
+
+_SURE = 2.0  # spread of logits, from which on softmax is about as sure as it may be wrong
+_LOUD = 3.0  # root mean square of inputs; UMLAUT (CHI 2021) warns of inputs beyond -1 to 1
+_CONSTANT = 1e-10  # m2 over the sum of squares: what float32 leaves of a constant's
+
+
+class PoorInitializationParams(Params):
+    """Parameters of `PoorInitialization`."""
+
+    large: float = Field(3.0, gt=1, description="Gain of a layer, from which on it is large.")
+    growth: float = Field(
+        10.0, gt=1, description="Product over large layers of gain / 1.5, from which on it is a fault."
+    )
+    small: float = Field(0.1, gt=0, lt=1, description="Gain of a hidden layer, below which it is small.")
+    shrinkage: float = Field(
+        1e-3, gt=0, lt=1, description="Product over small layers of gain / 0.5, below which it is a fault."
+    )
+    spread: float = Field(
+        100.0,
+        gt=1,
+        description="Spread of a hidden layer's output over that of another, from which on it is a fault.",
+    )
+    above_guess: float = Field(
+        3.0, gt=1, description="First loss over that of a guess, from which on large weights are a fault."
+    )
+
+
+class PoorInitializationState(State):
+    """Whether the first step has been judged."""
+
+    judged: bool = False
+
+
+class PoorInitialization(Rule[PoorInitializationParams, PoorInitializationState]):
+    """Fires at the first step when its weights are of one of five kinds.
+
+    - **All the same**: a layer's weights are one number other than zero, and the next layer's too; or all layers'
+      weights are constant, zero or not, those of one input or one output included. Units of such a layer stay equal for ever (Goodfellow et al. 2016, 8.4). One
+      layer alone is no fault, if it is zero: last layers, residual branches and adapters begin so on purpose.
+    - **Too large**: in two layers or more ``gain = rms(W) * sqrt(fan_in)`` is at least 3, and over these
+      ``prod(gain / 1.5) >= 10``. A signal keeps its size at a gain of 1 (Glorot and Bengio 2010) to 1.41 (He et al.
+      2015); PyTorch's own is 0.58.
+    - **Too small**: in two hidden layers or more the gain is below 0.1, and over these ``prod(gain / 0.5) < 1e-3``,
+      and no weight's gradient is a hundredth of the largest bias's: the input has hardly any say.
+    - **The signal dies or runs away**: the spread (standard deviation) of the last hidden layer's output is ``spread`` times
+      less than the first's, and gains in between are below 0.5; or some later layer's is as many times more. Layers whose output is
+      zero are left out. SageMaker's PoorWeightInitialization takes a ratio of variances of 10, which default
+      initialisation has.
+    - **Too sure**: the first loss is ``above_guess`` times the logarithm of how many classes the last layer tells apart, its
+      outputs spread by 2 or more and can make such a loss, and a layer (or an embedding that the last layer shares) has a gain of at least 3: it
+      is sure before it has learnt, and the first steps only take that back (Karpathy, "A Recipe for Training Neural
+      Networks", 2019: verify the loss at initialisation). Inputs with a root mean square above 3 are another fault, and
+      so are measured targets; a model that was trained on other labels is sure too, but has no such gains.
+
+    All but the first and the last leave out models with normalisation, which takes any scale out again. A layer is linear,
+    convolutional or recurrent; its weights are matrices with at least two inputs and two outputs. Scales, biases,
+    embeddings and tables are none. Weights that a checkpoint brought count like others.
+    """
+
+    name = "poor_initialization"
+    summary = "weights begin all the same, far too large, or far too small"
+    version = 2
+    needs = Needs(
+        collections=("weights", "gradients", "activations", "inputs", "losses", "labels"),
+        roles=("weight", "gradient", "output", "input", "loss", "label"),
+        probes=("class_counts",),
+        about=("weight", "output"),
+    )
+    merge = "sealed"
+    usual_causes = (
+        "A hand-written initialisation sets all weights alike, or with a fixed deviation at any width.",
+        "Weights were loaded or scaled by mistake.",
+        "The gain is that of another activation.",
+    )
+    what_to_try = (
+        "Initialise by fan-in: torch.nn.init.kaiming_normal_ for ReLU, xavier_normal_ for tanh (He et al., 2015; Glorot, 2010).",
+        "Leave weights random; only biases and last layers of branches may begin at zero.",
+        "Put normalisation after layers whose scale is uncertain.",
+    )
+    cannot_distinguish = (
+        "Large weights that a layer of the program's own scales down in its forward pass, from weights that are too large.",
+        "Weights of a checkpoint that were trained for other labels and are large, from an initialization that is too sure.",
+        "Normalization that is a function or a module of the program's own is not known as such unless its class name says so.",
+    )
+    params_type = PoorInitializationParams
+    state_type = PoorInitializationState
+
+    def evaluate(
+        self,
+        params: PoorInitializationParams,
+        state: PoorInitializationState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[PoorInitializationState, list[Finding]]:
+        """Judge the first step in train mode that has weights."""
+        if state.judged:
+            return state, []
+        training = block.mode == 0
+        weights = training & block.mask_of_tensors([info.role == "weight" for info in block.catalogue])
+        if not weights.any():
+            return state, []
+        rows = np.flatnonzero(training & (block.step == block.step[weights].min()))
+        return PoorInitializationState(judged=True), self._judge(params, _FirstStep(block, rows))
+
+    def _judge(self, params: PoorInitializationParams, step: _FirstStep) -> list[Finding]:
+        block, held = step.block, step.block.statistics
+        weights = step.of_role("weight")
+        layers = weights[(step.fan_in(weights) > 0) & (held.finite[weights] > 1)]
+        layers = layers[np.lexsort((layers, step.order(layers)))]
+        gain = step.size[layers] * np.sqrt(step.fan_in(layers))
+        alike = held.m2[layers] <= _CONSTANT * held.square_sum[layers]
+        others = weights[(step.fan_in(weights) == 0) & step.is_matrix(weights)]
+        random = bool((held.m2[others] > _CONSTANT * held.square_sum[others]).any())
+        same = layers[_all_the_same(alike, gain, others_are_random=random)]
+        if len(same):
+            return [self._same(block, int(row)) for row in same]
+        sure = _too_sure(params, step, weights)
+        if sure is not None:
+            return [self._sure(params, block, *sure)]
+        if any(is_normalisation(info) for info in step.infos(weights)):
+            return []
+        large = gain >= params.large
+        if large.sum() > 1 and prod((gain[large] / 1.5).tolist()) >= params.growth:
+            return self._scales(params.large, block, layers[large], gain[large], "at least")
+        small = (gain < params.small) & ~alike
+        small[-1:] = False  # the last layer may begin small
+        faint = small.sum() > 1 and prod((gain[small] / 0.5).tolist()) < params.shrinkage
+        if faint and _input_has_no_say(step):
+            return self._scales(params.small, block, layers[small], gain[small], "below")
+        return self._signal(params, step, gain)
+
+    def _signal(self, params: PoorInitializationParams, step: _FirstStep, gains: Floats) -> list[Finding]:
+        block, spreads = step.block, step.spreads
+        if len(spreads) < 3:
+            return []
+        first, last = spreads[0][1], spreads[-2][1]
+        if last * params.spread <= first and (gains < 0.5).sum() > 1:
+            row, share = spreads[-2][0], last / first
+            message = (
+                f"the output of {block.info(row).name} spreads {share:.2g} times as far as the first layer's"
+            )
+            return [
+                finding_at(self.name, block, row, value=share, threshold=1 / params.spread, message=message)
+            ]
+        row, widest = max(spreads[1:], key=lambda each: each[1])
+        if widest >= params.spread * first:
+            message = f"the output of {block.info(row).name} spreads {widest / first:.3g} times as far as the first layer's"
+            return [
+                finding_at(
+                    self.name, block, row, value=widest / first, threshold=params.spread, message=message
+                )
+            ]
+        return []
+
+    def _sure(
+        self, params: PoorInitializationParams, block: Block, row: int, loss: float, guess: float
+    ) -> Finding:
+        message = f"{block.info(row).name} begins at {loss:.3g}, a guess among its classes gives {guess:.3g}, and weights are large"
+        return finding_at(
+            self.name, block, row, value=loss, threshold=params.above_guess * guess, message=message
+        )
+
+    def _same(self, block: Block, row: int) -> Finding:
+        info = block.info(row)
+        number = float(block.statistics.mean[row])
+        message = f"all {block.statistics.count[row]} elements of {info.name} begin as {number:.3g}: its units stay equal"
+        return finding_at(self.name, block, row, value=number, threshold=0.0, message=message)
+
+    def _scales(
+        self, limit: float, block: Block, rows: NDArray[np.intp], gains: Floats, word: str
+    ) -> list[Finding]:
+        return [
+            finding_at(
+                self.name,
+                block,
+                row,
+                value=gain,
+                threshold=limit,
+                message=f"{block.info(row).name} begins with a gain rms * sqrt(fan in) of {gain:.2g}, {word} {limit:g}, as do"
+                " others; 1 to 1.41 keeps a signal's size",
+            )
+            for row, gain in zip(rows.tolist(), gains.tolist(), strict=True)
+        ]
+
+
+class _FirstStep:
+    """Rows of the first step, of up to thousands of workers: what a tensor's description says is looked up once for each tensor.
+
+    Attributes:
+        block: of the rows.
+        rows: of the step.
+        size: root mean square of each row of the block.
+    """
+
+    def __init__(self, block: Block, rows: NDArray[np.intp]) -> None:
+        self.block = block
+        self.rows = rows
+        self.size = rms(block.statistics)
+        self._fan_in = np.array([_fan_in(info) for info in block.catalogue], np.float64)
+        self._order = np.array([info.order for info in block.catalogue], np.int64)
+
+    def of_role(self, role: str, also: Callable[[TensorInfo], bool] = lambda _: True) -> NDArray[np.intp]:
+        """The rows of tensors with a role, and with something else that their description says."""
+        chosen = [info.role == role and also(info) for info in self.block.catalogue]
+        return self.rows[np.array(chosen, np.bool_)[self.block.tensor[self.rows]]]
+
+    def fan_in(self, rows: NDArray[np.intp]) -> Floats:
+        """Of each row, as `_fan_in`."""
+        return self._fan_in[self.block.tensor[rows]]
+
+    def is_matrix(self, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether each row is of a weighted layer's matrix, of one input or one output as well."""
+        matrices = [is_weighted(info) and len(info.shape) > 1 for info in self.block.catalogue]
+        return np.array(matrices, np.bool_)[self.block.tensor[rows]]
+
+    def order(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Of each row, where its tensor comes in the model."""
+        return self._order[self.block.tensor[rows]]
+
+    def infos(self, rows: NDArray[np.intp]) -> list[TensorInfo]:
+        """The tensors that some rows speak of."""
+        return [self.block.catalogue[place] for place in np.unique(self.block.tensor[rows])]
+
+    @functools.cached_property
+    def spreads(self) -> list[tuple[int, float]]:
+        """The last row and the largest standard deviation of each weighted layer's output that is not constant, in the order of layers."""
+        block, spread = self.block, std(self.block.statistics)
+        rows = self.of_role("output", is_weighted)
+        rows = rows[spread[rows] > 0]
+        numbers: dict[str, int] = {}
+        modules = np.array(
+            [numbers.setdefault(info.module, len(numbers)) for info in block.catalogue], np.intp
+        )[block.tensor[rows]]
+        most = np.zeros(len(numbers))
+        np.maximum.at(most, modules, spread[rows])
+        last = dict(zip(modules.tolist(), rows.tolist(), strict=True))
+        first = dict(zip(modules[::-1].tolist(), rows[::-1].tolist(), strict=True))
+        found = [(block.info(first[module]).order, row, float(most[module])) for module, row in last.items()]
+        return [(row, widest) for _, row, widest in sorted(found)]
+
+
+def _fan_in(info: TensorInfo) -> int:
+    """Inputs of each unit of a layer; 0 for what is no layer, or has one input or one output."""
+    shape = info.shape
+    if not is_weighted(info) or len(shape) < 2 or shape[0] < 2:
+        return 0
+    inputs = prod(shape[1:])
+    return inputs if inputs > 1 else 0
+
+
+def _all_the_same(alike: NDArray[np.bool_], gain: Floats, *, others_are_random: bool) -> NDArray[np.bool_]:
+    """Which of the layers, in their order, begin as one number and so does the next; all of them where all do."""
+    if len(alike) > 1 and alike.all() and not others_are_random:
+        return alike
+    same = alike & (gain > 0)
+    same[:-1] &= same[1:]
+    same[-1:] = False
+    return same
+
+
+def _input_has_no_say(step: _FirstStep) -> bool:
+    """Whether all gradients of weights are small beside that of a bias, which is the error that comes back."""
+    errors = step.size[step.of_role("gradient", lambda info: len(info.shape) == 1)]
+    weights = step.size[step.of_role("gradient", lambda info: len(info.shape) > 1)]
+    if not len(errors):
+        return True
+    # NaN is the size of gradients without finite elements, an empty shard's for instance: they say nothing.
+    weight, error = np.fmax.reduce(weights, initial=np.nan), np.fmax.reduce(errors)
+    return bool((weight if len(weights) else 0.0) < 0.01 * error)
+
+
+def _too_sure(
+    params: PoorInitializationParams, step: _FirstStep, weights: NDArray[np.intp]
+) -> tuple[int, float, float] | None:
+    """The row of a first loss that is far above that of a guess, the loss, and the guess's; None where it is not."""
+    block, held = step.block, step.block.statistics
+    losses = step.of_role("loss")
+    if not step.spreads or len(losses) != 1:
+        return None
+    (last, widest), loss = step.spreads[-1], int(losses[0])
+    output = block.info(last)
+    classes = output.shape[-1] if output.shape else 0
+    value, reach = float(held.mean[loss]), float(held.max[last] - held.min[last])
+    guess = float(np.log(max(2, classes)))
+    if not params.above_guess * guess <= value <= reach + guess or widest < _SURE:
+        return None
+    loud = bool((step.size[step.of_role("input", _is_measured)] > _LOUD).any())
+    if loud or _labels_are_measured(step):
+        return None
+    shared = {classes} if not any(info.module == output.module for info in step.infos(weights)) else set()
+    inputs = np.array(
+        [
+            prod(info.shape[1:]) if _fan_in(info) or (len(info.shape) == 2 and info.shape[0] in shared) else 0
+            for info in block.catalogue
+        ],
+        np.float64,
+    )
+    weights = weights[inputs[block.tensor[weights]] > 0]
+    large = bool((step.size[weights] * np.sqrt(inputs[block.tensor[weights]]) >= params.large).any())
+    return (loss, value, guess) if large else None
+
+
+def _is_measured(info: TensorInfo) -> bool:
+    return "float" in info.dtype
+
+
+def _labels_are_measured(step: _FirstStep) -> bool:
+    labels = step.of_role("label", _is_measured)
+    counted = step.block.probes.get("classes")
+    return bool(len(labels)) and (counted is None or not np.isfinite(counted[labels]).all())

@@ -1,0 +1,249 @@
+"""Weights that the optimizer leaves as they are, though there is something to learn."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep_rules.builtin.weights.absent_from_optimizer import AbsentFromOptimizer
+from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.layers import is_normalisation, is_weighted
+from watchstep_rules.signals.losses.progress import Progress
+from watchstep_rules.signals.series import in_training
+from watchstep_rules.signals.updates.not_in_optimizer import Held, forgotten
+from watchstep_rules.signals.updates.weights_past import HALF, Figures, Pace, Past, Weights
+from watchstep_rules.signals.updates.weights_steps import StepsOfWeights
+
+
+class WeightNotUpdatingParams(Params):
+    """Parameters of `WeightNotUpdating`."""
+
+    threshold: float = Field(
+        1e-8, ge=0, description="Root mean square of an update over the weight's, up to which it is none."
+    )
+    rounded: float = Field(
+        0.99,
+        gt=0,
+        le=1,
+        description="Share of elements that an update leaves as they are, from which on it is lost to rounding.",
+    )
+    patience: int = Field(
+        20,
+        ge=1,
+        description="Records through which all updates are none, from which on a rate that ran down is a fault too.",
+    )
+    ran_down: float = Field(
+        1e-6,
+        ge=0,
+        description="Such a ratio of the fastest weight, from which on a rate has run down, if its largest was a thousand times that, or has always been too small.",
+    )
+    alive: float = Field(
+        1e-3,
+        gt=0,
+        le=1,
+        description="A gradient below this share of its largest so far says that the layer has converged.",
+    )
+
+
+class WeightNotUpdatingState(State):
+    """The past of each parameter, by ``name@worker``, the order of weighted modules whose output was seen, and losses that are zero.
+
+    ``still`` counts records in a row in which all updates were none; ``held`` is what optimizers update.
+    """
+
+    parameters: dict[str, Past] = Field(default_factory=dict)
+    computed: dict[str, int] = Field(default_factory=dict)
+    nothing_lost: dict[str, bool] = Field(default_factory=dict)
+    still: int = 0
+    pace: Pace = Pace()
+    losses: dict[str, Progress] = Field(default_factory=dict)
+    held: Held = Held()
+
+
+class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
+    """Fires when updates are missing in one of eight ways. An update is *none* where ``rms(update) <= threshold * rms(weight)``.
+
+    - **None at all**: all updates of a step are none while some gradient is alive: the optimizer is skipped, or its
+      learning rate is zero. Also where no weight has ever been updated, whatever the gradients,
+      though some loss is not zero. A gradient is alive
+      at ``alive`` times its own largest; below, a plain optimizer's updates round to nothing because it has converged.
+      Updates that were there must have ended at once: a learning rate that a schedule brings down to zero is
+      no fault, unless it stays there through ``patience`` records.
+    - **A rate that ran down**: no weight changes by more than ``ran_down`` of its size in a step, at ten records in a row and for a
+      quarter of the run so far, though the fastest once took a thousand times that, gradients are alive, and the loss is above half of where
+      it began: a schedule that was stepped too often. At 1e-6 ten thousand steps in one direction change a weight by a
+      hundredth; schedules that end at nothing do so at the end.
+    - **Too small from the beginning**: at ten records and through fifty steps no weight has ever changed by more than ``ran_down`` of its
+      size in a step, updates do not grow, gradients are alive, and the loss is above half of where it began: a rate that is far too small, or
+      gradients that are clipped to almost nothing.
+    - **In no optimizer**: a weight gets gradients, no optimizer holds it, and it has not changed since the first look,
+      as `watchstep_rules.signals.updates.not_in_optimizer.forgotten` tells it from what is left out on purpose.
+    - **Lost to rounding**: ``rounded`` of an update's elements are zero, though half of the gradient's are not.
+      Weights in half precision do that where the learning rate is small; in others a gradient that small has vanished.
+    - **Cut off**: layers that require a gradient, and were computed, never got one, while all layers after them learn:
+      what they give is detached from the loss.
+    - **Masked**: the gradient of a layer's weight has always been zero, though its bias has one, and layers before it
+      get theirs. Zero inputs do that as well, from their layer on.
+    - **Vectors alone**: all that learns are biases and scales of weighted layers and normalisation, and nothing of the
+      last weighted layer that was computed: the loop that was to freeze some layers froze others as well. Tuning of
+      biases, which trains the head, is another thing.
+
+    Gradients that are zero at some steps tell nothing of updates at others: where one of the last eight was, updates that end
+    are left alone. So is deliberate freezing: parameters with ``requires_grad=False`` have no row on record. The threshold 1e-8 is that of SageMaker's
+    WeightUpdateRatio. Vectors are judged only where there is nothing else: the gradient of a bias before
+    normalisation is zero by construction.
+    """
+
+    name = "weight_not_updating"
+    summary = "weights stay as they are though there is something to learn"
+    needs = Needs(
+        collections=("updates", "gradients", "activations", "losses", "unheld"),
+        roles=("update", "gradient", "output", "loss", "unheld"),
+        probes=("update_ratio",),
+        about=("update", "unheld"),
+    )
+    version = 3
+    merge = "sealed"
+    usual_causes = (
+        "The optimizer does not step: it is skipped, its rate is zero, or another model's parameters are in it.",
+        "The layer gets no gradient: detach, no_grad, or it does not reach the loss.",
+        "Updates are lost in half precision: they are smaller than the weight can show.",
+        "A schedule has brought the learning rate to zero too early, or it is far too small, or gradients are clipped to almost nothing.",
+    )
+    what_to_try = (
+        "Check optimizer.step(), the learning rate now, and that the optimizer was made after the model was moved or replaced.",
+        "Check that param.grad is not None and not zero after backward.",
+        "Keep the weights in float32, with torch.amp.autocast around the forward pass.",
+        "If the layer is frozen on purpose, set requires_grad=False, or leave it out with tensors: {exclude: …}.",
+    )
+    cannot_distinguish = (
+        "A program that leaves a layer out of the optimizer on purpose, without requires_grad=False, and trains layers before and after it, from one that forgot it.",
+        "A layer that is detached on purpose and still requires a gradient, from one that is cut off by mistake.",
+        "A branch that is detached amid layers that learn, from one whose output is not used on purpose: it is left alone.",
+        "An optimizer that is paused on purpose while gradients are alive, from one that is skipped.",
+    )
+    params_type = WeightNotUpdatingParams
+    state_type = WeightNotUpdatingState
+
+    def evaluate(
+        self,
+        params: WeightNotUpdatingParams,
+        state: WeightNotUpdatingState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[WeightNotUpdatingState, list[Finding]]:
+        """Judge the updates of each step together."""
+        block = in_training(block)
+        past = Weights(**{name: getattr(state, name) for name in WeightNotUpdatingState.model_fields})
+        figures = Figures.of(block)
+        steps = StepsOfWeights.of(block, figures, params)
+        findings = []
+        for stretch in steps.stretches(past):
+            if stretch.is_calm:
+                steps.take_in(past, stretch)
+                continue
+            rows = np.arange(stretch.first, stretch.end)
+            updates = past.follow(block, rows, figures)
+            for row, why in _missing(params, block, figures, updates, past):
+                findings.append(self._finding(params, block, row, float(figures.ratio[row]), why))
+            past.move(block, figures, updates, params.threshold)
+            findings.extend(self._forgotten(block, row) for row in forgotten(block, rows, past.held))
+        return WeightNotUpdatingState(**vars(past)), findings
+
+    def advice(self, finding: Finding) -> Advice:
+        """Of a parameter that no optimizer holds, what `AbsentFromOptimizer` says."""
+        if finding.role == "unheld":
+            return Advice(AbsentFromOptimizer.usual_causes, AbsentFromOptimizer.what_to_try)
+        return super().advice(finding)
+
+    def _forgotten(self, block: Block, row: int) -> Finding:
+        size = float(block.statistics.abs_sum[row])
+        message = (
+            f"{block.info(row).name}: sum |gradient| is {size:.3g}, but no optimizer holds the parameter, "
+            "and it has not changed since the first look"
+        )
+        return finding_at(self.name, block, row, value=size, threshold=0.0, message=message)
+
+    def _finding(
+        self, params: WeightNotUpdatingParams, block: Block, row: int, ratio: float, why: str
+    ) -> Finding:
+        none = f", at most {params.threshold:.3g} is none" if ratio <= params.threshold else ""
+        message = f"{block.info(row).name} is {ratio:.3g} of the weight{none}: {why}"
+        return finding_at(self.name, block, row, value=ratio, threshold=params.threshold, message=message)
+
+
+def _missing(
+    params: WeightNotUpdatingParams, block: Block, figures: Figures, updates: list[int], past: Weights
+) -> list[tuple[int, str]]:
+    """Rows of updates that are missing, and why."""
+    if not updates:
+        return []
+    judged = [row for row in updates if len(block.info(row).shape) > 1] or updates
+    held = [past.of(block, row) for row in judged]
+    none = [figures.ratio[row] <= params.threshold for row in judged]
+    past.still = past.still + 1 if all(none) else 0
+    step = int(block.step[judged[0]])
+    past.pace = past.pace.after(params.ran_down, step, float(max(figures.ratio[row] for row in judged)))
+    if past.pace.has_run_down(step) and past.loss_is_high and any(one.is_alive(params.alive) for one in held):
+        why = (
+            f"once it was up to {past.pace.fastest:.2g}, since step {past.pace.since} no weight gets further"
+        )
+        return [(row, why) for row in judged]
+    is_slow = past.pace.never_began(params.ran_down, step) and past.loss_is_high
+    if is_slow and any(one.is_alive(params.alive) for one in held):
+        why = f"no weight has changed by more than {past.pace.fastest:.2g} of itself at any step since step {past.pace.begun}"
+        return [(row, why) for row in judged]
+    if all(none):
+        long = past.still >= params.patience
+        if any((one.stopped or long) and one.is_alive(params.alive) for one in held):
+            return [(row, "no weight changes, though there are gradients") for row in judged]
+        waits = bool(past.nothing_lost) and all(past.nothing_lost.values())
+        if not waits and not any(one.moved for one in past.parameters.values()):
+            return [(row, "no weight has ever changed") for row in judged]
+        return []
+    found = _cut_off(block, judged, held, past)
+    for row, one in zip(judged, held, strict=True):
+        alive = one.dense and one.last >= params.alive * one.largest and block.info(row).dtype in HALF
+        if alive and figures.zero[row] >= params.rounded:
+            found.append((row, f"rounding loses {figures.zero[row]:.0%} of its elements"))
+    return found or _masked(block, judged, none, past) or _vectors_alone(block, updates, past)
+
+
+def _cut_off(block: Block, judged: list[int], held: list[Past], past: Weights) -> list[tuple[int, str]]:
+    learning = [
+        block.info(row).order for row, one in zip(judged, held, strict=True) if one.last >= 0 or one.moved
+    ]
+    without = [row for row, one in zip(judged, held, strict=True) if one.last < 0 and not one.moved]
+    # A layer that was never computed, as an expert without examples, is not cut off: what counts is what was.
+    without = [row for row in without if block.info(row).module in past.computed]
+    if not learning or any(block.info(row).order >= min(learning) for row in without):
+        return []
+    why = "its layer is computed, but never gets a gradient, while all after it do"
+    return [(row, why) for row in without]
+
+
+def _masked(block: Block, judged: list[int], none: list[bool], past: Weights) -> list[tuple[int, str]]:
+    """A zero gradient is no dead layer's where its bias has one, and layers before it learn."""
+    learning = [block.info(row).order for row in judged if past.of(block, row).moved]
+    found = []
+    for row, is_none in zip(judged, none, strict=True):
+        info, held = block.info(row), past.of(block, row)
+        bias = past.parameters.get(f"{info.module}.bias@{block.worker[row]}", Past())
+        if is_none and is_weighted(info) and held.last == held.largest == 0 and bias.last > 0:
+            found.append((row, info.order))
+    first = min([*learning, *(order for _, order in found)], default=0)
+    why = "its gradient has always been zero, though that of its bias is not, and layers before it get theirs"
+    return [(row, why) for row, order in found if order > first]
+
+
+def _vectors_alone(block: Block, updates: list[int], past: Weights) -> list[tuple[int, str]]:
+    infos = [block.info(row) for row in updates]
+    held = {info.module for info in infos}
+    if any(len(info.shape) > 1 or not (is_weighted(info) or is_normalisation(info)) for info in infos):
+        return []
+    if not past.computed or max(past.computed, key=lambda module: past.computed[module]) in held:
+        return []
+    why = f"it alone learns; of {len(past.computed)} layers that were computed none has a weight that may"
+    return [(row, why) for row in updates]

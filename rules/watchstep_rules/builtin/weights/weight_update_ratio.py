@@ -1,0 +1,80 @@
+"""Updates that are very large or very small beside the weights that they change."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from watchstep.block import Block
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+from watchstep_rules.signals.nonfinite import has_probe
+
+
+class WeightUpdateRatioParams(Params):
+    """Parameters of `WeightUpdateRatio`."""
+
+    large_threshold: float = Field(10.0, gt=0, description="Ratio above which an update is too large.")
+    small_threshold: float = Field(1e-8, ge=0, description="Ratio below which an update is too small.")
+    min_dimensions: int = Field(2, ge=0, description="Judge parameters with at least so many dimensions.")
+
+
+class WeightUpdateRatioState(State):
+    """Nothing."""
+
+
+class WeightUpdateRatio(Rule[WeightUpdateRatioParams, WeightUpdateRatioState]):
+    """Fires when ``rms(update) / rms(weight)`` is above ``large_threshold`` or below ``small_threshold``.
+
+    Both thresholds are those of SageMaker's WeightUpdateRatio, which takes the change since the last saved step, however
+    long ago that was; here it is the update of one step, taken as the optimizer makes it. A weight that is all zero has no
+    ratio and is left alone, where SageMaker divides by an epsilon.
+
+    Off by default: `weight_not_updating` tells an update that is missing from a schedule that has ended, and
+    `learning_rate_scale` judges ratios that are far from usual but not absurd. Of sharded parameters each worker's shard
+    is judged.
+    """
+
+    name = "weight_update_ratio"
+    summary = "updates are far larger or smaller than the weights they change"
+    needs = Needs(collections=("updates",), roles=("update",), probes=("update_ratio",))
+    merge = "per_worker"
+    usual_causes = (
+        "The learning rate is far too high, or far too low, for this layer.",
+        "A gradient has exploded or vanished.",
+        "The weights are much smaller than is usual, so that any update is large beside them.",
+    )
+    what_to_try = (
+        "Change the learning rate by factors of ten until updates are near a thousandth of the weights.",
+        "Clip gradients, or look at where they vanish.",
+        "Look at the weights' initialisation and at weight decay.",
+    )
+    params_type = WeightUpdateRatioParams
+    state_type = WeightUpdateRatioState
+
+    def conclusive(self, params: WeightUpdateRatioParams, block: Block) -> NDArray[np.bool_]:  # noqa: ARG002 - the contract's
+        """Rows with the ratio."""
+        return has_probe(block, "update_ratio")
+
+    def evaluate(
+        self,
+        params: WeightUpdateRatioParams,
+        state: WeightUpdateRatioState,
+        context: Block,  # noqa: ARG002 - the contract's
+        block: Block,
+        now: int,  # noqa: ARG002 - the contract's
+    ) -> tuple[WeightUpdateRatioState, list[Finding]]:
+        """Judge each row by itself."""
+        judged = block.mask_of_tensors([len(info.shape) >= params.min_dimensions for info in block.catalogue])
+        ratio = np.where(judged, block.probes.get("update_ratio", np.full(len(block), np.nan)), np.nan)
+        found = []
+        for row in map(
+            int, np.flatnonzero((ratio > params.large_threshold) | (ratio < params.small_threshold))
+        ):
+            large = ratio[row] > params.large_threshold
+            limit, word = (params.large_threshold, "above") if large else (params.small_threshold, "below")
+            message = f"{block.info(row).name} is {ratio[row]:.3g} of the weight, {word} {limit:.3g}"
+            found.append(
+                finding_at(self.name, block, row, value=float(ratio[row]), threshold=limit, message=message)
+            )
+        return state, found

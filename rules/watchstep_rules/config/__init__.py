@@ -1,0 +1,1 @@
+"""Rule configs: rules with parameters, scope, timing and actions, as data."""

@@ -1,0 +1,377 @@
+"""A rule config: a rule with parameters, scope, severity and actions, as data."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    HttpUrl,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from watchstep.errors import RuleError
+from watchstep.tensors import TensorInfo
+from watchstep_rules.config import message_template
+from watchstep_rules.config.plain_text import LINES, ONE_LINE, can_be_kept, lines, one_line
+from watchstep_rules.custom.python.source import with_source
+from watchstep_rules.registry import KINDS, RULES, find_rule
+from watchstep_rules.rule import AnyRule, Needs, Params, Severity, is_metric
+from watchstep_rules.signals import name_pattern
+
+_LONGEST_SECONDS = 30 * 86400
+_MOST_STEPS = 10**9
+_MOST_LABELS = 16
+_MOST_INHIBITED = 100
+_MOST_ACTIONS = 16
+
+NAME_LENGTH = 128
+"""Characters of a rule config's name, at the most."""
+
+Name = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=NAME_LENGTH),
+    AfterValidator(one_line),
+    Field(json_schema_extra={"pattern": ONE_LINE}),
+]
+LabelName = Annotated[
+    str, StringConstraints(pattern=r"^([a-zA-Z]|_[a-zA-Z0-9])[a-zA-Z0-9_]*$", max_length=64)
+]
+Word = Annotated[
+    str,
+    StringConstraints(max_length=256),
+    AfterValidator(one_line),
+    Field(json_schema_extra={"pattern": ONE_LINE}),
+]
+Address = Annotated[HttpUrl, Field(json_schema_extra={"pattern": "^[hH][tT][tT][pP][sS]?://."})]
+Pattern = Annotated[
+    str,
+    AfterValidator(one_line),
+    Field(json_schema_extra={"maxLength": name_pattern.LONGEST, "pattern": ONE_LINE}),
+]
+Message = Annotated[
+    str,
+    StringConstraints(max_length=message_template.MOST_CHARACTERS),
+    AfterValidator(lines),
+    Field(json_schema_extra={"pattern": LINES}),
+]
+ReceiverName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$", max_length=64)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long findings last before an alert fires, and how long a series is clean before it is resolved.
+
+    Attributes:
+        hold_steps: so many judged steps with findings in a row,
+        hold_ns: and so many nanoseconds from the first of them to the last.
+        keep_steps: so many judged steps without,
+        keep_ns: and so many nanoseconds from the first of them to the last.
+    """
+
+    hold_steps: int = 1
+    hold_ns: int = 0
+    keep_steps: int = 1
+    keep_ns: int = 0
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StopAction(_Model):
+    """Stop the job."""
+
+    kind: Literal["stop"] = "stop"
+
+
+class SnapshotAction(_Model):
+    """Have the workers take the full tensors of their next step."""
+
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class WebhookAction(_Model):
+    """Post the event as a CloudEvent to an address."""
+
+    kind: Literal["webhook"] = "webhook"
+    url: Address
+
+
+class NotifyAction(_Model):
+    """Tell a receiver of the service, by its name; who that is, the service's own settings say."""
+
+    kind: Literal["notify"] = "notify"
+    receiver: ReceiverName
+
+
+class _ShortWebhook(_Model):
+    webhook: Address
+
+
+class _ShortNotify(_Model):
+    notify: ReceiverName
+
+
+def _as_action(value: Any) -> Any:
+    if value in ("stop", "snapshot"):
+        return {"kind": value}
+    if isinstance(value, dict) and list(value) == ["webhook"]:
+        return {"kind": "webhook", "url": value["webhook"]}
+    if isinstance(value, dict) and list(value) == ["notify"]:
+        return {"kind": "notify", "receiver": value["notify"]}
+    return value
+
+
+Action = Annotated[StopAction | SnapshotAction | WebhookAction | NotifyAction, Field(discriminator="kind")]
+WrittenAction = Annotated[
+    Action,
+    BeforeValidator(
+        _as_action, json_schema_input_type=Literal["stop", "snapshot"] | _ShortWebhook | _ShortNotify | Action
+    ),
+]
+
+
+def _hint(name: str) -> str:
+    """What to write for the name of a rule that there is not; empty where nothing is like it."""
+    for rule in RULES.values():
+        if getattr(rule.params_type, "amazon", "") == name:
+            return f"Amazon's rule of that name is {rule.name}"
+    close = difflib.get_close_matches(name, {**RULES, **KINDS}, n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+class TensorScope(_Model):
+    """Which tensors a rule config judges. What is left out does not narrow."""
+
+    collection: Word | None = Field(None, description="Only tensors of this collection.")
+    include: Pattern | None = Field(
+        None, description="Only names that this regular expression, in RE2's syntax, matches from the start."
+    )
+    exclude: Pattern | None = Field(
+        None, description="Not names that this regular expression, in RE2's syntax, matches from the start."
+    )
+
+    @field_validator("include", "exclude")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        if value is not None:
+            name_pattern.check(value)
+        return value
+
+    def holds(self, info: TensorInfo, needs: Needs) -> bool:
+        """Whether a rule with these needs is given a tensor: one that it judges and that is in scope, or evidence."""
+        if any(is_metric(info, name) for name in needs.metrics):
+            return True
+        evidence = needs.is_evidence(info)
+        collections = needs.collections if evidence or not self.collection else (self.collection,)
+        return (
+            (not collections or any(name in info.collections for name in collections))
+            and (not needs.roles or info.role in needs.roles)
+            and (evidence or self._chosen(info.name))
+        )
+
+    def _chosen(self, name: str) -> bool:
+        included = self.include is None or name_pattern.matches(self.include, name)
+        return included and (self.exclude is None or not name_pattern.matches(self.exclude, name))
+
+
+class Hold(_Model):
+    """How long a finding must last before the alert fires; both, where both are given."""
+
+    steps: int = Field(1, ge=1, le=_MOST_STEPS, description="So many judged steps of one tensor in a row.")
+    seconds: float = Field(
+        0.0,
+        ge=0,
+        le=_LONGEST_SECONDS,
+        description="So long from the first of them, by the clock of its rows.",
+    )
+
+
+class KeepFiring(_Model):
+    """How long every tensor that made an alert fire must be clean before it is resolved."""
+
+    steps: int = Field(
+        1, ge=1, le=_MOST_STEPS, description="So many judged steps of one tensor without a finding."
+    )
+    seconds: float = Field(
+        0.0,
+        ge=0,
+        le=_LONGEST_SECONDS,
+        description="So long from the first of them, by the clock of its rows.",
+    )
+
+
+def _nanoseconds(lasting: Hold | KeepFiring) -> int:
+    return round(lasting.seconds * 1e9)
+
+
+class RuleConfig(_Model):
+    """One rule as it runs."""
+
+    rule: Name = Field(description="The rule's name.")
+    name: Annotated[str, StringConstraints(max_length=NAME_LENGTH), AfterValidator(one_line)] = Field(
+        "",
+        json_schema_extra={"pattern": ONE_LINE},
+        description="The config's own name; the rule's where it is left out.",
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict, validate_default=True, description="The rule's parameters."
+    )
+    tensors: TensorScope = Field(TensorScope(), description="Which tensors it judges.")
+    hold: Hold = Field(Hold(), alias="for", description="How long a finding must last.")
+    keep_firing: KeepFiring | None = Field(
+        None,
+        description="How long without findings before the alert is resolved; as long as 'for' if left out.",
+    )
+    severity: Severity = Field(
+        "warning",
+        description="How bad it is. Alerts of severity info are notes: they stop nothing, notify nobody and inhibit nothing.",
+    )
+    labels: dict[LabelName, Word] = Field(
+        default_factory=dict, max_length=_MOST_LABELS, description="Words of your own, given with each event."
+    )
+    message: Message | None = Field(
+        None,
+        description="What an event says, with {fields}; the finding's own message if left out.",
+    )
+    actions: tuple[WrittenAction, ...] = Field(
+        (), max_length=_MOST_ACTIONS, description="What follows when the alert fires."
+    )
+    dry_run: bool = Field(
+        False, description="Judge and show the alert, but stop nothing, tell nobody and inhibit nothing."
+    )
+    inhibits: tuple[Name, ...] = Field(
+        (),
+        max_length=_MOST_INHIBITED,
+        description="Rule configs, or rules, that are quiet while this one's alert fires.",
+    )
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @field_validator("rule")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        try:
+            find_rule(value)
+        except RuleError as error:
+            raise ValueError(f"{error.what}; {_hint(value) or error.mend}") from error
+        return value
+
+    @field_validator("params")
+    @classmethod
+    def _are_of_the_rule(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        can_be_kept(value)
+        if "rule" in info.data:
+            value = with_source(info.data["rule"], value)
+            find_rule(info.data["rule"]).params_type.model_validate(value, context=info.context)
+        return value
+
+    @field_validator("message")
+    @classmethod
+    def _names_fields(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None:
+            message_template.check(value, info.data.get("labels", {}))
+        return value
+
+    @field_validator("inhibits")
+    @classmethod
+    def _can_inhibit(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        rule = info.data.get("rule")
+        if value and rule is not None and find_rule(rule).clock:
+            raise ValueError(f"{rule} watches the clock, not steps, and cannot inhibit")
+        return value
+
+    @model_validator(mode="after")
+    def _notes_cause_nothing(self) -> RuleConfig:
+        if self.severity != "info":
+            return self
+        causes: list[str] = sorted({action.kind for action in self.actions} - {"snapshot"})
+        if self.inhibits:
+            causes.append("inhibits")
+        if causes:
+            raise ValueError(
+                f"severity info with {', '.join(causes)}: an alert of severity info is a note, which stops, notifies and inhibits "
+                "nothing; use severity warning or critical"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _named(self) -> RuleConfig:
+        if not self.name:
+            object.__setattr__(self, "name", self.rule)
+        return self
+
+    @property
+    def implementation(self) -> AnyRule:
+        """The rule."""
+        return find_rule(self.rule)
+
+    @property
+    def parameters(self) -> Params:
+        """The rule's parameters, checked, with defaults filled in."""
+        rule, checked = self._checked
+        return checked if rule is self.implementation else self._check()
+
+    @functools.cached_property
+    def _checked(self) -> tuple[AnyRule, Params]:
+        return self.implementation, self._check()
+
+    def _check(self) -> Params:
+        checked: Params = self.implementation.params_type.model_validate(self.params)
+        return checked
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> RuleConfig:
+        """As pydantic's; what was worked out from the parameters is not copied."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_checked", None)
+        return copied
+
+    @property
+    def timing(self) -> Timing:
+        """``for`` and ``keep_firing``, as an alert takes them."""
+        keep = self.keep_firing or self.hold
+        return Timing(self.hold.steps, _nanoseconds(self.hold), keep.steps, _nanoseconds(keep))
+
+    @property
+    def stops(self) -> bool:
+        """Whether an alert of this config stops the job."""
+        return not self.dry_run and any(isinstance(action, StopAction) for action in self.actions)
+
+    @property
+    def takes_snapshot(self) -> bool:
+        """Whether full tensors are taken when an alert of this config fires."""
+        return not self.dry_run and any(isinstance(action, SnapshotAction) for action in self.actions)
+
+    @property
+    def webhooks(self) -> tuple[str, ...]:
+        """Addresses to which its events are posted."""
+        return tuple(str(action.url) for action in self.actions if isinstance(action, WebhookAction))
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """Names of the receivers that are told."""
+        return tuple(action.receiver for action in self.actions if isinstance(action, NotifyAction))
+
+    def called(self, name: str) -> bool:
+        """Whether it goes by a name: its own, or its rule's."""
+        return name in (self.name, self.rule)
+
+    def without_inhibits(self) -> RuleConfig:
+        """The same, but it keeps no other quiet: what a recorder may ask for. Whether it stops, the service decides."""
+        return self.model_copy(update={"inhibits": ()})
+
+    def as_data(self) -> dict[str, Any]:
+        """A JSON-ready form that reads back as the same config."""
+        return self.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,120 @@
+"""The child: ``python -I -m watchstep_rules.custom.child PARENT``. It shuts itself in, then runs what its user wrote.
+
+That is a rule in Python, or SQL. Requests come on descriptor 0, answers go out on what was descriptor 1. What a program
+prints goes nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from watchstep.block import Block, concatenate
+from watchstep_rules.custom.sandbox import program, wire
+from watchstep_rules.custom.sandbox.confinement import CPU_SECONDS, AddressSpace, shut_files, shut_in
+from watchstep_rules.custom.sandbox.frames import pack, read_blocking, write_blocking
+from watchstep_rules.custom.sandbox.kernel import die_with
+
+_READABLE = {"sql": (Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))}
+"""DuckDB reads its limits there whenever a database is opened, and aborts where it may not. No query can name a file."""
+
+_Answer = tuple[dict[str, Any], bytes]
+
+
+class _Server(Protocol):
+    """What answers requests in the child."""
+
+    def load(self, setup: dict[str, Any]) -> None:
+        """Take what is to be run."""
+
+    def answers(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
+        """Answer a request by one message or several."""
+
+
+class _PythonRule:
+    def load(self, setup: dict[str, Any]) -> None:
+        self._rule = program.load(setup)
+
+    def answers(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
+        yield program.answer(self._rule, request, parts)
+
+
+def main(parent: int) -> None:
+    """Serve until the parent closes its end, or dies."""
+    die_with(parent)
+    incoming, outgoing = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    setup, _ = read_blocking(incoming)
+    files, space = shut_files((incoming, outgoing), _READABLE.get(setup["kind"], ()))
+    _warm_up()
+    server = _server(setup["kind"], incoming, outgoing, space)
+    # DuckDB starts threads as it likes; a query cannot. A class could start thousands.
+    reached = shut_in(setup["memory_mb"], files, space, threads=setup["kind"] != "python")
+    if setup["kind"] == "python":
+        space.close()
+    write_blocking(outgoing, pack(reached.model_dump()))
+    try:
+        setup, _ = read_blocking(incoming)
+        if _loads(server, setup, outgoing):
+            while True:
+                request, parts = read_blocking(incoming)
+                _answer(server, request, parts, outgoing)
+    except EOFError:
+        return
+
+
+def _server(kind: str, incoming: int, outgoing: int, space: AddressSpace) -> _Server:
+    """What answers requests of a kind; all that it needs is loaded."""
+    if kind == "python":
+        return _PythonRule()
+    from watchstep_rules.custom.sql.server import SqlServer  # here: DuckDB need not be installed
+
+    return SqlServer(incoming, outgoing, space)
+
+
+def _loads(server: _Server, setup: dict[str, Any], outgoing: int) -> bool:
+    try:
+        server.load(setup)
+    except BaseException as error:  # noqa: BLE001 - whatever a program raises is an answer
+        _tell(outgoing, {"error": program.told(error)})
+        return False
+    _tell(outgoing, {})
+    return True
+
+
+def _answer(server: _Server, request: dict[str, Any], parts: list[bytearray], outgoing: int) -> None:
+    try:
+        for document, payload in server.answers(request, parts):
+            _tell(outgoing, document, payload)
+    except BaseException as error:  # noqa: BLE001 - whatever a program raises is an answer
+        _tell(outgoing, {"error": program.told(error)})
+
+
+def _tell(outgoing: int, document: dict[str, Any], payload: bytes = b"") -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    retire = document.get("retire") is True or used.ru_utime + used.ru_stime > CPU_SECONDS / 2
+    write_blocking(outgoing, pack({**document, "retire": retire}, [payload] if payload else ()))
+
+
+def _warm_up() -> None:
+    """Load what is loaded when first used: its memory is not the program's."""
+    import pyarrow as pa  # here: it starts a thread
+
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    block = wire.from_bytes(wire.to_bytes(Block.empty()))
+    concatenate([block, block]).ordered()
+    np.linalg.norm(np.ones((2, 2)))
+    np.random.default_rng(0).normal()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

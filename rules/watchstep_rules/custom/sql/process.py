@@ -1,0 +1,418 @@
+"""SQL of users in a child process: queries of rules are checked and run there, and queries about a run are answered there.
+
+A short query can take any amount of memory and time, and DuckDB's own limits do not hold everywhere: texts and plans are
+not counted. Three limits hold one after the other:
+
+1. DuckDB's: memory, one thread, an interrupt after some seconds, a bound on rows. They end the query.
+2. The child's address space (``RLIMIT_AS``). An allocation beyond it fails, which ends the query, or the child.
+3. The parent's deadline, some seconds after the interrupt. The child is killed.
+
+The children are those of Python rules, with the same confinement (`watchstep_rules.custom.sandbox`), and any of them serves any
+query. The parent never parses what a query gives: findings come in a typed binary form, answers as bytes to pass on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Literal
+
+from watchstep.block import STAGES, Block
+from watchstep.errors import ConfigError, RuleError, WatchstepError
+from watchstep.reading.budget import OverBudgetError
+from watchstep.reading.columns import COUNTED, Columns
+from watchstep.reading.sql_tables import catalogue_table, statistics_batch, statistics_schema
+from watchstep.segment_checks import PROBE
+from watchstep.tensors import MODES, TensorInfo
+from watchstep_rules.custom.sandbox.frames import SHORT, Bounds, Parts, Reply, kept
+from watchstep_rules.custom.sandbox.isolation import Isolation
+from watchstep_rules.custom.sandbox.pool import POOL
+from watchstep_rules.custom.sandbox.process import Child, DeadError, StartError
+from watchstep_rules.custom.sandbox.rule_time import out_of_time, rule_time_charged, rule_time_left
+from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, FoundRow, table_to_bytes, unpack_findings
+from watchstep_rules.custom.sql.query import Limits, Window
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+OLDEST = (1, 5)
+"""The first DuckDB that parses queries within queries in the time that their text needs: 1.4 takes gigabytes for ten, each of
+which is made ``WITH`` the one in it. Earlier ones count no texts against their memory limit."""
+
+MAX_ANSWER = 32 * 1024 * 1024
+"""Largest answer to a query about a run, in bytes of JSON or Arrow."""
+
+_CHECK_SECONDS = 15.0
+_SEND_SECONDS = 30.0
+_GRACE_SECONDS = 5.0
+"""Between the interrupt of a query and the kill of its process, which may be busy with one block."""
+
+_LEAST_ROOM = 256
+_MOST_CHECKED = 1024
+_MOST_SCANS = 1000
+_BATCH = 65_536
+_MEGABYTE = 1024 * 1024
+_ALWAYS = frozenset(("step", "mode", "worker", "tensor", "mean"))
+_CORRECT = "correct the query; the tables are statistics, tensors and losses"
+
+
+@dataclass(frozen=True)
+class SqlProgram:
+    """A child that runs SQL; of one size, it serves any query.
+
+    Attributes:
+        memory_mb: what it may take beyond what its libraries take, in MiB.
+    """
+
+    memory_mb: int
+
+    @classmethod
+    def for_query(cls, memory_mb: int, parts: Parts = ()) -> SqlProgram:
+        """One with room for a query's memory, for what DuckDB does not count, and for what it is sent; of few sizes."""
+        sent = 2 * sum(map(len, parts)) // _MEGABYTE
+        return cls(1 << (memory_mb + _LEAST_ROOM + sent - 1).bit_length())
+
+    @property
+    def kind(self) -> str:
+        """See `watchstep_rules.custom.sandbox.process.Runnable`."""
+        return "sql"
+
+    @property
+    def called(self) -> str:
+        """What to call it in an error."""
+        return "SQL"
+
+    def setup(self) -> dict[str, Any]:
+        """Nothing: queries come with requests."""
+        return {}
+
+    def refusal(self, isolation: Isolation) -> str:  # noqa: ARG002 - the protocol's
+        """SQL runs under any isolation: what it may say is a list, and the database reaches nothing."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A query of a rule that may be run.
+
+    Attributes:
+        gives: names of the columns that it gives.
+        tables: which of ``statistics``, ``tensors`` and ``losses`` it reads.
+        reads: names of columns that it may read, in lower case; None for all.
+        probes: names of the probes among them, without the prefix.
+    """
+
+    gives: tuple[str, ...]
+    tables: frozenset[str]
+    reads: frozenset[str] | None
+    probes: tuple[str, ...]
+
+
+@lru_cache(maxsize=_MOST_CHECKED)
+def checked(query: str) -> Checked:
+    """Compare a query with the lists of what it may say, bind it to empty tables, and run it over them.
+
+    Raises:
+        ValueError: it may not be run, has an error, or gives columns that make no finding; the message says which.
+        StartError: no child can be started now.
+    """
+    _check_installed()
+    culprit = ("check", query)
+    try:
+        with POOL.child(SqlProgram.for_query(0), "checks", culprit) as child:
+            document = child.ask({"ask": "check", "query": query}, (), _CHECK_SECONDS).document
+    except StartError:
+        raise
+    except RuleError as error:
+        raise ValueError(error.what) from None
+    match document:
+        case {"refused": str(reason)}:
+            raise ValueError(kept(reason[:500]))
+        case {"gives": [*gives], "tables": [*tables], "reads": reads, "probes": [*probes]}:
+            names = None if reads is None else frozenset(map(str, reads))
+            return Checked(tuple(gives), frozenset(tables), names, tuple(map(str, probes)))
+    raise ValueError("the query could not be checked: its process sent what is not an answer")
+
+
+def judged(
+    query: str, rows: Block, windows: Sequence[Window], limits: Limits
+) -> list[list[FoundRow] | RuleError]:
+    """What a rule's query finds for each judged step: rows of ``rows``, or why it failed.
+
+    A query that ends its child is at fault for that step; the next steps get another child, after a pause that grows.
+
+    Args:
+        query: its text.
+        rows: steps ascending.
+        windows: of the judged steps.
+        limits: for each step.
+
+    Raises:
+        RuleError: no child can be started, or the query may not be run.
+    """
+    POOL.check_memory("SQL", limits.memory_mb)
+    try:
+        held = checked(query)
+    except ValueError as error:
+        raise RuleError(f"SQL: {error}", "correct the query") from None
+    parts = [table_to_bytes(rows_as_table(rows, held))]
+    if held.tables & {"tensors", "losses"}:
+        parts.append(table_to_bytes(catalogue_table(sorted(rows.catalogue, key=lambda info: info.name))))
+    program = SqlProgram.for_query(limits.memory_mb, parts)
+    outcomes: list[list[FoundRow] | RuleError] = []
+    while len(outcomes) < len(windows):
+        if rule_time_left() <= 0:
+            steps = windows[len(outcomes) :]
+            return outcomes + [out_of_time(f"SQL at step {window.step}") for window in steps]
+        try:
+            with rule_time_charged(), POOL.child(program, culprit=("judge", query)) as child:
+                for outcome in _judge(child, query, parts, windows[len(outcomes) :], limits, len(rows)):
+                    outcomes.append(outcome)  # noqa: PERF402 - those before a death stay
+        except StartError:
+            raise
+        except DeadError as error:
+            step = windows[len(outcomes)].step
+            outcomes.append(RuleError(f"SQL at step {step}: {error.what.removeprefix('SQL: ')}", error.mend))
+    return outcomes
+
+
+def _judge(
+    child: Child, query: str, parts: Parts, windows: Sequence[Window], limits: Limits, rows: int
+) -> Iterator[list[FoundRow] | RuleError]:
+    request = {
+        "ask": "judge", "query": query, "memory_mb": limits.memory_mb, "seconds": limits.seconds,
+        "windows": [[window.step, window.first, window.begin, window.end] for window in windows],
+    }  # fmt: skip
+    child.send(request, parts, time.monotonic() + _SEND_SECONDS, _SEND_SECONDS)
+    longest = limits.seconds + _GRACE_SECONDS
+    for window in windows:
+        left = min(longest, rule_time_left())
+        if left <= 0:
+            child.close()
+            error = out_of_time("SQL")
+            raise DeadError(error.what, error.mend)
+        reply = child.receive(time.monotonic() + left, left, Bounds(SHORT.document, MAX_FINDINGS))
+        match reply.document:
+            case {"refused": str(reason), "over": str(over)}:
+                yield _failed(window.step, kept(reason[:500]), over)
+            case _:
+                yield _found(child, reply, window, rows)
+
+
+def _found(child: Child, reply: Reply, window: Window, rows: int) -> list[FoundRow]:
+    try:
+        found = unpack_findings(reply.payload, rows)
+    except ValueError as error:
+        raise _odd(child, str(error)) from None
+    if any(not window.begin <= entry.row < window.end for entry in found):
+        raise _odd(child, f"a finding is about a row of another step than {window.step}")
+    return found
+
+
+def _odd(child: Child, what: str) -> DeadError:
+    """End a child that does not keep to the protocol."""
+    child.close()
+    return DeadError(f"SQL: {what}", "report it, with the query")
+
+
+def _failed(step: int, reason: str, over: str) -> RuleError:
+    param = {"memory": "params.memory_mb", "seconds": "params.seconds"}.get(over)
+    mend = f"make the query or its window smaller, or raise {param}" if param else "correct the query"
+    return RuleError(f"SQL at step {step}: {reason}", mend)
+
+
+def rows_as_table(rows: Block, query: Checked) -> pa.Table:
+    """The table ``statistics``, with the columns that a query may read."""
+    import pyarrow as pa
+
+    schema = statistics_schema(query.probes if query.reads is not None else sorted(rows.probes))
+    if query.reads is not None:
+        wanted = query.reads | _ALWAYS
+        schema = pa.schema([entry for entry in schema if entry.name.lower() in wanted])
+    words: dict[str, list[str]] = {
+        "mode": list(MODES),
+        "stage": list(STAGES),
+        "tensor": [info.name for info in rows.catalogue],
+    }
+    return pa.Table.from_batches([statistics_batch(_columns(rows, query.probes), schema, words)])
+
+
+def _columns(rows: Block, probes: tuple[str, ...]) -> Columns:
+    import numpy as np
+
+    held: Columns = {name: getattr(rows, name) for name in ("step", "mode", "worker", "tensor", "time_ns")}
+    held |= dict(vars(rows.places))
+    held |= {name: getattr(rows.statistics, name) for name in COUNTED}
+    held |= {PROBE + name: np.full(len(rows), np.nan) for name in probes}
+    held |= {PROBE + name: column for name, column in rows.probes.items()}
+    return held
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run that a query is about.
+
+    Attributes:
+        tensors: its catalogue.
+        probes: names of its probes.
+        scan: columns of ``statistics`` and names of tensors (None for all) → the recorded columns, object by object. What
+            it raises as a `WatchstepError` ends the query.
+    """
+
+    tensors: Sequence[TensorInfo]
+    probes: Sequence[str]
+    scan: Callable[[Sequence[str], frozenset[str] | None], Iterator[Columns]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A query about a run.
+
+    Attributes:
+        query: one SELECT; see `watchstep_rules.custom.sql.guard`.
+        rows: most rows of the answer.
+        form: ``json`` or ``arrow``.
+        limits: of memory and time.
+    """
+
+    query: str
+    rows: int
+    form: Literal["json", "arrow"]
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a query gave.
+
+    Attributes:
+        content: an Arrow stream, or JSON with ``columns``, ``rows`` and ``more``.
+        more: there were more rows.
+    """
+
+    content: bytearray
+    more: bool
+
+
+def select(question: Question, source: Source) -> Answer:
+    """Answer a query about a run.
+
+    Raises:
+        ConfigError: the query may not be run, has an error, or gives a value that cannot be written.
+        OverBudgetError: it takes too much memory or time, or its answer is too large.
+        BusyError, StartError: no child is free, or can be started.
+        WatchstepError: as the source's scan.
+    """
+    _check_installed_for_query()
+    catalogue = table_to_bytes(catalogue_table(source.tensors))
+    program = SqlProgram.for_query(question.limits.memory_mb, (catalogue,))
+    try:
+        with POOL.child(program, "queries", object()) as child:
+            return _Selection(child, question, source).answer(catalogue)
+    except StartError:
+        raise
+    except DeadError as error:
+        raise OverBudgetError(
+            error.what, "let the query read fewer tensors or steps, aggregate, or make shorter texts"
+        ) from None
+
+
+class _Selection:
+    """One exchange with a child: it asks for rows as its query needs them, and gives the answer at the end."""
+
+    def __init__(self, child: Child, question: Question, source: Source) -> None:
+        self._child, self._question, self._source = child, question, source
+        self._longest = question.limits.seconds + _GRACE_SECONDS
+        self._deadline = time.monotonic() + self._longest
+        self._scans: dict[int, Iterator[pa.RecordBatch]] = {}
+        self._lost: WatchstepError | None = None
+
+    def answer(self, catalogue: bytes) -> Answer:
+        question = self._question
+        request = {
+            "ask": "select", "query": question.query, "rows": question.rows, "form": question.form,
+            "memory_mb": question.limits.memory_mb, "seconds": question.limits.seconds,
+            "probes": list(self._source.probes), "bytes": MAX_ANSWER,
+        }  # fmt: skip
+        self._send(request, (catalogue,))
+        while True:
+            reply = self._child.receive(self._deadline, self._longest, Bounds(SHORT.document, MAX_ANSWER))
+            match reply.document:
+                case {"scan": int(number), "columns": [*columns], "tensors": tensors}:
+                    self._begin(number, columns, tensors)
+                case {"next": int(number)}:
+                    self._next(number)
+                case {"refused": str(reason), "over": str(over)}:
+                    raise self._lost or _refused(kept(reason[:500]), over)
+                case {"more": bool(more)}:
+                    if self._lost is not None:
+                        raise self._lost
+                    return Answer(reply.payload, more)
+                case _:
+                    raise _odd(self._child, "its process sent what is not an answer")
+
+    def _send(self, document: dict[str, Any], parts: Parts = ()) -> None:
+        self._child.send(document, parts, self._deadline, self._longest)
+
+    def _begin(self, number: int, columns: list[Any], tensors: Any) -> None:
+        known = {entry.name for entry in statistics_schema(self._source.probes)}
+        if number in self._scans or len(self._scans) >= _MOST_SCANS or not known.issuperset(columns):
+            raise _odd(self._child, "its process asked for rows that there are none of")
+        wanted = None if tensors is None else frozenset(map(str, tensors))
+        self._scans[number] = _batches(self._source, columns, wanted)
+
+    def _next(self, number: int) -> None:
+        try:
+            batch = None if self._lost else next(self._scans.get(number, iter(())), None)
+        except WatchstepError as error:
+            self._lost = error
+        if self._lost is not None:
+            self._send({"failed": True})
+        else:
+            self._send({}, () if batch is None else (table_to_bytes(batch),))
+
+
+def _batches(
+    source: Source, columns: Sequence[str], tensors: frozenset[str] | None
+) -> Iterator[pa.RecordBatch]:
+    """Rows in parts of some ten thousand; words as places, which the child has the words of."""
+    import pyarrow as pa
+
+    whole = statistics_schema(source.probes)
+    kinds = {name: pa.int32() if pa.types.is_dictionary(whole.field(name).type) else None for name in columns}
+    schema = pa.schema([(name, kinds[name] or whole.field(name).type) for name in columns])
+    for held in source.scan(columns, tensors):
+        batch = statistics_batch(held, schema, {})
+        for start in range(0, batch.num_rows, _BATCH):
+            yield batch.slice(start, _BATCH)
+
+
+def _refused(reason: str, over: str) -> WatchstepError:
+    if over:
+        return OverBudgetError(f"SQL: the query {reason}", "let it read fewer tensors or steps, or aggregate")
+    return ConfigError(f"SQL: {reason}", _CORRECT)
+
+
+def _check_installed() -> None:
+    """Whether DuckDB is installed, in a version that can be used; nothing of it is loaded.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        found = version("duckdb")
+    except PackageNotFoundError:
+        raise ValueError("duckdb is not installed; install it with: pip install 'watchstep[sql]'") from None
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise ValueError(f"duckdb is {found}, at least {needed} is needed: pip install -U 'watchstep[sql]'")
+
+
+def _check_installed_for_query() -> None:
+    try:
+        _check_installed()
+    except ValueError as error:
+        raise ConfigError(f"SQL: {error}", "install the service with 'watchstep[sql]'") from None

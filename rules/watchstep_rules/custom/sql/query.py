@@ -1,0 +1,273 @@
+"""In the child: a guarded query over the rows of some steps, again and again, bounded in memory, time and rows.
+
+The text is the user's, so nothing here runs in the service's own process; see `watchstep_rules.custom.sql.process`. DuckDB's own
+limits come first: they end a query and leave the process. The limit of the process's address space and its parent's deadline
+hold where DuckDB does not count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from watchstep.tensors import LOSSES
+from watchstep_rules.custom.sandbox.wire import MAX_MESSAGE, FoundRow
+from watchstep_rules.custom.sql.guard import Guarded, first_line, guarded, locked_database
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_ROWS = 10_000
+"""Most rows that a query may give for one step."""
+
+RESULT = ("tensor", "worker", "mode", "step", "value", "threshold", "message")
+"""The columns that a query may give; ``tensor`` is the one that it must."""
+
+_WORDS = ("tensor", "mode", "message")
+_NUMBER = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT",
+           "UHUGEINT", "FLOAT", "DOUBLE", "DECIMAL", "BOOLEAN")  # fmt: skip
+_WHOLE = ("worker", "step")
+_TOO_LARGE = "Requested allocation size"
+"""DuckDB calls an allocation that is larger than any an internal error."""
+
+
+class QueryError(Exception):
+    """The query failed; the message says why.
+
+    Args:
+        what: in one line.
+        over: whether it took more than it may: ``memory``, ``seconds``, ``size`` of what it gives; empty where it has an
+            error.
+    """
+
+    def __init__(self, what: str, over: str = "") -> None:
+        super().__init__(what)
+        self.over = over
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one query may take, for one step: memory in MiB, and seconds."""
+
+    memory_mb: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows of a table that belong to one judged step and the steps before it.
+
+    Attributes:
+        step: the judged step.
+        first: the first row.
+        begin: the first row of the step.
+        end: after the last row of the step.
+    """
+
+    step: int
+    first: int
+    begin: int
+    end: int
+
+
+class Interrupter:
+    """Interrupts a connection's query after some seconds.
+
+    Its thread is started once, while threads may still be started.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._connection: Any = None
+        self._deadline = 0.0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @contextmanager
+    def after(self, connection: Any, seconds: float) -> Iterator[None]:
+        """Interrupt the connection's query unless the block ends before."""
+        with self._changed:
+            self._connection, self._deadline = connection, time.monotonic() + seconds
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:  # an interrupt under way must not meet the next query
+                self._connection = None
+
+    def _serve(self) -> None:
+        with self._changed:
+            while True:
+                left = self._deadline - time.monotonic()
+                if self._connection is None:
+                    self._changed.wait()
+                elif left > 0:
+                    self._changed.wait(left)
+                else:
+                    self._connection.interrupt()
+                    self._connection = None
+
+
+@contextmanager
+def errors_of_queries(limits: Limits) -> Iterator[None]:
+    """What DuckDB raises, as a `QueryError`.
+
+    Args:
+        limits: to name in the message.
+    """
+    import duckdb
+
+    try:
+        yield
+    except duckdb.InterruptException:
+        raise QueryError(f"took more than {limits.seconds:g} s", "seconds") from None
+    except (duckdb.OutOfMemoryException, MemoryError):
+        raise QueryError(f"took more than {limits.memory_mb} MiB", "memory") from None
+    except duckdb.Error as error:
+        if isinstance(error, duckdb.InternalException) and _TOO_LARGE in str(error):
+            raise QueryError(f"took more than {limits.memory_mb} MiB", "memory") from None
+        raise QueryError(first_line(error)) from None
+
+
+class Bound:
+    """A query with its tables, in a database of its own. Close it.
+
+    Args:
+        query: its text.
+        table: ``statistics``, with the columns that it may read; steps ascending.
+        catalogue: ``tensors``; None where the query reads neither that nor ``losses``.
+        limits: for each step.
+
+    Raises:
+        ValueError: the query may not be run.
+    """
+
+    def __init__(self, query: str, table: pa.Table, catalogue: pa.Table | None, limits: Limits) -> None:
+        import duckdb
+
+        self.query: Guarded = guarded(query)
+        self._text = f"SELECT * FROM (\n{self.query.text}\n) LIMIT {MAX_ROWS + 1}"  # noqa: S608 - guarded
+        self._table = table
+        self._limits = limits
+        self._connection = locked_database(duckdb, limits.memory_mb)
+        self._connection.register("statistics", table)
+        if catalogue is not None:
+            _register_tensors(self._connection, catalogue)
+        self._connection.execute("SET lock_configuration = true")
+
+    def close(self) -> None:
+        """Close the database."""
+        self._connection.close()
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the query gives; nothing is run.
+
+        Raises:
+            ValueError: it does not fit the tables, or gives columns that make no finding.
+        """
+        try:
+            with errors_of_queries(self._limits):
+                given = self._connection.sql(self._text)
+                names, kinds = (
+                    [str(name).lower() for name in given.columns],
+                    [str(kind) for kind in given.types],
+                )
+        except QueryError as error:
+            raise ValueError(str(error)) from None
+        _check_result(names, kinds)
+        return tuple(names)
+
+    def run(self, interrupter: Interrupter, first: int, end: int) -> list[dict[str, Any]]:
+        """What the query gives over rows first … end - 1, which belong to one judged step and its window.
+
+        Raises:
+            QueryError: it failed, or took more than it may.
+        """
+        self._connection.register("statistics", self._table.slice(first, end - first))
+        with errors_of_queries(self._limits), interrupter.after(self._connection, self._limits.seconds):
+            cursor = self._connection.execute(self._text)
+            found = (
+                cursor.fetchall()
+            )  # the text has a LIMIT; a result that is not read to its end blocks the next
+        if len(found) > MAX_ROWS:
+            raise QueryError(f"gave more than {MAX_ROWS} rows; let it give one for each tensor", "size")
+        names = [str(column[0]).lower() for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in found]
+
+    def findings(self, interrupter: Interrupter, window: Window) -> list[FoundRow]:
+        """One finding for each row of the step that the query names, in the order of the rows.
+
+        Raises:
+            QueryError: it failed, or took more than it may.
+        """
+        given = self.run(interrupter, window.first, window.end)
+        if not given:
+            return []
+        at_step = self._table.slice(window.begin, window.end - window.begin)
+        names, workers, modes = (at_step[name].to_pylist() for name in ("tensor", "worker", "mode"))
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(names):
+            places.setdefault(name, []).append(place)
+        meant: dict[int, dict[str, Any]] = {}
+        for entry in given:
+            if entry.get("step", window.step) != window.step:
+                continue
+            for place in places.get(entry["tensor"], []):
+                if entry.get("worker") not in {None, workers[place]}:
+                    continue
+                if entry.get("mode") not in {None, modes[place]}:
+                    continue
+                meant.setdefault(place, entry)
+                break
+        return [_found(window.begin + place, names[place], meant[place]) for place in sorted(meant)]
+
+
+def _found(row: int, name: str, entry: dict[str, Any]) -> FoundRow:
+    try:
+        value, threshold = _number(entry.get("value", 0.0)), _number(entry.get("threshold", 0.0))
+    except OverflowError as error:
+        raise QueryError(f"gave a number that no float holds ({error})") from None
+    message = str(entry.get("message") or "")[:MAX_MESSAGE]
+    if not message:
+        figures = [f"{word} {_number(entry[word]):.3g}" for word in ("value", "threshold") if word in entry]
+        message = f"the query gives {name}" + (f": {', '.join(figures)}" if figures else "")
+    return FoundRow(row, value, threshold, message)
+
+
+def _number(value: Any) -> float:
+    """A figure that does not exist (NULL, NaN) is stored as infinity, which JSON and a comparison can hold."""
+    number = float("nan") if value is None else float(value)
+    return float("inf") if number != number else number  # noqa: PLR0124 - NaN
+
+
+def _register_tensors(connection: Any, catalogue: pa.Table) -> None:
+    """Only tensors of the window are shown: which others are known depends on when rows came."""
+    connection.register("catalogue", catalogue)
+    connection.execute(
+        "CREATE VIEW tensors AS SELECT * FROM catalogue WHERE name IN (SELECT tensor FROM statistics)"
+    )
+    connection.execute(
+        "CREATE VIEW losses AS SELECT step, mode, worker, tensor AS name, mean AS value FROM statistics "  # noqa: S608
+        f"WHERE tensor IN (SELECT name FROM catalogue WHERE list_contains(collections, '{LOSSES}'))"
+    )
+
+
+def _check_result(names: list[str], kinds: list[str]) -> None:
+    unknown = [name for name in names if name not in RESULT]
+    if "tensor" not in names:
+        raise ValueError(f"the query gives no column 'tensor'; it may give {', '.join(RESULT)}")
+    if unknown or len(set(names)) < len(names):
+        odd = unknown[0] if unknown else next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the query gives column {odd[:80]!r}; it may give {', '.join(RESULT)}, each once")
+    for name, kind in zip(names, kinds, strict=True):
+        if kind in {'"NULL"', "NULL"}:
+            continue
+        wanted = kind.startswith(("VARCHAR", "ENUM")) if name in _WORDS else kind.startswith(_NUMBER)
+        if name in _WHOLE:
+            wanted = "INT" in kind and kind.startswith(_NUMBER)
+        if not wanted:
+            due = "text" if name in _WORDS else "a whole number" if name in _WHOLE else "a number"
+            raise ValueError(f"the query gives {name!r} as {kind[:80]}; it must be {due}")

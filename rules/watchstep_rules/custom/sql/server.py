@@ -1,0 +1,258 @@
+"""In the child: SQL of users, over rows that the parent sends or reads for it.
+
+One child serves one request at a time, and each request gets a database of its own; no row of a request is there for the next.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal
+
+from watchstep.block import STAGES
+from watchstep.errors import WatchstepError
+from watchstep.reading.sql_tables import catalogue_table, lazy_table, register_tables, statistics_schema
+from watchstep.tensors import MODES
+from watchstep_rules.custom.sandbox.confinement import AddressSpace
+from watchstep_rules.custom.sandbox.frames import pack, read_blocking, write_blocking
+from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, pack_findings, table_from_bytes, table_to_bytes
+from watchstep_rules.custom.sql.guard import guarded, locked_database
+from watchstep_rules.custom.sql.query import Bound, Interrupter, Limits, QueryError, Window, errors_of_queries
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Form = Literal["json", "arrow"]
+
+_CHECK = Limits(64, 1.0)
+_BATCH = 2048
+_GROWTH = 256 * 1024 * 1024
+"""A child whose address space has grown by more than this is replaced: allocators keep what they have reserved."""
+
+_Answer = tuple[dict[str, Any], bytes]
+
+
+class SqlServer:
+    """Answers three requests: to check the query of a rule, to run it for some steps, and to answer a query about a run."""
+
+    def __init__(self, incoming: int, outgoing: int, space: AddressSpace) -> None:
+        self._incoming, self._outgoing, self._space = incoming, outgoing, space
+        self._interrupter = Interrupter()
+        self._warm_up()
+        self._base = space.used() or 0
+
+    def load(self, setup: dict[str, Any]) -> None:
+        """Nothing: a child serves any query."""
+
+    def answers(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
+        """See `watchstep_rules.custom.sql.process`, which asks."""
+        answer: Callable[[dict[str, Any], list[bytearray]], Iterator[_Answer]] = {
+            "check": self._checked,
+            "judge": self._judged,
+            "select": self._selected,
+        }[request["ask"]]
+        for document, payload in answer(request, parts):
+            grown = (self._space.used() or 0) - self._base > _GROWTH
+            yield {**document, "retire": grown}, payload
+
+    def _checked(self, request: dict[str, Any], _parts: list[bytearray]) -> Iterator[_Answer]:
+        try:
+            held = guarded(request["query"])
+            schema = statistics_schema(held.probes)
+            bound = Bound(request["query"], schema.empty_table(), catalogue_table([]), _CHECK)
+            try:
+                columns = bound.columns()
+                bound.run(self._interrupter, 0, 0)
+            finally:
+                bound.close()
+        except (ValueError, QueryError) as error:
+            yield {"refused": str(error)}, b""
+        except MemoryError:
+            yield {"refused": f"checking it took more than {_CHECK.memory_mb} MiB"}, b""
+        else:
+            reads = None if held.columns is None else sorted(held.columns)
+            yield {
+                "gives": columns, "tables": sorted(held.tables), "reads": reads, "probes": held.probes,
+            }, b""  # fmt: skip
+
+    def _judged(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
+        """One answer for each window, in their order."""
+        limits = Limits(request["memory_mb"], request["seconds"])
+        windows = [Window(*window) for window in request["windows"]]
+        table = table_from_bytes(parts[0])
+        catalogue = table_from_bytes(parts[1]) if len(parts) > 1 else None
+        bound = Bound(request["query"], table, catalogue, limits)
+        try:
+            for window in windows:
+                yield self._window(bound, window, limits)
+        finally:
+            bound.close()
+
+    def _window(self, bound: Bound, window: Window, limits: Limits) -> _Answer:
+        try:
+            found = pack_findings(bound.findings(self._interrupter, window))
+        except QueryError as error:
+            return {"refused": str(error), "over": error.over}, b""
+        except MemoryError:
+            return {"refused": f"took more than {limits.memory_mb} MiB", "over": "memory"}, b""
+        if len(found) > MAX_FINDINGS:
+            text = f"its findings take {len(found)} bytes, at most {MAX_FINDINGS} are taken"
+            return {"refused": text, "over": "size"}, b""
+        return {}, found
+
+    def _selected(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
+        limits = Limits(request["memory_mb"], request["seconds"])
+        try:
+            content, more = self._select(request, parts, limits)
+        except ValueError as error:
+            yield {"refused": str(error), "over": ""}, b""
+        except QueryError as error:
+            yield {"refused": str(error), "over": error.over}, b""
+        except MemoryError:
+            yield {"refused": f"took more than {limits.memory_mb} MiB", "over": "memory"}, b""
+        else:
+            if len(content) > request["bytes"]:
+                text = f"its answer has {len(content)} bytes, at most {request['bytes']} are given"
+                yield {"refused": text, "over": "size"}, b""
+            else:
+                yield {"more": more}, content
+
+    def _select(self, request: dict[str, Any], parts: list[bytearray], limits: Limits) -> tuple[bytes, bool]:
+        import duckdb
+
+        rows = int(request["rows"])
+        held = guarded(request["query"])
+        statement = f"SELECT * FROM (\n{held.text}\n) LIMIT {rows + 1}"  # noqa: S608 - guarded
+        schema, catalogue = statistics_schema(request["probes"]), table_from_bytes(parts[0])
+        connection = locked_database(duckdb, limits.memory_mb)
+        try:
+            with errors_of_queries(limits):
+                statistics = lazy_table(schema, self._batches(catalogue["name"].to_pylist()))
+                register_tables(connection, statistics, catalogue)
+                with self._interrupter.after(connection, limits.seconds):
+                    table = connection.sql(statement).to_arrow_table(_BATCH)
+        finally:
+            connection.close()
+        more = table.num_rows > rows
+        table = table.slice(0, rows)
+        _check_size(table, request["bytes"])
+        form: Form = request["form"]
+        return (table_to_bytes(table) if form == "arrow" else as_json(table, more=more)), more
+
+    def _batches(
+        self, names: Sequence[str]
+    ) -> Callable[[pa.Schema, frozenset[str] | None], Iterator[pa.RecordBatch]]:
+        """Rows of the run, which only the parent can read; words come as places."""
+        words: dict[str, Sequence[str]] = {"mode": MODES, "stage": STAGES, "tensor": names}
+        numbers = count()
+
+        def batches(schema: pa.Schema, tensors: frozenset[str] | None) -> Iterator[pa.RecordBatch]:
+            scan = next(numbers)
+            wanted = None if tensors is None else sorted(tensors)
+            self._write({"scan": scan, "columns": schema.names, "tensors": wanted})
+            while True:
+                self._write({"next": scan})
+                document, parts = read_blocking(self._incoming)
+                if document.get("failed"):
+                    raise WatchstepError("the run cannot be read", "see the service's answer")
+                if not parts:
+                    return
+                for batch in table_from_bytes(parts[0]).to_batches():
+                    yield _with_words(batch, schema, words)
+
+        return batches
+
+    def _write(self, document: dict[str, Any]) -> None:
+        write_blocking(self._outgoing, pack(document))
+
+    def _warm_up(self) -> None:
+        """Load and allocate what is loaded and allocated when first used."""
+        import duckdb
+
+        schema = statistics_schema(())
+        lazy = lazy_table(schema, lambda read, _: iter(read.empty_table().to_batches()))
+        query = "SELECT tensor, avg(mean) FROM statistics WHERE tensor = 'x' GROUP BY tensor"
+        guarded(query)
+        connection = locked_database(duckdb)
+        try:
+            register_tables(connection, lazy, catalogue_table([]))
+            with self._interrupter.after(connection, 60):
+                table = connection.sql(query).to_arrow_table(_BATCH)
+        finally:
+            connection.close()
+        as_json(table, more=False)
+        table_from_bytes(table_to_bytes(table))
+
+
+def _with_words(batch: pa.RecordBatch, schema: pa.Schema, words: dict[str, Sequence[str]]) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    arrays = [
+        pa.DictionaryArray.from_arrays(batch[entry.name], pa.array(words[entry.name], pa.string()))
+        if entry.name in words
+        else batch[entry.name]
+        for entry in schema
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _check_size(table: pa.Table, most: int) -> None:
+    """Refuse a table before it is written out; its buffers may be larger than what a slice shows of them."""
+    cells = table.num_rows * table.num_columns
+    if cells > most or table.nbytes > most:
+        raise QueryError(
+            f"its answer has {cells} cells and {table.nbytes} bytes, at most {most} are given", "size"
+        )
+
+
+def as_json(table: pa.Table, *, more: bool) -> bytes:
+    """A table as the API answers it: ``columns`` (name and Arrow's type), ``rows`` and ``more``.
+
+    Raises:
+        QueryError: a value cannot be written; the message names the column.
+    """
+    columns = [{"name": entry.name, "type": str(entry.type)} for entry in table.schema]
+    held = [_values(entry.name, column) for entry, column in zip(table.schema, table.columns, strict=True)]
+    rows = [list(row) for row in zip(*held, strict=True)]
+    return json.dumps({"columns": columns, "rows": rows, "more": more}, allow_nan=False).encode()
+
+
+def _values(name: str, column: pa.ChunkedArray) -> list[Any]:
+    try:
+        return [_plain(value) for value in column.cast(_in_utc(column.type)).to_pylist()]
+    except (ValueError, OverflowError, ArithmeticError) as error:
+        reason = str(error).split("\n", 1)[0][:200]
+        raise QueryError(
+            f"column {name[:80]!r} of type {str(column.type)[:80]} has a value that JSON does not hold ({reason}): "
+            "cast it to text, or ask for Arrow"
+        ) from None
+
+
+def _in_utc(kind: pa.DataType) -> pa.DataType:
+    """The type with each zone as a fixed offset: a zone's name is looked up in files that the child may not read."""
+    import pyarrow as pa
+
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        return pa.timestamp(kind.unit, "+00:00")
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_in_utc(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([entry.with_type(_in_utc(entry.type)) for entry in kind])
+    return kind
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else _plain(float(value))
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return str(value)

@@ -1,0 +1,267 @@
+"""Incidents: alerts of one attempt that begin close together, and the likeliest cause among them.
+
+A fault seldom fires one rule. A learning rate that is multiplied by 100 fires `hyperparameter_jump`, then `exploding_gradient`, then
+`loss_spike`, and at last `nan_or_inf`: four alerts, one incident.
+
+**Which alerts form an incident.** The *onset* of an alert is the first step of the findings that made it fire. Onsets are taken by
+step. One that comes at most `NEAR_STEPS` after the incident was last extended belongs to it, and any other begins the next
+incident. An alert extends an incident once: one that fires again and again does not make an incident endless. So incidents are a
+function of the set of onsets: neither the order in which these become known nor the cuts of the segments change them.
+
+**What the cause is.** Of the onsets in the first `AT_ONCE_STEPS` steps of an incident, for a rule may see a fault a few steps after another
+does: what lies furthest upstream, that is settings before data, data before layers, layers before gradients, gradients before losses,
+losses before numbers that are not finite; then the earliest; then the first tensor as data flows. A hyperparameter that jumps after the
+first onset is no cause of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from pydantic import BaseModel, ConfigDict
+
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.rule import Finding
+
+NEAR_STEPS = 50
+AT_ONCE_STEPS = 10
+ID_LENGTH = 16
+
+_STAGES: tuple[tuple[str, ...], ...] = (
+    (
+        "hyperparameter_jump",
+        "learning_rate_scale",
+        "missing_zero_grad",
+        "optimizer_not_stepping",
+        "absent_from_optimizer",
+        "poor_initialization",
+        "symmetric_units",
+        "frozen_batch_norm",
+        "running_statistics_frozen",
+    ),
+    ("input_image_mean", "class_imbalance", "batch_size", "token_ratio", "replica_divergence"),
+    (
+        "saturated_activation",
+        "dead_relu",
+        "all_zero",
+        "unchanged_tensor",
+        "tensor_variance",
+        "exploding_tensor",
+    ),
+    (
+        "exploding_gradient",
+        "gradient_norm_spike",
+        "vanishing_gradient",
+        "gradients_cease",
+        "starved_expert",
+        "weight_not_updating",
+        "weight_update_ratio",
+    ),
+    (
+        "loss_spike",
+        "lost_progress",
+        "validation_loss_jump",
+        "oscillating_loss",
+        "loss_not_decreasing",
+        "slow_convergence",
+        "overfit",
+        "overtraining",
+        "unlike_earlier_runs",
+        "similar_across_runs",
+    ),
+    ("scaler_skips", "non_finite_values", "nan_or_inf"),
+)
+"""Rules by the way in which faults spread, the most upstream first."""
+
+_STAGE = {rule: stage for stage, rules in enumerate(_STAGES) for rule in rules}
+_DATA, _GRADIENTS, _NUMBERS, _OF_RUN = 1, 3, len(_STAGES) - 1, len(_STAGES)
+
+_EXACT = frozenset({"hyperparameter_jump"})
+"""Rules whose onset is the step of the fault itself: it is no cause of what began before."""
+
+_SILENCE_SAYS = {
+    "hyperparameter_jump": "no recorded hyperparameter jumped",
+    "replica_divergence": "the recorded replicas agree",
+    "exploding_gradient": "no recorded gradient explodes",
+    "loss_spike": "no recorded loss has a spike",
+    "lost_progress": "no recorded loss lost its progress",
+    "nan_or_inf": "no recorded update applied NaN or infinity, and no recorded parameter came to hold it",
+}
+"""What it says that a rule judged rows of the attempt and never fired; in the order of the flow."""
+
+
+class Onset(BaseModel):
+    """Where an alert begins.
+
+    Attributes:
+        config: number of the rule config.
+        name: its name.
+        rule: its rule.
+        severity: its severity.
+        step: the first step of the findings that made it fire.
+        finding: what it names as the cause.
+        check: what to try first, by the rule.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+
+    config: int
+    name: str
+    rule: str
+    severity: str
+    step: int
+    finding: Finding
+    check: str = ""
+
+
+@dataclass(frozen=True)
+class OnsetChanges:
+    """What happened to the onsets of one alert: those that became known, with the change that says so, and those taken back."""
+
+    added: dict[int, Transition] = field(default_factory=dict)
+    removed: set[int] = field(default_factory=set)
+
+
+class IncidentSummary(BaseModel):
+    """An incident in words.
+
+    Attributes:
+        id: of the attempt and the first onset. An earlier onset that becomes known later changes it.
+        first_step: the first onset.
+        last_step: the last onset.
+        alerts: names of the rule configs whose alerts form it, the most upstream first.
+        cause: the one among them that is the likeliest cause.
+        message: what that one found.
+        check_first: what to check first; empty where its rule gives no advice.
+        against: what was recorded and speaks against other causes, as of the evaluation that changed the incident last.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    first_step: int
+    last_step: int
+    alerts: tuple[str, ...]
+    cause: str
+    message: str
+    check_first: str = ""
+    against: tuple[str, ...] = ()
+
+    def as_lines(self) -> list[str]:
+        """Lines for a message or a terminal."""
+        steps = f"step {self.first_step}"
+        if self.last_step > self.first_step:
+            steps = f"steps {self.first_step} to {self.last_step}"
+        lines = [
+            f"incident {self.id}, {steps}: {', '.join(self.alerts)}",
+            f"  cause   likeliest {self.cause}: {self.message}",
+        ]
+        if self.check_first:
+            lines.append(f"  check   {self.check_first}")
+        return [*lines, *(f"  against {words}" for words in self.against)]
+
+
+def onset_changes(transitions: Iterable[Transition], begun: int | None) -> OnsetChanges:
+    """The onsets of an alert through its changes; a revision moves the onset of the episode that is under way.
+
+    Args:
+        transitions: what happened to the alert, in order.
+        begun: the onset of the episode that was under way before; None for none.
+    """
+    changes = OnsetChanges()
+    for change in transitions:
+        if change.phase is Phase.FIRING:
+            if begun is not None and begun != change.since_step:
+                changes.added.pop(begun, None)
+                changes.removed.add(begun)
+            begun = change.since_step
+            changes.added[begun] = change
+        elif change.phase is Phase.RESOLVED:
+            begun = None
+    changes.removed.difference_update(changes.added)
+    return changes
+
+
+def unaffected_before(step: int) -> int:
+    """Incidents whose last onset is before the returned step stay as they are when onsets change from ``step`` on."""
+    return step - NEAR_STEPS
+
+
+def incidents_of(onsets: Iterable[Onset]) -> list[tuple[Onset, ...]]:
+    """The incidents that onsets of one attempt form, by step; those of one incident by step, too."""
+    found: list[list[Onset]] = []
+    configs: set[int] = set()
+    extended = 0
+    for onset in sorted(onsets, key=_by_step):
+        if not found or onset.step > extended + NEAR_STEPS:
+            found.append([])
+            configs = set()
+        found[-1].append(onset)
+        if onset.config not in configs:
+            configs.add(onset.config)
+            extended = onset.step
+    return [tuple(members) for members in found]
+
+
+def cause_of(incident: Sequence[Onset]) -> Onset:
+    """The likeliest cause of an incident.
+
+    Args:
+        incident: its onsets, as `incidents_of` returns them; at least one.
+    """
+    first = incident[0].step
+    early = takewhile(lambda onset: onset.step <= first + AT_ONCE_STEPS, incident)
+    return min((onset for onset in early if onset.step == first or onset.rule not in _EXACT), key=_upstream)
+
+
+def incident_id(project: str, run: str, attempt: str, first_step: int) -> str:
+    """The id of the incident of an attempt that begins at a step."""
+    text = json.dumps([project, run, attempt, first_step], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+
+
+def summarize(identity: str, incident: Sequence[Onset], silent: Collection[str]) -> IncidentSummary:
+    """An incident in words.
+
+    Args:
+        identity: its id.
+        incident: its onsets, as `incidents_of` returns them; at least one.
+        silent: rules that judged rows of the attempt and never fired on it.
+    """
+    cause = cause_of(incident)
+    fired = {onset.rule for onset in incident}
+    names = dict.fromkeys([cause.name, *(onset.name for onset in sorted(incident, key=_upstream))])
+    return IncidentSummary(
+        id=identity,
+        first_step=incident[0].step,
+        last_step=incident[-1].step,
+        alerts=tuple(names),
+        cause=cause.name,
+        message=cause.finding.message,
+        check_first=cause.check,
+        against=tuple(
+            f"{says} ({rule})" for rule, says in _SILENCE_SAYS.items() if rule in silent and rule not in fired
+        ),
+    )
+
+
+def _by_step(onset: Onset) -> tuple[int, str, int]:
+    return onset.step, onset.name, onset.config
+
+
+def _upstream(onset: Onset) -> tuple[int, int, tuple[int, int], int, str, int]:
+    finding = onset.finding
+    return _stage(onset), onset.step, finding.cause_rank, finding.worker, onset.name, onset.config
+
+
+def _stage(onset: Onset) -> int:
+    stage = _STAGE.get(onset.rule.removeprefix("sagemaker_"))
+    if stage == _NUMBERS and onset.finding.role == "input":
+        return _DATA
+    if stage is not None:
+        return stage
+    return _GRADIENTS if onset.finding.tensor else _OF_RUN

@@ -1,0 +1,1 @@
+"""Rule files: YAML, checks, presets and the JSON schema."""

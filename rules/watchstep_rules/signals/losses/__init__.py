@@ -1,0 +1,1 @@
+"""Signals from losses and learning rates."""

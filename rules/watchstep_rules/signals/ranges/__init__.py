@@ -1,0 +1,1 @@
+"""Ranges of statistics, and distances from them."""

@@ -1,0 +1,1 @@
+"""Signals from weights and what optimizers do to them."""

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from watchstep.errors import RuleError
+from watchstep_rules.backtest.sweep import parse_sweep, variations
+from watchstep_rules.config.rule_config import Hold, RuleConfig
+
+CONFIGS = (
+    RuleConfig(rule="non_finite_values", inhibits=("vanishing_gradient",)),
+    RuleConfig(rule="vanishing_gradient", hold=Hold(steps=5)),
+    RuleConfig(rule="exploding_gradient", name="explosion", params={"window": 30}),
+    RuleConfig(rule="oscillating_loss"),
+)
+
+
+def values(text: str) -> list[object]:
+    return [setting.value for setting in parse_sweep(text, CONFIGS).settings]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("threshold=1e-9:1e-5:5", [1e-9, 1e-8, 1e-7, 1e-6, 1e-5]),
+        ("vanishing_gradient.relative=0.001:0.003:3", [0.001, 0.002, 0.003]),
+        ("threshold=1e-6,2e-6", [1e-7, 1e-6, 2e-6]),
+        ("explosion.window=10:40:4", [10, 20, 30, 40]),
+        ("explosion.window=29:31:9", [29, 30, 31]),
+        ("explosion.growth=100:2:2", [2.0, 100.0]),
+        ("non_finite_values.only_nan=true", [False, True]),
+        ("vanishing_gradient.for=1,2", [1, 2, 5]),
+    ],
+)
+def test_values_are_listed_or_spaced_and_the_present_one_is_among_them(
+    text: str, found: list[object]
+) -> None:
+    assert values(text) == found
+
+
+def test_a_range_has_seven_values_and_knows_the_present_one() -> None:
+    sweep = parse_sweep("threshold=1e-9:1e-3", CONFIGS)
+    assert len(sweep.settings) == 7
+    assert sweep.current == 1e-7
+    assert str(sweep.settings[0]) == "vanishing_gradient.threshold=1e-09"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("threshold", "no values"),
+        ("=1", "no values"),
+        ("nothing=1", "no parameter 'nothing'"),
+        ("other.threshold=1", "no rule config is named 'other'"),
+        ("window=1,2", "explosion.window, oscillating_loss.window"),
+        ("threshold=1e-9:x", "no range"),
+        ("threshold=1:2:3:4", "no range"),
+        ("threshold=1:2:1", "no range"),
+        ("threshold=1:inf", "no range"),
+        ("threshold=-1,1", "cannot be"),
+        ("threshold=word", "cannot be"),
+        ("vanishing_gradient.for=0", "cannot be"),
+        ("vanishing_gradient.for=1:99999999999999999999:3", "cannot be"),
+        ("vanishing_gradient.for=99999999999999999999", "no value"),
+        ("threshold=[", "no value"),
+        ("threshold=[1],{a}", "'[1]' is no value"),
+        ("threshold=2024-13-45", "no value"),
+        ("threshold=!!int abc", "no value"),
+        ("threshold=" + "9" * 5000, "cannot be"),
+        ("threshold=1:" + "9" * 5000, "no range"),
+    ],
+)
+def test_what_cannot_be_swept_is_told(text: str, said: str) -> None:
+    with pytest.raises(RuleError) as told:
+        parse_sweep(text, CONFIGS)
+    assert said in str(told.value)
+
+
+def test_several_sweeps_make_a_grid_of_what_is_needed() -> None:
+    sweeps = [parse_sweep("threshold=1e-8,1e-6", CONFIGS), parse_sweep("explosion.growth=10", CONFIGS)]
+    grid = variations(CONFIGS, sweeps)
+    assert len(grid) == 3 * 2
+    assert [held.current for held in grid].count(True) == 1
+    first = grid[0]
+    assert [config.name for config in first.configs] == [
+        "non_finite_values",
+        "vanishing_gradient",
+        "explosion",
+    ]
+    assert first.judged == {"vanishing_gradient", "explosion"}
+    assert [config.params for config in first.configs] == [
+        {},
+        {"threshold": 1e-8},
+        {"window": 30, "growth": 10},
+    ]
+    assert variations(CONFIGS, []) == []
+
+
+def test_a_grid_is_bounded_and_sweeps_each_parameter_once() -> None:
+    sweep = parse_sweep("threshold=1e-9:1e-3:100", CONFIGS)
+    with pytest.raises(RuleError, match="combinations, 200 at the most"):
+        variations(CONFIGS, [sweep, parse_sweep("explosion.growth=2,3,4", CONFIGS)])
+    with pytest.raises(RuleError, match="one is enough"):
+        variations(CONFIGS, [sweep, sweep])

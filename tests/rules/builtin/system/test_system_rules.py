@@ -1,0 +1,258 @@
+"""Rules over the process and its machine, each by runs that it is for and runs that it is not for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rules.builtin.losses.losses import in_pieces
+from tests.rules.builtin.system.system_rows import SAMPLES, Course, system_run
+from tests.rules.runs import all_at_once
+from watchstep.block import Block
+from watchstep.system_figures import (
+    CPUS,
+    DATA_WAIT,
+    DATA_WORKERS,
+    INITIALIZATION_SECONDS,
+    MEMORY_PRIVATE,
+    NODE_CPU,
+    NODE_IO_STALL,
+    NODE_IOWAIT,
+    STEP_SECONDS,
+)
+from watchstep_rules.config.defaults import OFF_BY_DEFAULT
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.registry import RULES
+
+GPU, GPU_MEMORY, OTHER = "system/gpu_0", "system/gpu_0_memory", "system/gpu_1"
+GIB = 2.0**30
+Figures = Mapping[str, Course | float]
+
+
+def noise(seed: int, middle: float, apart: float, samples: int = SAMPLES) -> Course:
+    """Samples about a middle, the same for the same row."""
+    return lambda row: [
+        max(0.0, random.Random(1000 * seed + row).gauss(middle, apart)) for _ in range(samples)
+    ]
+
+
+def halves(first: float, second: float) -> list[float]:
+    return [first] * (SAMPLES // 2) + [second] * (SAMPLES - SAMPLES // 2)
+
+
+def one(figures: Figures, rows: int = 150) -> Block:
+    return system_run(figures, rows=rows)
+
+
+def long_steps(row: int) -> list[float]:
+    """A hundred steps of a tenth of a second; in each third row three of four seconds."""
+    return [0.1 + 0.001 * (n % 7) for n in range(100)] + ([4.0, 4.0, 4.0] if row % 3 == 0 else [])
+
+
+def checkpoints(row: int) -> list[float]:
+    """One of a second in each third row."""
+    return [0.1 + 0.001 * (n % 7) for n in range(100)] + ([1.0] if row % 3 == 0 else [])
+
+
+FAULTY: dict[str, dict[str, Block]] = {
+    "low_gpu_utilization": {
+        "hardly used": one({GPU: noise(1, 0.4, 0.05)}),
+        "idle": one({GPU: 0.0}),
+        "in bursts": one({GPU: lambda row: halves(0.95, 0.02)}),
+    },
+    "batch_size": {"all little": one({GPU: 0.3, GPU_MEMORY: 0.2, NODE_CPU: noise(2, 0.3, 0.05)})},
+    "cpu_bottleneck": {
+        "busy processors": one({GPU: 0.05, NODE_CPU: 0.97}),
+        "most of the time": one({GPU: lambda row: 0.05 if row % 4 else 0.9, NODE_CPU: 0.97}),
+        "from some time on": one({GPU: lambda row: 0.9 if row < 50 else 0.0, NODE_CPU: 0.97}),
+    },
+    "io_bottleneck": {
+        "tasks wait": one({GPU: 0.05, NODE_IO_STALL: 0.8, NODE_IOWAIT: 0.02}),
+        "an old kernel": one({GPU: 0.05, NODE_IOWAIT: 0.6}),
+    },
+    "gpu_memory_increase": {"grows": one({GPU_MEMORY: lambda row: 0.3 + 0.003 * row})},
+    "memory_growth": {
+        "grows": system_run({MEMORY_PRIVATE: lambda row: GIB * (2 + 0.01 * row)}, rows=260),
+        "grows with peaks": system_run(
+            {MEMORY_PRIVATE: lambda row: GIB * (2 + 0.01 * row + (3 if row % 9 == 0 else 0))}, rows=260
+        ),
+    },
+    "load_balance": {
+        "a GPU has less": one({GPU: 0.9, OTHER: 0.2}),
+        "a worker's GPU has less": system_run({GPU: 0.9}, {OTHER: 0.9}, {"system/gpu_2": 0.1}, rows=150),
+        "a rank is slow": system_run({STEP_SECONDS: 0.1}, {STEP_SECONDS: 0.1}, {STEP_SECONDS: 0.4}, rows=150),
+    },
+    "step_outlier": {"long ones, often": one({STEP_SECONDS: long_steps})},
+    "initialization_time": {
+        "half an hour": one({INITIALIZATION_SECONDS: lambda row: [] if row else [1800.0]})
+    },
+    "data_loader": {
+        "waits": one({DATA_WAIT: 0.6, CPUS: 8}),
+        "waits, and GPUs as well": one({DATA_WAIT: 0.6, CPUS: 8, GPU: 0.2, DATA_WORKERS: 2}),
+        "too many workers": one({DATA_WAIT: 0.01, CPUS: 4, DATA_WORKERS: 16}),
+    },
+}
+
+HEALTHY: dict[str, dict[str, Block]] = {
+    "low_gpu_utilization": {
+        "used": one({GPU: noise(3, 0.93, 0.03)}),
+        "pauses now and then": one({GPU: lambda row: 0.0 if row % 60 == 0 else 0.9}),
+        "not to be told": one({GPU: lambda row: [0.55] * 18 + [0.75] * 2}),  # p95 lies in a power of two
+        "too few samples": one({GPU: 0.1}, rows=40),
+    },
+    "batch_size": {
+        "memory is full": one({GPU: 0.3, GPU_MEMORY: 0.9, NODE_CPU: 0.3}),
+        "GPU is busy": one({GPU: 0.95, GPU_MEMORY: 0.2, NODE_CPU: 0.3}),
+        "CPUs are busy": one({GPU: 0.3, GPU_MEMORY: 0.2, NODE_CPU: 0.95}),
+        "no GPU": one({NODE_CPU: 0.3}),
+    },
+    "cpu_bottleneck": {
+        "busy both": one({GPU: 0.9, NODE_CPU: 0.97}),
+        "idle both": one({GPU: 0.0, NODE_CPU: 0.1}),
+        "not at once": one({GPU: lambda row: halves(0.0, 0.9), NODE_CPU: lambda row: halves(0.1, 0.97)}),
+        "no GPU": one({NODE_CPU: 1.0}),
+        "a slow start": one({GPU: lambda row: 0.0 if row < 30 else 0.9, NODE_CPU: 0.97}),
+    },
+    "io_bottleneck": {
+        "disks are busy, and nobody waits": one({GPU: 0.9, NODE_IO_STALL: 0.9}),
+        "no GPU": one({NODE_IO_STALL: 1.0}),
+        "nothing waits": one({GPU: 0.0, NODE_IO_STALL: 0.05, NODE_IOWAIT: 0.9}),
+    },
+    "gpu_memory_increase": {
+        "constant": one({GPU_MEMORY: 0.8}),
+        "one step": one({GPU_MEMORY: lambda row: 0.3 if row < 70 else 0.8}),
+        "an allocator that fills": one({GPU_MEMORY: lambda row: 0.8 - 0.5 * 0.9**row}),
+        "slowly": one({GPU_MEMORY: lambda row: 0.3 + 0.0002 * row}),
+    },
+    "memory_growth": {
+        "constant": system_run({MEMORY_PRIVATE: noise(4, 3 * GIB, GIB / 50)}, rows=260),
+        "a plateau is reached": system_run({MEMORY_PRIVATE: lambda row: GIB * (4 - 3 * 0.96**row)}, rows=260),
+        "one allocation": system_run({MEMORY_PRIVATE: lambda row: GIB * (2 + (row > 150))}, rows=260),
+        "epochs": system_run({MEMORY_PRIVATE: lambda row: GIB * (2 + 0.02 * (row % 40))}, rows=260),
+        "a small program": system_run({MEMORY_PRIVATE: lambda row: 2.0**20 * (60 + 0.2 * row)}, rows=260),
+        "while it begins": system_run(
+            {MEMORY_PRIVATE: lambda row: GIB * (1 + 0.02 * min(row, 90))}, rows=260
+        ),
+    },
+    "load_balance": {
+        "even": one({GPU: noise(5, 0.9, 0.05), OTHER: noise(6, 0.8, 0.05)}),
+        "either side of a power of two": one({GPU: 0.45, OTHER: 0.55}),
+        "one GPU": one({GPU: 0.1}),
+        "one rank": one({STEP_SECONDS: 0.1}),
+        "ranks in step": system_run({STEP_SECONDS: 0.1}, {STEP_SECONDS: 0.11}, rows=150),
+    },
+    "step_outlier": {
+        "even": one({STEP_SECONDS: noise(7, 0.1, 0.01, 100)}),
+        "checkpoints": one({STEP_SECONDS: checkpoints}),
+        "a compilation": one({STEP_SECONDS: lambda row: [60.0] if row == 0 else [0.1] * 100}),
+        "long steps": one({STEP_SECONDS: noise(8, 8.0, 1.0, 1)}),
+        "batches of any length": one({STEP_SECONDS: noise(9, 0.1, 0.06, 100)}),
+    },
+    "initialization_time": {"a minute": one({INITIALIZATION_SECONDS: lambda row: [] if row else [60.0]})},
+    "data_loader": {
+        "does not wait": one({DATA_WAIT: noise(10, 0.02, 0.01), CPUS: 8, DATA_WORKERS: 8}),
+        "few workers, and no wait": one({DATA_WAIT: 0.02, CPUS: 64, DATA_WORKERS: 1}),
+        "waits for a GPU": one({DATA_WAIT: 0.8, CPUS: 8, GPU: 0.95}),
+        "now and then": one({DATA_WAIT: lambda row: 0.9 if row % 20 == 0 else 0.05, CPUS: 8}),
+        "only begins": one({DATA_WAIT: 0.9, CPUS: 8}, rows=20),
+    },
+}
+
+BAD = [(rule, name) for rule, runs in FAULTY.items() for name in runs]
+GOOD = [(rule, name) for rule, runs in HEALTHY.items() for name in runs]
+
+
+def found(rule: str, block: Block, **params: Any) -> list[int]:
+    said = all_at_once(RuleConfig(rule=rule, params=params), block)
+    return [finding.step for finding in said.findings]
+
+
+def test_all_of_them_are_tried_and_off_by_default() -> None:
+    over_the_system = {name for name, rule in RULES.items() if rule.needs.collections == ("system",)}
+    own = {
+        name for name in over_the_system if not name.startswith("sagemaker_")
+    }  # Amazon's have tests of their own
+    assert set(FAULTY) == set(HEALTHY) == own
+    assert over_the_system <= OFF_BY_DEFAULT.keys()
+    for name in own:
+        assert RULES[name].usual_causes
+        assert RULES[name].what_to_try
+
+
+@pytest.mark.parametrize(("rule", "name"), BAD)
+def test_what_a_rule_is_for_is_found(rule: str, name: str) -> None:
+    said = all_at_once(RuleConfig(rule=rule), FAULTY[rule][name])
+    assert said.findings
+    for finding in said.findings:
+        assert finding.mode == "global"
+        assert finding.tensor in finding.message
+
+
+@pytest.mark.parametrize(("rule", "name"), GOOD)
+def test_what_it_is_not_for_is_left_alone(rule: str, name: str) -> None:
+    assert found(rule, HEALTHY[rule][name]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(which=st.sampled_from(BAD), cuts=st.lists(st.integers(1, 1490), max_size=8, unique=True))
+def test_a_run_in_pieces_is_judged_as_the_whole(which: tuple[str, str], cuts: list[int]) -> None:
+    rule, name = which
+    config, block = RuleConfig(rule=rule), FAULTY[rule][name]
+    whole = in_pieces(config, block, [])
+    assert whole.findings
+    assert in_pieces(config, block, cuts) == whole
+
+
+def test_the_worker_that_is_apart_is_named() -> None:
+    config = RuleConfig(rule="load_balance")
+    assert {f.worker for f in all_at_once(config, FAULTY["load_balance"]["a rank is slow"]).findings} == {2}
+    tensors = {f.tensor for f in all_at_once(config, FAULTY["load_balance"]["a GPU has less"]).findings}
+    assert tensors == {OTHER}
+
+
+def test_a_wait_is_told_with_who_loads() -> None:
+    def message(name: str) -> str:
+        return all_at_once(RuleConfig(rule="data_loader"), FAULTY["data_loader"][name]).findings[0].message
+
+    assert message("waits").endswith("no process was seen that loads data for it")
+    assert message("waits, and GPUs as well").endswith(
+        "2 processes load data on 8 CPUs, which could hold more"
+    )
+    assert message("too many workers") == "system/data_workers: 16 processes load data on 4 CPUs"
+
+
+THRESHOLDS = [
+    ("low_gpu_utilization", "hardly used", {"threshold_p95": 20.0}),
+    ("low_gpu_utilization", "in bursts", {"threshold_p5": 1.0}),
+    ("batch_size", "all little", {"gpu_memory_threshold_p95": 10.0}),
+    ("cpu_bottleneck", "busy processors", {"gpu_threshold": 1.0}),
+    ("cpu_bottleneck", "busy processors", {"patience": 4000}),
+    ("io_bottleneck", "tasks wait", {"io_threshold": 90.0}),
+    ("gpu_memory_increase", "grows", {"increase": 40.0}),
+    ("memory_growth", "grows", {"growth": 0.9}),
+    ("memory_growth", "grows", {"least_mib": 4096.0}),
+    ("load_balance", "a GPU has less", {"threshold": 0.9}),
+    ("step_outlier", "long ones, often", {"n_outliers": 1000}),
+    ("step_outlier", "long ones, often", {"lost": 90.0}),
+    ("step_outlier", "long ones, often", {"stddev": 10000.0}),
+    ("initialization_time", "half an hour", {"threshold": 40.0}),
+    ("data_loader", "waits", {"data_wait": 90.0}),
+    ("data_loader", "too many workers", {"max_threshold": 500.0}),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "params"), THRESHOLDS)
+def test_thresholds_are_the_users_to_set(rule: str, name: str, params: dict[str, float]) -> None:
+    assert found(rule, FAULTY[rule][name], **params) == []
+
+
+def test_samples_that_are_no_numbers_say_nothing() -> None:
+    nan = float("nan")
+    names = (GPU, GPU_MEMORY, NODE_CPU, NODE_IO_STALL, MEMORY_PRIVATE, STEP_SECONDS, DATA_WAIT, CPUS)
+    block = one(dict.fromkeys([*names, INITIALIZATION_SECONDS], nan))
+    assert [found(rule, block) for rule in FAULTY] == [[]] * len(FAULTY)

@@ -1,0 +1,511 @@
+"""Python rules: they say what the class says, however a run is split, in a process that is kept and comes back."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.rules.custom.programs import HEAD, LOUD, python
+from tests.rules.runs import (
+    Event,
+    Rows,
+    Said,
+    Seal,
+    all_at_once,
+    follow,
+    in_steps,
+    norms,
+    runs,
+    splits,
+    steps_of,
+)
+from watchstep.block import Block, concatenate
+from watchstep.errors import ConfigError, RuleError
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.python import rule as python_rule
+from watchstep_rules.custom.sandbox import isolation, pool
+from watchstep_rules.custom.sandbox.isolation import Isolation, why_not
+from watchstep_rules.custom.sandbox.pool import BusyError, Pool, on_behalf_of
+from watchstep_rules.custom.sandbox.process import Child, DeadError, Program
+from watchstep_rules.engine.judge import Health
+from watchstep_rules.rule import Needs
+from watchstep_rules.rule_files import rule_file
+
+ROWS = in_steps(norms("first", [1.0, 3.0, 9.0, 1.0]), norms("second", [1.0, 1.0, 1.0, 9.0]))
+FIRST, SECOND = "first.weight:gradient", "second.weight:gradient"
+LOUD_RULE = {"source": LOUD, "class": "Loud"}
+
+
+def loud(**params: object) -> RuleConfig:
+    return python(LOUD, "Loud", params=params)
+
+
+def test_what_the_class_says_is_found() -> None:
+    said = all_at_once(loud(threshold=3.0), ROWS)
+    assert steps_of(said, FIRST) == [2, 3]
+    assert steps_of(said, SECOND) == []
+    assert said.findings[0].message == f"{FIRST} is loud"
+    assert (said.findings[0].rule, said.findings[0].module_type) == ("python", "Linear")
+    assert said.memory.health is Health.OK
+    assert said.memory.state is not None
+    assert said.memory.state["data"] == {"judged": 8}
+    assert said.memory.state["isolation"]["rlimits"] is True
+
+
+def test_what_the_class_needs_holds() -> None:
+    config = loud(over=7)
+    rule, params = config.implementation, config.parameters
+    assert rule.lookback(params) == 6
+    assert rule.merged(params) == "sealed"
+    assert rule.needed(params) == Needs(("gradients",), probes=("update_ratio",))
+
+
+def test_a_class_that_looks_into_histograms_says_so() -> None:
+    source = LOUD.replace(
+        "        findings = []\n", "        findings = []\n        block.statistics.histogram.bins\n", 1
+    )
+    said = follow(python(source, "Loud"), [[Rows(ROWS), Seal(3)]])
+    assert said.memory.health is Health.ERROR
+    assert "histogram.bins: the histograms of these rows were not read" in said.memory.problem
+    needs = 'Needs(collections=("gradients",)'
+    said = follow(python(source.replace(needs, f"{needs}, histograms=True"), "Loud"), [[Rows(ROWS), Seal(3)]])
+    assert (said.memory.health, len(said.findings)) == (Health.OK, 3)
+
+
+@settings(max_examples=10)
+@given(events=runs(), data=st.data())
+def test_however_a_run_is_split_it_says_the_same(events: list[Event], data: st.DataObject) -> None:
+    config = loud(threshold=0.5)
+    said = follow(config, data.draw(splits(events)))
+    assert said == follow(config, [[single] for single in events])
+    assert said.memory.health is not Health.ERROR, said.memory.problem
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 7])
+@pytest.mark.parametrize("merge", ["sealed", "per_worker"])
+def test_a_large_block_is_sent_in_parts(most: int, merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(ROWS, worker=ROWS.worker + 1, time_ns=ROWS.time_ns + 1)
+    source = f"{LOUD}\nclass Either(Loud):\n    merge = {merge!r}\n"
+    config = python(source, "Either", params={"threshold": 0.4})
+    whole = all_at_once(config, concatenate([ROWS, other]))
+    monkeypatch.setattr(python_rule, "_MAX_ROWS", most)
+    assert all_at_once(config, concatenate([ROWS, other])) == whole
+    assert len(whole.findings) == 16
+
+
+ODD = (
+    HEAD
+    + '''
+class OddState(State):
+    declared: float = 0.0
+    whatever: object = 0.0
+
+
+class Odd(Rule[Params, OddState]):
+    """Keeps NaN; says what it could not judge."""
+
+    name, summary, merge, needs = "odd", "is odd", "sealed", Needs(collections=())
+    params_type, state_type = Params, OddState
+
+    def problem(self, state):
+        return "one step was not judged" if state.declared != state.declared else ""
+
+    def evaluate(self, params, state, context, block, now):
+        return OddState({}=float("nan")), []
+'''
+)
+
+
+def test_a_class_tells_what_it_could_not_judge_and_its_state_of_floats_reads_back() -> None:
+    said = all_at_once(python(ODD.format("declared"), "Odd"), ROWS)
+    assert (said.memory.health, said.memory.problem) == (Health.ERROR, "one step was not judged")
+    assert said.memory.state is not None
+    assert said.memory.state["data"] == {"declared": "NaN", "whatever": 0.0}
+    assert said.memory.judged == len(ROWS)
+
+
+def test_a_state_that_would_read_back_as_another_is_refused() -> None:
+    said = all_at_once(python(ODD.format("whatever"), "Odd"), ROWS)
+    assert "its state has NaN or infinity where no float is declared" in said.memory.problem
+
+
+def test_state_of_another_version_is_made_anew() -> None:
+    config = loud()
+    rule, params = config.implementation, config.parameters
+    context, block = ROWS.where(ROWS.step < 2), ROWS.where(ROWS.step >= 2)
+    kept, _ = rule.evaluate(params, rule.state_type(), Block.empty(), context, 0)
+    again, _ = rule.evaluate(params, kept, context, block, 0)
+    assert again.data == {"judged": 8}
+    other, _ = rule.evaluate(params, kept.model_copy(update={"version": 9}), context, block, 0)
+    assert other.data == {"judged": 8}
+
+
+def test_several_threads_may_ask_at_once() -> None:
+    with ThreadPoolExecutor(4) as threads:
+        said = list(threads.map(lambda _: all_at_once(loud(threshold=3.0), ROWS).findings, range(8)))
+    assert all(found == said[0] for found in said)
+
+
+def test_a_config_is_data_that_reads_back() -> None:
+    config = loud(threshold=3.0)
+    assert RuleConfig.model_validate(config.as_data()) == config
+
+
+def refusal(**params: object) -> str:
+    with pytest.raises(ValidationError) as caught:
+        RuleConfig(rule="python", params=params)
+    return str(caught.value)
+
+
+def test_what_is_wrong_is_told_when_it_is_configured() -> None:
+    assert "give a file or a module" in refusal(**{"class": "Loud"})
+    assert "not both" in refusal(source=LOUD, module="json", **{"class": "Loud"})
+    assert "the source of 'mine.py' is not there" in refusal(file="mine.py", **{"class": "Loud"})
+    assert "params.threshold" in refusal(params={"threshold": "much"}, **LOUD_RULE)
+    assert "params.nothing" in refusal(params={"nothing": 1}, **LOUD_RULE)
+    assert "no class 'Quiet'" in refusal(source=LOUD, **{"class": "Quiet"})
+    assert "no class 'Path'" in refusal(module="pathlib", **{"class": "Path"})
+    assert "class" in refusal(source=LOUD, **{"class": "__import__('os')"})
+    assert "at most 262144" in refusal(source="#" * 300_000, **{"class": "Loud"})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("clock = True", "watches the clock"),
+        ("def lookback(self, params): return 10**9", "lookback"),
+        ("def merged(self, params): return 'never'", "merge"),
+        ("def needed(self, params): return Needs(tuple(map(str, range(1000))))", "collections"),
+        ("def needed(self, params): return None", "AttributeError"),
+        ("def evaluate(self): pass\n    def __init__(self, x): pass", "cannot be made"),
+    ],
+)
+def test_what_a_class_says_of_itself_is_held_to_bounds(change: str, says: str) -> None:
+    assert says in refusal(source=f"{LOUD}\nclass Other(Loud):\n    {change}\n", **{"class": "Other"})
+
+
+def test_a_rule_of_an_installed_package_is_loaded_by_its_module() -> None:
+    config = RuleConfig(rule="python", params={"module": "watchstep_rules.builtin.gradients.nan_or_inf", "class": "NanOrInf"})
+    broken = in_steps(norms("first", [1.0, float("nan")]))
+    assert steps_of(all_at_once(config, broken), FIRST) == [1]
+
+
+FILE = "rules:\n  - rule: python\n    name: loud\n    params: {file: mine/loud.py, class: Loud, params: {threshold: 3.0}}\n"
+
+
+def test_the_source_is_put_in_when_the_rule_file_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "loud.py").write_text(LOUD, encoding="utf-8")
+    (tmp_path / "rules.yaml").write_text(FILE, encoding="utf-8")
+    (config,) = rule_file.load(tmp_path / "rules.yaml")
+    (tmp_path / "mine" / "loud.py").unlink()
+    assert steps_of(all_at_once(config, ROWS), FIRST) == [2, 3]
+    assert RuleConfig.model_validate(config.as_data()) == config
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(FILE, encoding="utf-8")
+    with pytest.raises(RuleError, match=r"loud\.py: cannot be read"):
+        rule_file.load(tmp_path / "rules.yaml")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "loud.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(RuleError, match=r"loud\.py: cannot be read"):
+        rule_file.load(tmp_path / "rules.yaml")
+    (tmp_path / "mine" / "loud.py").write_text("#" * 300_000, encoding="utf-8")
+    with pytest.raises(RuleError, match="over 262144"):
+        rule_file.load(tmp_path / "rules.yaml")
+
+
+def test_a_file_that_is_named_from_afar_is_not_read() -> None:
+    with pytest.raises(RuleError, match="is not there"):
+        rule_file.parse("rules: [{rule: python, params: {file: /etc/passwd, class: X}}]", "of the request")
+
+
+def test_a_recorder_may_not_bring_one(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "loud.py").write_text(LOUD, encoding="utf-8")
+    (tmp_path / "rules.yaml").write_text(FILE, encoding="utf-8")
+    with pytest.raises(RuleError, match="a recorder may not bring one"):
+        rule_file.load_as_data(tmp_path / "rules.yaml")
+
+
+def test_the_setting_demands_a_level() -> None:
+    full = Isolation(rlimits=True, no_new_privs=True, landlock=7, seccomp=True)
+    partial = full.model_copy(update={"landlock": 0})
+    assert str(full) == "full"
+    assert str(partial) == "partial, without landlock"
+    try:
+        for demand, refused in (
+            ("refuse", (full, partial)),
+            ("allow_partial", ()),
+            ("full_only", (partial,)),
+        ):
+            isolation.set_demand(demand)  # type: ignore[arg-type]  # an element of the literal
+            assert [one for one in (full, partial) if why_not(one)] == list(refused)
+    finally:
+        isolation.set_demand(None)
+
+
+def test_where_they_are_refused_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = loud(threshold=4.5)
+    monkeypatch.setenv(isolation.VARIABLE, "refuse")
+    assert "refused here" in refusal(source=LOUD + "#", **{"class": "Loud"})
+    rule = config.implementation
+    with pytest.raises((RuleError, ValidationError), match="refused here"):
+        rule.evaluate(config.parameters, rule.state_type(), Block.empty(), ROWS, 0)
+    monkeypatch.setenv(isolation.VARIABLE, "perhaps")
+    with pytest.raises(ConfigError, match="perhaps"):
+        isolation.demand()
+
+
+def program(file: str, source: str = LOUD) -> Program:
+    return Program("Loud", file, source, "", 512)
+
+
+def test_one_that_was_killed_while_it_waited_is_replaced_at_once() -> None:
+    pool_ = Pool()
+    with pool_.child(program("killed.py")) as first:
+        pass
+    os.kill(first._process.pid, signal.SIGKILL)
+    first._process.wait()
+    with pool_.child(program("killed.py")) as second:
+        assert second.alive
+    pool_.close()
+    assert not second.alive
+
+
+def test_one_that_dies_again_and_again_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = program("dies.py", HEAD + "os._exit(7)")
+    now = [1000.0]
+    monkeypatch.setattr(pool, "_now", lambda: now[0])
+    pool_ = Pool()
+
+    def tried() -> str:
+        with pytest.raises(DeadError) as caught, pool_.child(dies):
+            pass
+        return caught.value.what
+
+    for pause in (1, 2, 4):
+        assert tried().endswith("its process ended with 7")
+        now[0] += pause - 0.1
+        assert "times in a row, started again in" in tried()
+        now[0] += 0.2
+
+
+def test_a_death_for_one_project_delays_no_other_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_now", lambda: 1000.0)
+    pool_ = Pool()
+
+    def attempt(project: str) -> None:
+        with on_behalf_of(project), pool_.child(program("exits.py", HEAD + "os._exit(7)"), culprit="query"):
+            pass
+
+    for project in ("a", "b"):
+        with pytest.raises(DeadError, match=r"its process ended with 7(?!;)"):
+            attempt(project)
+    with pytest.raises(DeadError, match="started again in"):
+        attempt("a")
+
+
+def test_only_some_children_wait() -> None:
+    pool_ = Pool()
+    made: list[Child] = []
+    for number in range(pool.MAX_IDLE + 2):
+        with pool_.child(program(f"{number}.py")) as child:
+            made.append(child)
+    assert [child.alive for child in made] == [False] * 2 + [True] * pool.MAX_IDLE
+    pool_.close()
+    assert not any(child.alive for child in made)
+
+
+def test_a_forked_process_leaves_its_parents_children_alone() -> None:
+    pool_ = Pool()
+    with pool_.child(program("forked.py")) as child:
+        pass
+    pid = os.fork()
+    if not pid:
+        pool_.forget()
+        os._exit(len(pool_._idle))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert child.alive
+    with pool_.child(program("forked.py")) as again:
+        assert again is child
+    pool_.close()
+
+
+def test_one_that_cannot_be_loaded_is_not_tried_at_once_again() -> None:
+    pool_ = Pool()
+    for says in ("no class 'Loud'", "started again in"):
+        with pytest.raises(DeadError, match=says), pool_.child(program("empty.py", "x = 1")):
+            pass
+
+
+LARGE = (
+    HEAD
+    + """
+class TakeParams(Params):
+    body: str
+
+
+class Take(Rule[TakeParams, State]):
+    name, summary, merge, needs = "take", "takes memory", "sealed", Needs(collections=())
+    params_type, state_type = TakeParams, State
+
+    def evaluate(self, params, state, context, block, now):
+        names = dict(globals())
+        exec(params.body, names)
+        return state, []
+"""
+)
+
+
+def take(body: str, memory_mb: int) -> Said:
+    return all_at_once(python(LARGE, "Take", params={"body": body}, memory_mb=memory_mb), ROWS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say how much is in use")
+def test_the_bound_on_memory_is_what_it_says() -> None:
+    assert take("held = bytearray(32 << 20)", 64).memory.health is Health.OK
+    for body in ("held = bytearray(80 << 20)", "held = np.ones(10 << 20)"):
+        said = take(body, 64)
+        assert (said.memory.health, "MemoryError" in said.memory.problem) == (Health.ERROR, True), body
+    assert take("held = bytearray(200 << 20)", 256).memory.health is Health.OK
+
+
+def test_a_rule_that_asks_for_more_memory_than_the_service_gives_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool.POOL, "memory_mb", 128)
+    said = take("held = 1", 256)
+    assert said.memory.health is Health.ERROR
+    assert "memory_mb = 256, over the 128 MiB that a rule may have here" in said.memory.problem
+    assert "WATCHSTEP_RULE_MEMORY_MB" in said.memory.problem
+    assert take("held = 1", 128).memory.health is Health.OK
+
+
+FLOOD = """
+from watchstep_rules.custom.sandbox.frames import _HEAD
+text = b'{"document": {"state": {"x": [' + b"[]," * (10 << 20) + b'[]]}, "version": 1}}'
+data = memoryview(_HEAD.pack(len(text), 0) + text)
+for number in range(3, 12):
+    try:
+        while data:
+            data = data[os.write(number, data):]
+    except OSError:
+        pass
+"""
+
+
+def test_a_long_reply_costs_the_parent_no_memory() -> None:
+    """30 MB of JSON that are 857 MiB when they are parsed."""
+    calm = take("pass", 512)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = take(FLOOD, 512)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 * 1024  # KiB
+    assert calm.memory.health is Health.OK
+    assert "over the limit" in said.memory.problem
+
+
+def test_many_findings_with_long_messages_come_through() -> None:
+    rows = concatenate([replace(ROWS, worker=ROWS.worker + worker) for worker in range(500)])
+    source = LOUD.replace('merge = "sealed"', 'merge = "per_worker"').replace(
+        " is loud", " is " + "loud" * 100
+    )
+    said = all_at_once(python(source, "Loud", params={"threshold": -1.0, "over": 1}, seconds=120), rows)
+    assert said.memory.health is Health.OK, said.memory.problem
+    assert len(said.findings) == len(rows)
+    assert {len(finding.message) for finding in said.findings} <= {len(FIRST) + 404, len(SECOND) + 404}
+
+
+def test_only_so_many_children_work_at_once() -> None:
+    pool_ = Pool({"rules": 2, "checks": 1, "queries": 1})
+    entered = threading.Event()
+
+    def third() -> Child:
+        entered.set()
+        with pool_.child(program("third.py")) as child:
+            return child
+
+    with ThreadPoolExecutor(1) as threads:
+        with pool_.child(program("first.py")) as first, pool_.child(program("second.py")) as second:
+            waiting = threads.submit(third)
+            assert entered.wait(60)
+            with pool_.child(program("first.py"), "queries") as query:  # a share of its own
+                refused = "all 1 processes for queries are at work"
+                with pytest.raises(BusyError, match=refused), pool_.child(program("first.py"), "queries"):
+                    pass
+            assert len({child.pid for child in (first, second, query)}) == 3
+            assert not waiting.done()
+        assert waiting.result(60).program == program("third.py")
+    pool_.close()
+
+
+ORPHANED = """
+import sys
+from watchstep_rules.custom.sandbox.pool import POOL
+from watchstep_rules.custom.sandbox.process import Program
+
+source = "import time" + chr(10) + "while True: pass"
+import threading
+from watchstep_rules.custom.sandbox import process
+
+real = process.Child._confined
+
+def confined(self):
+    isolation = real(self)
+    print(self.pid, flush=True)
+    return isolation
+
+process.Child._confined = confined
+process._LOAD_SECONDS = 600.0
+
+def start():
+    with POOL.child(Program("X", "x.py", source, "", 512)):
+        pass
+
+threading.Thread(target=start).start()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such signal")
+def test_children_die_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANED], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            poll = select.poll()
+            poll.register(child, select.POLLIN)
+            assert poll.poll(0) == []
+            parent.kill()
+            assert poll.poll(60_000) != []
+        finally:
+            os.close(child)
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it() -> None:
+    pool_ = Pool()
+    pids: list[int] = []
+
+    def ask() -> None:
+        with pool_.child(program("thread.py")) as child:
+            pids.append(child.pid)
+
+    for _ in range(2):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert pids[0] == pids[1]
+    pool_.close()

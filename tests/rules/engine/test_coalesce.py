@@ -1,0 +1,157 @@
+"""What an alert names is the likeliest cause of all that is known, whichever rank's rows come first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import permutations
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests.rules.runs import Rows, Said, all_at_once, follow
+from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep.block import Block, concatenate
+from watchstep.tensors import TensorInfo
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.backtest.report import _transition, _transition_from
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.explanation import RunName
+from watchstep_rules.engine.inhibition import Told, inhibit
+from watchstep_rules.rule import Finding, finding_at, likelihood
+
+NAN = RuleConfig(rule="non_finite_values")
+OUTPUT = tensor("0:output", "activations", role="output")
+LOSS = tensor("loss", "losses", role="loss", shape=())
+GRADIENT = gradient("0")
+
+
+def rank(worker: int, steps: Sequence[int], *bad: tuple[int, TensorInfo]) -> Rows:
+    """A rank's rows of three tensors, NaN where it is said."""
+    return Rows(
+        block_of(
+            [
+                Row(step, info, [math.nan if (step, info) in bad else 1.0], worker=worker)
+                for step in steps
+                for info in (OUTPUT, LOSS, GRADIENT)
+            ]
+        )
+    )
+
+
+REDUCED = rank(0, range(8), (5, GRADIENT), (6, GRADIENT), (7, GRADIENT))
+CULPRIT = rank(1, range(8), (5, OUTPUT), (5, LOSS), *((step, GRADIENT) for step in (5, 6, 7)))
+
+
+def named(said: Said) -> tuple[int, int, str]:
+    """Step, rank and tensor that the alert names in the end."""
+    finding = said.memory.alert.finding
+    assert finding is not None
+    return finding.step, finding.worker, finding.tensor
+
+
+@pytest.mark.parametrize("order", [[REDUCED, CULPRIT], [CULPRIT, REDUCED]], ids=["later", "first"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_rank_whose_own_data_were_bad_is_named(order: list[Rows], at_once: bool) -> None:
+    said = follow(NAN, [order] if at_once else [[rows] for rows in order])
+    assert named(said) == (5, 1, OUTPUT.name)
+    (fired,) = as_told(said.transitions)
+    assert (fired.phase, fired.step, fired.revised, fired.finding) == (
+        Phase.FIRING,
+        5,
+        False,
+        said.memory.alert.finding,
+    )
+    assert [change.revised for change in said.transitions] == (
+        [False, True] if order[0] is REDUCED and not at_once else [False]
+    )
+
+
+def test_it_fires_as_early_as_it_did_and_is_revised_by_what_comes_later() -> None:
+    first = follow(NAN, [[REDUCED]])
+    assert [(change.step, change.revised) for change in first.transitions] == [(5, False)]
+    assert named(first) == (5, 0, GRADIENT.name)
+    (revised,) = follow(NAN, [[], [CULPRIT]], first.memory).transitions
+    assert (revised.phase, revised.step, revised.revised) == (Phase.FIRING, 5, True)
+    assert as_told([revised]) == [revised]
+
+
+def test_an_earlier_step_of_a_rank_that_lags_is_the_likelier_cause() -> None:
+    said = follow(NAN, [[REDUCED], [rank(1, range(8), (3, GRADIENT))]])
+    assert named(said) == (3, 1, GRADIENT.name)
+    assert [(change.step, change.since_step) for change in said.transitions] == [(5, 5), (3, 3)]
+
+
+def test_later_steps_and_less_likely_causes_change_nothing() -> None:
+    worse = rank(1, range(9), (5, GRADIENT), (6, OUTPUT), (7, LOSS), (8, OUTPUT))
+    assert named(follow(NAN, [[REDUCED], [worse]])) == (5, 0, GRADIENT.name)
+
+
+def test_a_memory_of_before_is_revised_too() -> None:
+    memory = follow(NAN, [[REDUCED]]).memory
+    alert = memory.alert.model_copy(update={"fired_at": -1})
+    said = follow(NAN, [[], [CULPRIT]], memory.model_copy(update={"alert": alert}))
+    assert [(change.step, change.revised) for change in said.transitions] == [(5, True)]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from([OUTPUT, LOSS, GRADIENT]), st.integers(3, 6)), min_size=3, max_size=3
+    )
+)
+def test_the_order_in_which_ranks_come_does_not_matter(bad: list[dict[TensorInfo, int]]) -> None:
+    def rows(worker: int) -> Rows:
+        since = bad[worker].items()
+        return rank(worker, range(9), *((step, info) for info, first in since for step in range(first, 9)))
+
+    ranks = [rows(worker) for worker in range(3)]
+    told = {repr(follow(NAN, [[one] for one in order]).memory.alert.finding) for order in permutations(ranks)}
+    assert len(told) == 1
+    everything = [finding for one in ranks for finding in follow(NAN, [[one]]).findings]
+    event(f"bad: {bool(everything)}")
+    if everything:
+        assert told == {repr(min(everything, key=likelihood))}
+
+
+def test_a_backtest_and_its_report_say_it() -> None:
+    (outcome,) = backtest(all_rows(), [NAN])
+    (fired,) = outcome.fired
+    assert fired.finding is not None
+    assert (fired.step, fired.finding.worker, fired.finding.tensor) == (5, 1, OUTPUT.name)
+    later = follow(NAN, [[REDUCED], [CULPRIT]]).transitions
+    assert [change.revised for change in later] == [False, True]
+    for change in [*outcome.transitions, *later]:
+        assert _transition_from(_transition(NAN, change, RunName("p", "r", "a"))) == change
+
+
+def all_rows() -> Block:
+    return concatenate([REDUCED.block, CULPRIT.block])
+
+
+def found(worker: int) -> Finding:
+    return finding_at("test", all_rows(), 8 * 3 * worker, value=1.0, threshold=0.0, message="bad")
+
+
+def test_revisions_neither_lengthen_nor_end_what_a_rule_keeps_quiet() -> None:
+    def change(step: int, worker: int, *, revised: bool = False) -> Transition:
+        return Transition(Phase.FIRING, step, found(worker), step, 0, revised=revised)
+
+    source = RuleConfig(rule="non_finite_values", inhibits=("target",))
+    target = RuleConfig(rule="overfit", name="target")
+    memory = all_at_once(NAN, REDUCED.block).memory.alert
+    told = inhibit(
+        [
+            Told(source, memory, [change(3, 1), change(3, 0, revised=True)]),
+            Told(target, memory, [change(4, 1), change(4, 0, revised=True)]),
+        ],
+        9,
+    )
+    assert len(told[0].memory.fired) == 1
+    assert [one.inhibited_by for one in told[1].transitions] == ["non_finite_values", "non_finite_values"]
+    assert as_told(told[1].transitions) == [
+        Transition(Phase.FIRING, 4, found(0), 4, 0, inhibited_by="non_finite_values")
+    ]

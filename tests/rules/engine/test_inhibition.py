@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests.rules.runs import Event, Rows, Seal, runs, splits
+from watchstep.block import Block, concatenate
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.inhibition import MOST_INTERVALS, Told, circles, inhibit, inhibitions
+from watchstep_rules.engine.judge import RuleMemory, judge
+from watchstep_rules.engine.rule_inputs import Progress
+
+SOURCE = RuleConfig(rule="non_finite_values", inhibits=("target",))
+TARGET = RuleConfig(rule="overfit", name="target")
+Life = Sequence[tuple[int, int | None]]
+"""Steps at which an alert fired, and was resolved."""
+
+
+def changes(life: Life, until: int, after: int = -1) -> list[Transition]:
+    """What an alert did at steps in (after, until]."""
+    made = [
+        Transition(phase, step, None, first, 0)
+        for first, last in life
+        for phase, step in ((Phase.FIRING, first), (Phase.RESOLVED, last))
+        if step is not None
+    ]
+    return [change for change in made if after < change.step <= until]
+
+
+def followed(
+    lives: Sequence[tuple[RuleConfig, Life]], seals: Sequence[int], ahead: int = 0
+) -> tuple[list[list[tuple[int, str, str]]], list[AlertMemory]]:
+    """What is told of each rule config; a rule that waits for no seal may be ahead."""
+    memories = [AlertMemory() for _ in lives]
+    said: list[list[tuple[int, str, str]]] = [[] for _ in lives]
+    for before, sealed in pairwise([-1, *seals]):
+        told = []
+        for (config, life), memory in zip(lives, memories, strict=True):
+            lead = ahead if config.implementation.merge == "per_worker" else 0
+            after = before + lead if before >= 0 else -1
+            told.append(Told(config, memory, changes(life, sealed + lead, after)))
+        result = inhibit(told, sealed)
+        for place, one in enumerate(result):
+            said[place] += [
+                (change.step, change.phase.value, change.inhibited_by) for change in one.transitions
+            ]
+        memories = [AlertMemory.model_validate_json(one.memory.model_dump_json()) for one in result]
+        assert memories == [one.memory for one in result]
+    return said, memories
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "told"),
+    [
+        ([], [(3, 7)], [(3, "firing", ""), (7, "resolved", "")]),
+        ([(2, 9)], [(3, 7)], [(3, "firing", "non_finite_values"), (7, "resolved", "non_finite_values")]),
+        ([(2, 5)], [(3, 7)], [(3, "firing", "non_finite_values"), (5, "firing", ""), (7, "resolved", "")]),
+        ([(3, 7)], [(3, 7)], [(3, "firing", "non_finite_values"), (7, "resolved", "non_finite_values")]),
+        ([(4, 9)], [(3, 7)], [(3, "firing", ""), (7, "resolved", "")]),
+        ([(2, None)], [(3, None)], [(3, "firing", "non_finite_values")]),
+        ([(2, 12)], [(3, None)], [(3, "firing", "non_finite_values"), (12, "firing", "")]),
+        ([(2, 5), (5, 9)], [(3, None)], [(3, "firing", "non_finite_values"), (9, "firing", "")]),
+        ([(2, 5), (8, 9)], [(3, None)], [(3, "firing", "non_finite_values"), (5, "firing", "")]),
+        (
+            [(2, 4)],
+            [(3, 4), (5, 6)],
+            [
+                (3, "firing", "non_finite_values"),
+                (4, "resolved", "non_finite_values"),
+                (5, "firing", ""),
+                (6, "resolved", ""),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_who_is_told_of_what(source: Life, target: Life, told: list[Any], ahead: int) -> None:
+    for seals in ([20], list(range(21)), [4, 8, 20], [5, 6, 20]):
+        said, memories = followed([(SOURCE, source), (TARGET, target)], seals, ahead)
+        assert said[1] == told
+        assert said[0] == [(change.step, change.phase.value, "") for change in changes(source, 20)]
+        assert len(memories[0].fired) <= 1
+
+
+lives = st.lists(st.integers(0, 30), unique=True, max_size=8).map(
+    lambda steps: list(zip(sorted(steps)[::2], [*sorted(steps)[1::2], None], strict=False))
+)
+
+
+@settings(max_examples=300)
+@given(lives, lives, lives, st.data())
+def test_it_does_not_matter_when_steps_are_sealed(
+    first: Any, second: Any, third: Any, data: st.DataObject
+) -> None:
+    one = RuleConfig(rule="non_finite_values", inhibits=("target",))
+    other = RuleConfig(rule="oscillating_loss", inhibits=("target", "non_finite_values"))
+    everything = [(one, first), (other, second), (TARGET, third)]
+    seals = sorted(data.draw(st.sets(st.integers(0, 30), max_size=6)) | {31})
+    said, memories = followed(everything, seals, data.draw(st.integers(0, 5)))
+    at_once, kept = followed(everything, [31])
+    assert said == at_once
+    assert [memory.quiet for memory in memories] == [memory.quiet for memory in kept]
+    event(f"inhibited: {sum(bool(by) for _, _, by in said[2])}")
+    for step, phase, by in said[2]:
+        firing = any(a <= step and (b is None or step < b) for a, b in [*first, *second])
+        if phase == "firing":
+            assert bool(by) == firing
+
+
+def config(rule: str, **more: Any) -> RuleConfig:
+    return RuleConfig(rule=rule, **more)
+
+
+@pytest.mark.parametrize(
+    ("configs", "edges"),
+    [
+        ([config("non_finite_values", inhibits=("overfit",)), config("overfit")], [(0, 1)]),
+        ([config("overfit"), config("non_finite_values", inhibits=("overfit",))], [(1, 0)]),
+        ([config("non_finite_values", inhibits=("overfit",)), config("overfit", name="late")], [(0, 1)]),
+        (
+            [
+                config("non_finite_values", inhibits=("late",)),
+                config("overfit", name="late"),
+                config("overfit"),
+            ],
+            [(0, 1)],
+        ),
+        ([config("non_finite_values", inhibits=("overfit",), dry_run=True), config("overfit")], []),
+        ([config("overfit", inhibits=("non_finite_values",)), config("non_finite_values")], []),
+        ([config("overfit", inhibits=("stalled_training",)), config("stalled_training")], []),
+        ([config("overfit", inhibits=("overfit",))], []),
+        ([config("overfit", inhibits=("overfit",)), config("overfit", name="b")], [(0, 1)]),
+        (
+            [config("overfit", inhibits=("dead_relu",)), config("dead_relu", inhibits=("overfit",))],
+            [],
+        ),
+        (
+            [
+                config("overfit", inhibits=("dead_relu",)),
+                config("dead_relu", inhibits=("slow_convergence",)),
+                config("slow_convergence", inhibits=("overfit",)),
+                config("oscillating_loss", inhibits=("overfit",)),
+            ],
+            [(3, 0)],
+        ),
+    ],
+)
+def test_which_config_inhibits_which(configs: list[RuleConfig], edges: list[tuple[int, int]]) -> None:
+    assert inhibitions(configs) == edges
+
+
+def test_a_source_that_is_gone_inhibits_no_more() -> None:
+    told = [
+        Told(SOURCE, AlertMemory(), changes([(2, None)], 5)),
+        Told(TARGET, AlertMemory(), changes([(3, None)], 5)),
+    ]
+    _, target = inhibit(told, 5)
+    (alone,) = inhibit([replace(target, transitions=[])], 6)
+    assert [(change.phase, change.inhibited_by) for change in alone.transitions] == [(Phase.FIRING, "")]
+    assert alone.memory.quiet is None
+
+
+def test_what_is_kept_of_a_source_is_bounded() -> None:
+    flapping = [(step, step + 1) for step in range(0, 1000, 2)]
+    source, _ = inhibit(
+        [Told(SOURCE, AlertMemory(), changes(flapping, 1000)), Told(TARGET, AlertMemory(), [])], sealed=10
+    )
+    assert len(source.memory.fired) == MOST_INTERVALS
+    assert len(json.dumps(source.memory.model_dump(mode="json")["fired"])) < 1000
+
+
+CONFIGS = (
+    RuleConfig(rule="non_finite_values", inhibits=("exploding_gradient", "loud")),
+    RuleConfig(
+        rule="exploding_gradient",
+        params={"growth": 1.5, "window": 3, "warmup": 3},
+        inhibits=("loud",),
+    ),
+    RuleConfig(rule="vanishing_gradient", name="loud", params={"threshold": 10.0, "relative": 0.9}),
+)
+
+
+def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition]], list[RuleMemory]]:
+    """Three rules over a run, as a service judges them."""
+    memories = [RuleMemory() for _ in CONFIGS]
+    said: list[list[Transition]] = [[] for _ in CONFIGS]
+    history, before = Block.empty(), -1
+    for events in evaluations:
+        arrived = concatenate([event.block for event in events if isinstance(event, Rows)])
+        now = max([before, *(event.step for event in events if isinstance(event, Seal))])
+        verdicts = [
+            judge(config, memory, history, arrived, Progress(before, now, 7))
+            for config, memory in zip(CONFIGS, memories, strict=True)
+        ]
+        told = [
+            Told(config, verdict.memory.alert, verdict.transitions)
+            for config, verdict in zip(CONFIGS, verdicts, strict=True)
+        ]
+        result = inhibit(told, now)
+        memories = [
+            verdict.memory.model_copy(update={"alert": one.memory})
+            for verdict, one in zip(verdicts, result, strict=True)
+        ]
+        for place, one in enumerate(result):
+            said[place] += one.transitions
+        history, before = concatenate([history, arrived]), now
+    told_of = (Phase.FIRING, Phase.RESOLVED)
+    return [[change for change in as_told(changes) if change.phase in told_of] for changes in said], memories
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=runs(), data=st.data())
+def test_however_a_run_is_split_the_same_is_told(events: list[Event], data: st.DataObject) -> None:
+    said, memories = judged(data.draw(splits(events)))
+    at_once, kept = judged(data.draw(splits(events)))
+    assert said == at_once
+    assert memories == kept
+    quiet = sum(bool(change.inhibited_by) for change in said[2])
+    event(f"inhibited: {min(quiet, 5)}, told: {min(5, sum(not change.inhibited_by for change in said[2]))}")
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
+def test_exactly_those_that_go_round_in_a_circle_are_left_out(pairs: list[tuple[int, int]]) -> None:
+    configs = [
+        config("overfit", name=f"r{place}", inhibits=tuple(f"r{b}" for a, b in pairs if a == place))
+        for place in range(7)
+    ]
+    reached = {(a, b) for a, b in pairs if a != b}
+    wanted = set(reached)
+    for through in range(7):
+        reached |= {(a, b) for a in range(7) for b in range(7) if {(a, through), (through, b)} <= reached}
+    round_about = {(a, b) for a, b in reached if (b, a) in reached}
+    assert set(inhibitions(configs)) == wanted - round_about
+    assert {place for circle in circles(configs) for place in circle} == {a for a, b in round_about if a != b}
+
+
+def test_many_configs_that_inhibit_many_cost_little() -> None:
+    names = [f"r{place}" for place in range(400)]
+    chain = [
+        config("overfit", name=name, inhibits=tuple(names[place + 1 : place + 90]))
+        for place, name in enumerate(names)
+    ]
+    assert circles(chain) == []
+    assert len(inhibitions(chain)) > 30_000

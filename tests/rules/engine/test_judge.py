@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rules.runs import (
+    Event,
+    Rows,
+    Seal,
+    all_at_once,
+    follow,
+    in_steps,
+    norms,
+    runs,
+    splits,
+    steps_of,
+)
+from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep.block import Block, concatenate
+from watchstep.tensors import Placement
+from watchstep_rules.backtest.backtest import backtest
+from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradient
+from watchstep_rules.config.rule_config import RuleConfig, TensorScope
+from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.judge import Health, RuleMemory, judge
+from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_rules.registry import RULES
+from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
+
+NAN = RuleConfig(rule="non_finite_values")
+GRADIENT = gradient("a")
+
+
+class CountState(State):
+    """How many rows were seen."""
+
+    rows: int = 0
+
+
+class Sizes(Rule[Params, CountState]):
+    """Finds every row, and says how many elements it has and how many rows came before; fails on NaN."""
+
+    name = "sizes"
+    summary = "for tests"
+    needs = Needs(collections=("gradients",))
+    merge = "sealed"
+    params_type = Params
+    state_type = CountState
+
+    def lookback(self, params: Params) -> int:
+        return 2
+
+    def evaluate(
+        self, params: Params, state: CountState, context: Block, block: Block, now: int
+    ) -> tuple[CountState, list[Finding]]:
+        if block.statistics.nan.any():
+            raise ZeroDivisionError("no such norm")
+        return CountState(rows=state.rows + len(block)), [
+            finding_at(
+                self.name,
+                block,
+                row,
+                value=float(block.statistics.count[row]),
+                threshold=float(len(context)),
+                message="",
+            )
+            for row in range(len(block))
+        ]
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> RuleConfig:
+    monkeypatch.setitem(RULES, "sizes", Sizes())
+    return RuleConfig(rule="sizes")
+
+
+def rows(steps: list[int], worker: int = 0, **more: Any) -> Rows:
+    return Rows(block_of([Row(step, GRADIENT, [1.0], worker=worker, **more) for step in steps]))
+
+
+def test_a_rule_without_rows_has_no_data() -> None:
+    said = follow(NAN, [[], [Seal(3)]])
+    assert said.memory == RuleMemory()
+    assert said.memory.health is Health.NO_DATA
+    said = follow(NAN, [[Rows(block_of([Row(0, tensor("x", "metrics"), [math.nan])]))]])
+    assert said.memory.health is Health.NO_DATA
+
+
+def test_a_rule_that_raises_says_so_and_keeps_its_alert(sizes: RuleConfig) -> None:
+    bad = Rows(block_of([Row(2, GRADIENT, [math.nan])]))
+    said = follow(sizes, [[rows([0, 1]), Seal(1)], [bad, Seal(2)]])
+    assert said.memory.health is Health.ERROR
+    assert said.memory.problem == "ZeroDivisionError: no such norm"
+    assert said.memory.alert.phase is Phase.FIRING
+    assert (said.memory.judged, said.memory.state) == (2, {"rows": 2})
+    again = follow(sizes, [[rows([3]), Seal(3)]], said.memory)
+    assert (again.memory.health, again.memory.problem) == (Health.OK, "")
+    assert again.memory.judged == 3
+
+
+def test_per_worker_rules_judge_at_once_and_sealed_ones_wait(sizes: RuleConfig) -> None:
+    assert steps_of(follow(NAN, [[Rows(block_of([Row(7, GRADIENT, [math.nan])]))]]), GRADIENT.name) == [7]
+    said = follow(sizes, [[rows([0, 1, 2])], [Seal(1)], [Seal(1)], [Seal(2)]])
+    assert steps_of(said, GRADIENT.name) == [0, 1, 2]
+    assert said.memory.judged == 3
+    assert follow(sizes, [[rows([0, 1, 2])]]).findings == []
+
+
+def test_each_row_is_judged_once_with_the_rows_before_it_as_context(sizes: RuleConfig) -> None:
+    said = follow(
+        sizes, [[rows([0]), Seal(0)], [rows([1]), Seal(1)], [rows([2]), Seal(2)], [rows([3]), Seal(3)]]
+    )
+    assert [(finding.step, finding.threshold) for finding in said.findings] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 2),
+    ]
+
+
+def test_late_rows_are_context_to_rules_that_wait_for_seals(sizes: RuleConfig) -> None:
+    said = follow(sizes, [[rows([0, 1]), Seal(1)], [rows([1], worker=1), rows([2]), Seal(2)]])
+    assert [(finding.step, finding.worker, finding.threshold) for finding in said.findings] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (2, 0, 3),
+    ]
+
+
+def test_late_rows_are_judged_by_rules_that_take_each_worker_by_itself() -> None:
+    late = Rows(block_of([Row(1, GRADIENT, [math.nan], worker=1)]))
+    assert steps_of(follow(NAN, [[rows([0, 1]), Seal(1)], [late]]), GRADIENT.name) == [1]
+
+
+def test_shards_are_merged_when_their_step_is_sealed(sizes: RuleConfig) -> None:
+    parts = [rows([0], worker=worker, place=Placement(worker, 2)) for worker in (1, 0)]
+    splits: tuple[Sequence[Sequence[Event]], ...] = ([[*parts, Seal(0)]], [[parts[0]], [parts[1]], [Seal(0)]])
+    for split in splits:
+        (finding,) = follow(sizes, split).findings
+        assert (finding.worker, finding.value) == (0, 2.0)
+
+
+def test_a_shard_that_never_came_leaves_the_others(sizes: RuleConfig) -> None:
+    (finding,) = follow(sizes, [[rows([0], worker=1, place=Placement(1, 2)), Seal(0)]]).findings
+    assert (finding.worker, finding.value) == (0, 1.0)
+
+
+@pytest.mark.parametrize("damage", [{"version": 0}, {"state": {"rows": "many"}}, {"state": {"other": 1}}])
+def test_state_of_another_version_is_rebuilt_from_the_context(
+    sizes: RuleConfig, damage: dict[str, Any]
+) -> None:
+    kept = all_at_once(sizes, block_of([Row(step, GRADIENT, [1.0]) for step in range(5)]))
+    assert kept.memory.state == {"rows": 5}
+    history = block_of([Row(step, GRADIENT, [1.0]) for step in (3, 4)])
+    memory = kept.memory.model_copy(update=damage)
+    verdict = judge(sizes, memory, history, rows([5]).block, Progress(4, 5, 0))
+    assert verdict.memory.state == {"rows": 3}
+    assert verdict.memory.version == Sizes.version
+    assert [finding.step for finding in verdict.findings] == [5]
+
+
+def test_a_rebuilt_rule_knows_its_past_without_a_new_warm_up() -> None:
+    config = RuleConfig(rule="exploding_gradient")
+    history = in_steps(norms("a", [1.0] * 20))
+    memory = RuleMemory(version=ExplodingGradient.version + 1, state={"series": {}})
+    arrived = in_steps(norms("a", [150.0], first=20))
+    verdict = judge(config, memory, history, arrived, Progress(19, 20, 0))
+    assert [finding.step for finding in verdict.findings] == [20]
+
+
+def test_only_tensors_in_scope_are_judged(sizes: RuleConfig) -> None:
+    config = sizes.model_copy(update={"tensors": TensorScope(exclude="b")})
+    said = all_at_once(config, in_steps(norms("a", [1.0] * 2), norms("b", [1.0] * 2)))
+    assert {finding.tensor for finding in said.findings} == {"a.weight:gradient"}
+
+
+def test_a_long_problem_is_cut(sizes: RuleConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("x" * 10_000)
+
+    monkeypatch.setattr(Sizes, "evaluate", fail)
+    assert len(all_at_once(sizes, rows([0]).block).memory.problem) == 500
+
+
+class Elsewhere(Sizes):
+    """Finds a step that no column of steps holds."""
+
+    name = "elsewhere"
+
+    def evaluate(
+        self, params: Params, state: CountState, context: Block, block: Block, now: int
+    ) -> tuple[CountState, list[Finding]]:
+        state, findings = super().evaluate(params, state, context, block, now)
+        return state, [finding.model_copy(update={"step": 10**30}) for finding in findings]
+
+
+class Lost(Sizes):
+    """Cannot say how far it looks back."""
+
+    name = "lost"
+
+    def lookback(self, params: Params) -> int:
+        raise ZeroDivisionError("no such reach")
+
+
+class Needy(Sizes):
+    """Cannot say what it needs."""
+
+    name = "needy"
+
+    def needed(self, params: Params) -> Needs:
+        raise ZeroDivisionError("no such needs")
+
+
+class AnyState(State):
+    """Anything."""
+
+    held: Any = None
+
+
+class Hoarder(Rule[Params, AnyState]):
+    """Remembers what cannot be written down."""
+
+    name = "hoarder"
+    summary = "for tests"
+    needs = Needs(collections=("gradients",))
+    merge = "sealed"
+    params_type = Params
+    state_type = AnyState
+
+    def evaluate(
+        self, params: Params, state: AnyState, context: Block, block: Block, now: int
+    ) -> tuple[AnyState, list[Finding]]:
+        return AnyState(held=object()), []
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        (Elsewhere(), "OverflowError: "),
+        (Lost(), "ZeroDivisionError: no such reach"),
+        (Needy(), "ZeroDivisionError: no such needs"),
+        (Hoarder(), "PydanticSerializationError: "),
+    ],
+)
+def test_whatever_fails_of_a_rule_config_is_its_own_health(
+    sizes: RuleConfig, monkeypatch: pytest.MonkeyPatch, rule: Any, problem: str
+) -> None:
+    monkeypatch.setitem(RULES, rule.name, rule)
+    (bad, good) = backtest(in_steps(norms("a", [1.0, 3.0])), [RuleConfig(rule=rule.name), sizes])
+    assert (bad.health, good.health) == (Health.ERROR, Health.OK)
+    assert bad.problem.startswith(problem)
+    assert good.found == 2
+
+
+def test_no_time_is_too_long_for_a_streak() -> None:
+    longest = {"steps": 10**9, "seconds": 30 * 86400}
+    config = RuleConfig.model_validate({"rule": "non_finite_values", "for": longest, "keep_firing": longest})
+    said = all_at_once(config, in_steps(norms("a", [1.0, math.nan, math.nan])))
+    assert said.memory.health is Health.OK
+    assert len(said.findings) == 2
+
+
+def test_memory_reads_back_from_json_with_infinite_values() -> None:
+    said = all_at_once(
+        RuleConfig(rule="exploding_gradient"), in_steps(norms("a", [1.0, 1e5, math.inf, math.nan]))
+    )
+    text = said.memory.model_dump_json()
+    assert "Infinity" not in text.replace('"Infinity"', "")
+    assert "NaN" not in text.replace('"NaN"', "")
+    assert RuleMemory.model_validate_json(text) == said.memory
+
+
+class Before(Rule[Params, State]):
+    """Finds every row, and says how many elements the three rows of its series before it had."""
+
+    name = "before"
+    summary = "for tests"
+    needs = Needs(collections=())
+    merge = "sealed"
+    params_type = Params
+    state_type = State
+
+    def lookback(self, params: Params) -> int:
+        return 3
+
+    def evaluate(
+        self, params: Params, state: State, context: Block, block: Block, now: int
+    ) -> tuple[State, list[Finding]]:
+        rows = concatenate([context, block])
+        series = [
+            (rows.info(row).name, int(rows.worker[row]), int(rows.mode[row])) for row in range(len(rows))
+        ]
+        findings = []
+        for row in range(len(context), len(rows)):
+            held = [place for place in range(row) if series[place] == series[row]][-3:]
+            seen = float(rows.statistics.count[held].sum())
+            findings.append(finding_at(self.name, rows, row, value=seen, threshold=0, message=series[row][0]))
+        return state, findings
+
+
+@settings(max_examples=100)
+@given(events=runs(), data=st.data())
+def test_a_rule_looks_back_on_the_same_rows_however_a_run_is_split(
+    events: list[Event], data: st.DataObject
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(RULES, "before", Before())
+        config = RuleConfig(rule="before")
+        said = follow(config, data.draw(splits(events)))
+        assert said == follow(config, data.draw(splits(events))) == follow(config, [[one] for one in events])
+        assert said.memory.health is not Health.ERROR
+
+
+def test_evidence_alone_is_no_data() -> None:
+    config = RuleConfig(rule="exploding_gradient", tensors=TensorScope(include="no such layer"))
+    block = block_of([Row(0, gradient("a"), [1.0]), Row(0, tensor("loss", "losses", shape=()), [1.0])])
+    memory = all_at_once(config, block).memory
+    assert (memory.health, memory.judged) == (Health.NO_DATA, 0)
+    memory = all_at_once(RuleConfig(rule="exploding_gradient"), block).memory
+    assert (memory.health, memory.judged) == (Health.OK, 1)

@@ -1,0 +1,174 @@
+"""In whichever order and cuts the rows of ranks come, alerts tell of the episodes that a calm evaluation tells of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests.rules.runs import Event, Rows, Said, Seal, follow
+from tests.sdk.blocks import Row, block_of, tensor
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine import alert_state_machine
+from watchstep_rules.engine.alert_memory import Phase
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.judge import Health
+
+LOSS = tensor("loss", "losses", role="loss", shape=())
+OTHER = tensor("other", "losses", role="loss", shape=())
+STEPS = 12
+SECOND = 10**9
+
+Bad = frozenset[int]
+"""Steps at which a series is NaN."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank records of two losses."""
+
+    worker: int
+    bad: tuple[Bad, Bad]
+
+    def rows(self, steps: Sequence[int]) -> list[Row]:
+        return [
+            Row(step, info, [math.nan if step in bad else 1.0], worker=self.worker)
+            for step in steps
+            for info, bad in zip((LOSS, OTHER), self.bad, strict=True)
+        ]
+
+
+def lasting(hold: int, keep: int) -> RuleConfig:
+    return RuleConfig.model_validate(
+        {"rule": "non_finite_values", "for": {"steps": hold}, "keep_firing": {"steps": keep}}
+    )
+
+
+def episodes(said: Said) -> list[tuple[str, int]]:
+    """What people were told, with what it came to be."""
+    return [
+        (change.phase.value, change.step)
+        for change in as_told(said.transitions)
+        if change.phase in (Phase.FIRING, Phase.RESOLVED)
+    ]
+
+
+def notifications(said: Said) -> int:
+    """How often somebody would have been told that it fires."""
+    return sum(change.phase is Phase.FIRING and not change.revised for change in said.transitions)
+
+
+def calm(config: RuleConfig, ranks: Sequence[Rank]) -> Said:
+    """All rows in order, a step at a time, each sealed when all of its rows are there."""
+    return follow(
+        config,
+        [
+            [Rows(block_of([row for rank in ranks for row in rank.rows([step])])), Seal(step)]
+            for step in range(STEPS)
+        ],
+    )
+
+
+bad_steps = st.frozensets(st.integers(0, STEPS - 1), max_size=8)
+some_ranks = st.lists(st.tuples(bad_steps, bad_steps), min_size=1, max_size=3).map(
+    lambda bad: [Rank(worker, series) for worker, series in enumerate(bad)]
+)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps of a rank, in one piece."""
+
+    worker: int
+    first: int
+    end: int
+
+
+Turn = Segment | Seal
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, number: int) -> list[list[Turn]]:
+    """Segments of each rank in its order, the ranks' in any, in evaluations; what all have passed is sealed, or not yet."""
+    begun = dict.fromkeys(range(number), 0)
+    evaluations: list[list[Turn]] = [[]]
+    while waiting := [worker for worker, steps in begun.items() if steps < STEPS]:
+        worker = draw(st.sampled_from(waiting))
+        first = begun[worker]
+        begun[worker] = end = draw(st.integers(first + 1, STEPS))
+        evaluations[-1].append(Segment(worker, first, end))
+        passed = min(begun.values()) - 1
+        if passed >= 0 and draw(st.booleans()):
+            evaluations[-1].append(Seal(passed))
+        if draw(st.booleans()):
+            evaluations.append([])
+    return [*evaluations, [Seal(STEPS - 1)]]
+
+
+def judged(config: RuleConfig, ranks: Sequence[Rank], evaluations: Sequence[Sequence[Turn]]) -> Said:
+    def came(turn: Turn) -> Event:
+        if isinstance(turn, Seal):
+            return turn
+        return Rows(block_of(ranks[turn.worker].rows(range(turn.first, turn.end))))
+
+    return follow(config, [[came(turn) for turn in turns] for turns in evaluations])
+
+
+@settings(max_examples=settings().max_examples * 2 // 5)
+@given(some_ranks, st.integers(1, 3), st.integers(1, 3), st.data())
+def test_the_same_episodes_in_whichever_order_and_cuts_rows_come(
+    ranks: list[Rank], hold: int, keep: int, data: st.DataObject
+) -> None:
+    config = lasting(hold, keep)
+    expected = calm(config, ranks)
+    said = judged(config, ranks, data.draw(arrivals(len(ranks))))
+    event(f"episodes: {notifications(expected)}")
+    assert episodes(said) == episodes(expected)
+    assert notifications(said) == notifications(expected)
+    assert said.memory.alert.finding == expected.memory.alert.finding
+
+
+@settings(max_examples=settings().max_examples * 2 // 5)
+@given(some_ranks, st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.data())
+def test_where_too_much_waits_for_a_rank_nobody_is_told_twice_of_a_step(
+    ranks: list[Rank], hold: int, keep: int, most: int, data: st.DataObject
+) -> None:
+    config = lasting(hold, keep)
+    turns = data.draw(arrivals(len(ranks)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(alert_state_machine, "MOST_WAITING", most)
+        said = judged(config, ranks, turns)
+        stalled = judged(
+            config, ranks, [[turn for turn in some if isinstance(turn, Segment)] for some in turns]
+        )
+    assert len(stalled.memory.alert.waiting) <= most
+    for one in (said, stalled):
+        assert one.memory.health is not Health.ERROR, one.memory.problem
+        told = episodes(one)
+        assert [phase for phase, _ in told] == ["firing", "resolved"] * (len(told) // 2) + ["firing"] * (
+            len(told) % 2
+        )
+        for (_, resolved), (_, fired) in zip(told[1::2], told[2::2], strict=False):
+            assert fired > resolved
+
+
+def test_what_waits_for_a_rank_that_stands_still_is_bounded() -> None:
+    infos = [tensor(f"loss.{number}", "losses", role="loss", shape=()) for number in range(100)]
+    blocks = [
+        block_of(
+            [
+                Row(step, info, [math.nan if (step + place) % 2 else 1.0])
+                for step in range(first, first + 50)
+                for place, info in enumerate(infos)
+            ]
+        )
+        for first in range(0, 400, 50)
+    ]
+    said = follow(lasting(1, 1), [[Rows(block)] for block in blocks])
+    assert len(said.memory.alert.waiting) <= alert_state_machine.MOST_WAITING
+    assert len(said.memory.model_dump_json()) < 100 * alert_state_machine.MOST_WAITING
+    assert notifications(said) == 1

@@ -1,0 +1,181 @@
+"""What `nan_or_inf` and `non_finite_values` say of where a pass was first not finite, from recorded rows alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.rules.runs import all_at_once
+from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep.block import Block
+from watchstep.tensors import TensorInfo
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.rule import Finding, likelihood
+
+NAN, INF = math.nan, math.inf
+GIVEN = tensor("model:input", "inputs", role="input")
+LOSS = replace(tensor("loss", "losses", shape=()), derived=True)
+
+
+def output(module: str, order: int = 0) -> TensorInfo:
+    return replace(tensor(f"{module}:output", "activations", role="output", order=order), module=module)
+
+
+def weight(module: str) -> TensorInfo:
+    return replace(tensor(f"{module}.weight", "weights"), module=module)
+
+
+def bad_gradient(step: int = 3, worker: int = 0) -> Row:
+    return Row(step, gradient("a"), [NAN], worker=worker)
+
+
+def executed(rows: list[Row]) -> Block:
+    """Rows taken one after the other, shown to the rule in another order."""
+    block = block_of(rows)
+    times = replace(block, time_ns=np.arange(len(rows), dtype=np.int64))
+    order = list(range(len(rows)))
+    Random(0).shuffle(order)
+    return times.take(np.array(order, np.intp))
+
+
+def found(rows: list[Row], rule: str = "nan_or_inf") -> list[Finding]:
+    return all_at_once(RuleConfig(rule=rule), executed(rows)).findings
+
+
+def said(rows: list[Row]) -> tuple[str, str]:
+    """The origin and what is said of it, of the gradient's finding."""
+    (finding,) = [one for one in found(rows) if one.role == "gradient"]
+    head = "1 NaN among 1 elements of a.weight:gradient, which the optimizer applies"
+    assert finding.message.startswith(head)
+    return finding.origin, finding.message.removeprefix(head)
+
+
+def test_the_first_in_the_order_of_execution_is_named_whatever_the_order_of_modules() -> None:
+    rows = [
+        Row(3, output("z", order=9), [1.0]),
+        Row(3, output("m", order=5), [INF, 2.0]),
+        Row(3, output("a", order=1), [NAN]),
+        bad_gradient(),
+    ]
+    assert said(rows) == (
+        "m:output",
+        "; first non-finite output: m:output (Linear), 1 +inf among 2 elements, first NaN: a:output, while z:output was finite",
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], ""),
+        (
+            [Row(3, GIVEN, [1.0])],
+            ", while model:input was finite; it arose between model:input and the end of b",
+        ),
+        ([Row(3, weight("b"), [1.0])], ", while the weights of b were finite"),
+        (
+            [Row(3, GIVEN, [1.0]), Row(3, weight("b"), [1.0])],
+            (
+                ", while model:input and the weights of b were finite"
+                "; it arose between model:input and the end of b"
+            ),
+        ),
+        ([Row(3, weight("c"), [-INF])], ""),  # a mask's
+        ([Row(2, GIVEN, [NAN]), Row(3, GIVEN, [NAN], "eval"), Row(3, GIVEN, [NAN], worker=1)], ""),
+    ],
+)
+def test_what_was_finite_before_it_is_said_where_it_was_recorded(more: list[Row], words: str) -> None:
+    origin, told = said([*more, Row(3, output("b"), [NAN]), bad_gradient()])
+    assert (origin, told) == (
+        "b:output",
+        f"; first non-finite output: b:output (Linear), 1 NaN among 1 elements{words}",
+    )
+
+
+def test_an_input_that_held_nan_is_the_origin_unless_outputs_after_it_were_finite() -> None:
+    rows = [Row(3, GIVEN, [NAN]), Row(3, output("b"), [NAN]), bad_gradient()]
+    assert said(rows) == ("", "; the input held 1 NaN among 1 elements of model:input")
+    origin, told = said([rows[0], Row(3, output("gaps"), [0.0]), *rows[1:]])
+    assert origin == "b:output"
+    assert "; the input held 1 NaN" in told
+    assert told.endswith("while gaps:output was finite; it arose between gaps:output and the end of b")
+
+
+@pytest.mark.parametrize("module", ["b", "b.inner", "c"])
+def test_weights_that_were_bad_before_are_named(module: str) -> None:
+    rows = [Row(3, weight(module), [NAN, 1.0]), Row(3, output("b"), [NAN]), bad_gradient()]
+    assert said(rows) == (
+        "b:output",
+        (
+            "; first non-finite output: b:output (Linear), 1 NaN among 1 elements"
+            f"; weights of {module} were already non-finite: 1 NaN among 2 elements of {module}.weight"
+        ),
+    )
+    assert said([rows[0], rows[2]])[1].startswith(f"; weights of {module} were already non-finite")
+
+
+def test_that_all_outputs_were_finite_is_said_and_nothing_where_none_was_recorded() -> None:
+    rows = [Row(3, output("b"), [1.0]), Row(3, output("a"), [2.0]), bad_gradient()]
+    assert said(rows) == ("", "; all 2 recorded outputs were finite, the last of them a:output")
+    assert said([bad_gradient()]) == ("", "")
+
+
+def test_that_it_arose_between_the_last_output_and_the_loss_is_said_of_losses_that_are_no_best_ones() -> None:
+    all_finite = "; all 1 recorded outputs were finite, the last of them b:output"
+    between = f"{all_finite}; it arose between b:output and loss"
+    logged = replace(LOSS, derived=False)
+    for info, value, words in (
+        (LOSS, NAN, between),
+        (LOSS, INF, between),
+        (LOSS, 1.0, all_finite),
+        (logged, NAN, between),
+        (logged, INF, all_finite),  # a best loss
+    ):
+        assert said([Row(3, output("b"), [1.0]), Row(3, info, [value]), bad_gradient()]) == ("", words)
+
+
+def test_the_modules_are_named_between_which_a_function_made_a_value_non_finite() -> None:
+    before, after = Row(3, output("a"), [1.0]), Row(3, output("b"), [NAN])
+    fed = replace(tensor("b:input", "activations", role="input"), module="b")
+    head = "; first non-finite output: b:output (Linear), 1 NaN among 1 elements"
+    assert said([before, Row(3, fed, [INF]), after, bad_gradient()])[1] == (
+        f"{head}; it arose between a:output and b, whose input was not finite"
+    )
+    assert said([before, Row(3, fed, [1.0]), after, bad_gradient()])[1] == (
+        f"{head}, while b:input was finite; it arose in b"
+    )
+    assert said([before, after, bad_gradient()])[1] == (
+        f"{head}, while a:output was finite; it arose between a:output and the end of b"
+    )
+    model = replace(output(""), name="model:output", module_type="Net")
+    assert said([before, Row(3, model, [NAN]), bad_gradient()])[1].endswith(
+        "while a:output was finite; it arose after a:output, in the model's own forward or in a module that was not recorded"
+    )
+
+
+def test_other_steps_modes_and_workers_have_origins_of_their_own() -> None:
+    rows = [
+        Row(2, output("b"), [NAN]),
+        Row(3, output("c"), [NAN], "eval"),
+        Row(3, output("d"), [NAN], worker=1),
+        Row(3, output("e"), [NAN]),
+        bad_gradient(),
+        bad_gradient(worker=1),
+    ]
+    assert {(one.worker, one.origin) for one in found(rows)} == {(0, "e:output"), (1, "d:output")}
+
+
+def test_the_alert_of_non_finite_values_names_the_output_that_was_executed_first() -> None:
+    rows = [
+        Row(3, output("mask", order=7), [-INF]),
+        Row(3, output("late", order=5), [NAN]),
+        Row(3, output("early", order=1), [NAN]),
+        Row(3, LOSS, [NAN]),
+    ]
+    findings = found(rows, "non_finite_values")
+    assert min(findings, key=likelihood).tensor == "late:output"
+    assert {one.origin for one in findings} == {"mask:output"}
+    assert all("first NaN: late:output" in one.message for one in findings)

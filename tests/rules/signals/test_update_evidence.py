@@ -1,0 +1,92 @@
+"""What alerts about values that are not finite say of an update that was left out, from recorded rows alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.rules.runs import all_at_once
+from tests.sdk.blocks import Row, block_of, gradient, tensor
+from watchstep.tensors import TensorInfo
+from watchstep_rules.config.rule_config import RuleConfig
+
+NAN = math.nan
+LOSS = replace(tensor("loss", "losses", role="loss", shape=()), derived=True)
+WEIGHT = tensor("a.weight", "weights", role="weight")
+GRADIENT = gradient("a")
+CHECK = replace(WEIGHT, name="a.weight:finite_check", role="finite_check", collections=("finite_checks",))
+
+
+def metric(name: str) -> TensorInfo:
+    return tensor(name, "metrics", role="metric", shape=())
+
+
+SKIPPED, APPLIED, MISSING = (
+    metric(name) for name in ("gradient_scaler:skipped", "gradients:nonfinite_applied", "updates:missing")
+)
+FINITE = ", and the recorded weights are finite"
+
+
+def said(*rows: Row, bad: TensorInfo = LOSS) -> str:
+    """What `non_finite_values` says of a tensor at step 3 besides its counts."""
+    findings = all_at_once(
+        RuleConfig(rule="non_finite_values"), block_of([Row(3, bad, [NAN]), *rows])
+    ).findings
+    (finding,) = (one for one in findings if one.tensor == bad.name and one.worker == 0)
+    return finding.message.removeprefix(f"1 NaN among 1 elements of {bad.name}, 0 tolerated")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], ""),
+        ([Row(3, WEIGHT, [1.0])], ""),
+        ([Row(3, SKIPPED, [1.0])], "; the gradient scaler skipped step 3"),
+        ([Row(3, SKIPPED, [1.0]), Row(3, WEIGHT, [1.0])], f"; the gradient scaler skipped step 3{FINITE}"),
+        (  # one of two optimizers
+            [Row(3, SKIPPED, [1.0]), Row(3, GRADIENT, [1.0])],
+            "; the gradient scaler skipped an update at step 3",
+        ),
+        ([Row(3, MISSING, [2.0])], "; no optimizer step was recorded at step 3"),
+        ([Row(3, MISSING, [2.0]), Row(3, GRADIENT, [1.0])], ""),
+        (
+            [Row(3, MISSING, [0.0]), Row(3, GRADIENT, [1.0])],
+            "; the update of step 3 was made with finite gradients",
+        ),
+        ([Row(3, MISSING, [0.0])], ""),  # on a device the gate knows of a gradient too late
+        ([Row(3, APPLIED, [1.0]), Row(3, SKIPPED, [1.0])], ""),
+        ([Row(2, SKIPPED, [1.0]), Row(3, SKIPPED, [1.0], worker=1)], ""),
+    ],
+)
+def test_a_loss_is_said_to_do_no_harm_where_that_was_recorded(rows: list[Row], words: str) -> None:
+    assert said(*rows) == words
+
+
+def test_gradients_that_the_optimizer_leaves_out_itself_are_said_to_be() -> None:
+    assert (
+        said(Row(3, APPLIED, [0.0]), bad=GRADIENT) == "; the optimizer did not apply the gradients of step 3"
+    )
+    assert said(Row(3, APPLIED, [1.0]), bad=GRADIENT) == ""
+
+
+def test_weights_are_not_said_to_be_finite_where_a_finite_check_is_not() -> None:
+    rows = block_of([Row(3, CHECK, [NAN]), Row(3, WEIGHT, [1.0]), Row(3, SKIPPED, [1.0])])
+    (finding,) = all_at_once(RuleConfig(rule="nan_or_inf"), rows).findings
+    assert finding.message == (
+        "1 NaN among 1 elements of a.weight after the update, 0 at the start; the gradient scaler skipped step 3"
+    )
+
+
+def test_the_metrics_are_evidence_whatever_the_scope_and_metrics_of_the_program_are_judged_where_asked() -> (
+    None
+):
+    rows = block_of(
+        [Row(3, GRADIENT, [NAN]), Row(3, LOSS, [NAN]), Row(3, metric("f1"), [NAN]), Row(3, SKIPPED, [1.0])]
+    )
+    for scope, names in (("losses", {"loss"}), ("metrics", {"f1"}), (None, {"loss", GRADIENT.name})):
+        config = RuleConfig.model_validate({"rule": "non_finite_values", "tensors": {"collection": scope}})
+        found = all_at_once(config, rows)
+        assert {one.tensor for one in found.findings} == names
+        assert found.memory.judged == len(names)
