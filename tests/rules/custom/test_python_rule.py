@@ -198,7 +198,9 @@ def test_what_a_class_says_of_itself_is_held_to_bounds(change: str, says: str) -
 
 
 def test_a_rule_of_an_installed_package_is_loaded_by_its_module() -> None:
-    config = RuleConfig(rule="python", params={"module": "watchstep_rules.builtin.gradients.nan_or_inf", "class": "NanOrInf"})
+    config = RuleConfig(
+        rule="python", params={"module": "watchstep_rules.builtin.gradients.nan_or_inf", "class": "NanOrInf"}
+    )
     broken = in_steps(norms("first", [1.0, float("nan")]))
     assert steps_of(all_at_once(config, broken), FIRST) == [1]
 
