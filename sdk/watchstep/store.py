@@ -423,6 +423,16 @@ class Store:
             self.check_identity()
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
+    def changed_ns(self, prefix: str) -> int:
+        """When objects directly below a prefix of a local store were last added or removed; 0 where there are none.
+
+        Nanoseconds since the epoch, by the clock of the machine that has the folder.
+        """
+        try:
+            return Path(f"{self.location}/{prefix}").stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def _usable_folders(self, prefix: str) -> list[str]:
         try:
             return usable_folders(f"{self.location}/{prefix}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from sqlalchemy import select, update
@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from watchstep import documents, layout
 from watchstep.control import ControlDocument
 from watchstep.documents import RunDocument
-from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError, WatchstepError
+from watchstep.errors import BadNameError, ConfigError, FormatError, NotFoundError, StoreError, WatchstepError
 from watchstep.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_rules.config.rule_config import RuleConfig
@@ -27,10 +27,12 @@ from watchstep_services.database.limits import is_of_all
 from watchstep_services.database.models import Job, Project, Run
 from watchstep_services.database.records import hint
 from watchstep_services.database.upsert import insert_missing
+from watchstep_services.dispatcher.request import take_up
 from watchstep_services.evaluator import attempts
+from watchstep_services.evaluator.lifecycle import ENDED
 from watchstep_services.rule_configs import Origin
 from watchstep_services.service import Service
-from watchstep_services.settings import nanoseconds
+from watchstep_services.settings import NANOSECONDS, nanoseconds
 from watchstep_services.tenancy import jobs
 from watchstep_services.tenancy.backends import allow_local, allow_owned, allowed_backend
 from watchstep_services.tenancy.projects import make_project, open_project
@@ -45,6 +47,12 @@ _ALL_SECONDS = 5.0
 _MOST_OWN_BYTES = 4 * 1024 * 1024
 _MOST_BYTES = 64 * 1024 * 1024
 """Of documents that wait for the check of their rules, of one project and of all; each project may have one."""
+
+_MOST_FOLDERS = 2000
+"""Folders of runs whose times one turn looks at: some ten milliseconds."""
+
+_RECENT_NS = 3600 * NANOSECONDS
+"""Of attempts that began before this process looked for the first time: those of the last hour are looked at."""
 
 _NAMES_AT_ONCE = 500
 _TIMES_AS_LONG = 4
@@ -150,6 +158,7 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
                     f"attempt {attempt!r} is bound to job {bound.backend}:{bound.job_id}",
                     "register another attempt for another job",
                 )
+        take_up(session, run_id, attempt)
         hint(session, run_id)
 
 
@@ -259,9 +268,12 @@ def _discover_in(service: Service, project: Project, until: float) -> list[_Inta
         ).scalar_one_or_none()
     if turn is None:
         return []
+    names = store.folders(f"{project.name}/")
+    if store.is_local:
+        _look_at_begun(service, store, project.name, names)
     fresh = [
         name
-        for name in _not_known(service, project.name, store.folders(f"{project.name}/"))
+        for name in _not_known(service, project.name, names)
         if _is_name(name) and (project.name, name) not in service.in_intake
     ]
     is_behind = any(of == project.name for of, _ in list(service.in_intake))
@@ -275,6 +287,32 @@ def _discover_in(service: Service, project: Project, until: float) -> list[_Inta
         if time.monotonic() >= until:
             break
     return found
+
+
+def _look_at_begun(service: Service, store: Store, project: str, names: Sequence[str]) -> None:
+    """Have runs looked at that are over and in whose folder an attempt has begun: nobody announces it.
+
+    A folder's time tells of it without a listing of each run. In a bucket only the looks at runs that are over find it.
+    """
+    first = service.begun_from.get(project, 0) if len(names) > _MOST_FOLDERS else 0
+    window = names[first : first + _MOST_FOLDERS]
+    service.begun_from[project] = first + _MOST_FOLDERS if first + _MOST_FOLDERS < len(names) else 0
+    begun, recently = [], time.time_ns() - _RECENT_NS
+    for name in window:
+        changed = store.changed_ns(f"{project}/{name}/{layout.ATTEMPTS}")
+        before = service.begun_ns.get((project, name))
+        service.begun_ns[project, name] = changed
+        if changed != before and (before is not None or changed > recently):
+            begun.append(name)
+    for start in range(0, len(begun), _NAMES_AT_ONCE):
+        chosen = (Run.project == project, Run.run.in_(begun[start : start + _NAMES_AT_ONCE]))
+        with service.database.write() as session:
+            session.execute(
+                update(Run)
+                .where(*chosen, Run.state.in_((*ENDED, "lost")))
+                .values(look_ns=0, listed_ns=0)
+                .execution_options(synchronize_session=False)
+            )
 
 
 def _not_known(service: Service, project: str, names: Iterable[str]) -> list[str]:
@@ -294,8 +332,7 @@ def _seen(service: Service, store: Store, project: str, run: str) -> _Intake | N
     document: RunDocument | Exception
     size = 0
     try:
-        content = store.get(key, limit=documents.MAX_BYTES)
-        document, size = documents.decode(RunDocument, content, key), len(content)
+        document, size = _run_document(store, key)
     except NotFoundError:
         return None  # a folder, not yet a run
     except StoreError as error:
@@ -309,6 +346,23 @@ def _seen(service: Service, store: Store, project: str, run: str) -> _Intake | N
         return None
     service.in_intake[project, run] = size
     return service.intake.submit(project, functools.partial(_check, service, project, run, document))
+
+
+def _run_document(store: Store, key: str) -> tuple[RunDocument, int]:
+    """A run's document and its bytes. One that cannot be decoded is fetched once more: the damage may be that of one answer.
+
+    Raises:
+        NotFoundError, StoreError: it cannot be fetched.
+        FormatError: it is damaged, or holds what it cannot.
+    """
+    content = store.get(key, limit=documents.MAX_BYTES)
+    try:
+        return documents.decode(RunDocument, content, key), len(content)
+    except FormatError:
+        again = store.get(key, limit=documents.MAX_BYTES)
+        if again == content:
+            raise
+        return documents.decode(RunDocument, again, key), len(again)
 
 
 def _has_room(service: Service, project: str) -> bool:

@@ -100,6 +100,8 @@ class Service:
         worker: name of the worker that this process belongs to; empty for none.
         untaken: (project, run) of runs that were found and could not be taken in, of which the log has told.
         known: (project, run) of runs that listings need not ask the database for.
+        begun_ns: (project, run) on a folder → when an attempt was last seen to begin.
+        begun_from: project → the folder at which its next turn looks for attempts that have begun.
         intake: threads that take in runs whose rules take long to check.
         status_threads: threads that ask backends how jobs are, where nobody waits for an answer for long.
         look_threads: threads that look at runs on local stores.
@@ -129,6 +131,8 @@ class Service:
     worker: str = ""
     untaken: set[tuple[str, str]] = field(default_factory=set)
     known: set[tuple[str, str]] = field(default_factory=set)
+    begun_ns: dict[tuple[str, str], int] = field(default_factory=dict)
+    begun_from: dict[str, int] = field(default_factory=dict)
     intake: FairThreads = field(
         default_factory=lambda: FairThreads(_INTAKE_THREADS, "watchstep-intake", per_project=1)
     )

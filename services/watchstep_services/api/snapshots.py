@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Response
 from fastapi.responses import StreamingResponse
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.layout import SNAPSHOTS, SnapshotKey, check_name
+from watchstep.narrow_floats import widened
 from watchstep.snapshot import DTYPES, Snapshot, Stored, open_snapshot
+from watchstep.statistics import StatisticsBatch, merge_rows
 from watchstep.store import Store
 from watchstep.tensors import Mode
 from watchstep_services.api.access import permits
@@ -37,6 +41,8 @@ MEDIA_TYPE = "application/octet-stream"
 _MEGABYTE = 1024 * 1024
 _SAMPLE = 32
 _PART = 4 * _MEGABYTE
+_MEASURED = 1024 * 1024
+"""Elements that are widened and measured at once."""
 """Of a tensor that is sent as its client reads; a part is what a slow client holds."""
 
 _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
@@ -207,15 +213,26 @@ def get_tensor_summary(place: Placed, name: Name, asking: Asking) -> TensorSumma
         snapshot = open_snapshot(store, key.path)
         stored = _of(snapshot, name)
         _bounded(_bytes(stored), asking.service.settings.tensor_mb, "its bytes in pieces, by Range")
-        values = snapshot.values(name)
-    if values.dtype.kind == "c":
-        values = abs(values)
-    figures = measure_array(values)
+        elements = snapshot.read(name).reshape(-1)
+        figures = _measured(elements, stored.dtype)
+        first = _real(elements[:_SAMPLE], stored.dtype)
     return TensorSummary(
         **_stored(name, stored).model_dump(),
         figures=FiguresOutput(**{each: figure(figures) for each, figure in FIGURES.items()}),
-        first=numbers(values.reshape(-1)[:_SAMPLE].astype(float)),
+        first=numbers(first.astype(float)),
     )
+
+
+def _measured(elements: NDArray[Any], dtype: str) -> StatisticsBatch:
+    """Statistics of elements as they are stored, piece by piece: widened they may take eight times the memory."""
+    starts = range(0, max(1, len(elements)), _MEASURED)
+    parts = [measure_array(_real(elements[start : start + _MEASURED], dtype)) for start in starts]
+    return merge_rows(StatisticsBatch.concatenate(parts), np.zeros(len(parts), np.intp), 1)
+
+
+def _real(elements: NDArray[Any], dtype: str) -> NDArray[Any]:
+    values = widened(elements, dtype)
+    return abs(values) if values.dtype.kind == "c" else values
 
 
 def _held(store: Store, check: Any) -> Iterator[tuple[SnapshotKey, int]]:

@@ -77,13 +77,41 @@ def _again(session: Session, run: Run, attempt: str, cause: dict[str, Any]) -> i
     row = session.execute(
         select(Action).where(Action.key == stop_key(run.id, attempt)).with_for_update()
     ).scalar_one()
-    in_vain = row.state in ("failed", "skipped") or (row.state == "done" and row.stage == UNCONFIRMED)
-    goes_on = run.attempt == attempt and (run.ended_ns is None or run.state == "lost")
-    if not (in_vain and goes_on):
+    if not (_is_in_vain(row) and _goes_on(run, attempt)):
         return None
     row.state, row.stage, row.stage_since_ns, row.finished_ns = "pending", 0, cause["at_ns"], None
     row.next_ns, row.event_id, row.payload = cause["at_ns"], cause["event_id"], dict(cause["payload"])
     return row.id
+
+
+def take_up(session: Session, run_id: int, attempt: str) -> int | None:
+    """Carry out a stop that reached nothing, now that the attempt's job is known; within the transaction that binds it.
+
+    Nobody asks again by itself: the alert that asked for the stop goes on firing.
+
+    Returns:
+        The action's id; None where there is no such stop.
+    """
+    row = session.execute(
+        select(Action).where(Action.key == stop_key(run_id, attempt)).with_for_update()
+    ).scalar_one_or_none()
+    if row is None or not _is_in_vain(row):
+        return None
+    run, now = session.get_one(Run, run_id), read_clock(session)
+    if not _goes_on(run, attempt):
+        return None
+    row.state, row.stage, row.stage_since_ns, row.finished_ns, row.next_ns = "pending", 0, now, None, now
+    told = {"reason": row.payload["reason"], "cause": row.payload["cause"], "detail": "its job was bound"}
+    note(session, "repeated", Subject(run.project, run.run, attempt), "the service", now, told)
+    return row.id
+
+
+def _is_in_vain(row: Action) -> bool:
+    return row.state in ("failed", "skipped") or (row.state == "done" and row.stage == UNCONFIRMED)
+
+
+def _goes_on(run: Run, attempt: str) -> bool:
+    return run.attempt == attempt and (run.ended_ns is None or run.state == "lost")
 
 
 def _audit(

@@ -270,9 +270,8 @@ def _read_all(
         asked = time.monotonic()
         try:
             source.guard.check(entry.key)
-            data = fetch(source.store, entry.key)
+            data, block = _read(source.store, entry.key, histograms=histograms)
             size += len(data)
-            block = decode(data, entry.key, histograms=histograms)
             size += max(0, memory.of(block) - len(data))
             found.blocks.append((entry, block))
         except NotFoundError:
@@ -291,6 +290,23 @@ def _read_all(
             found.corrupt.append((entry, error.what))
         _advance(found, entry.key)
     return list(absent.values()), next(iter(errors.values()), None)
+
+
+def _read(run_store: Store, key: SegmentKey, *, histograms: bool) -> tuple[bytes, Block]:
+    """A segment's bytes and rows. What cannot be decoded is fetched once more: the damage may be that of one answer.
+
+    Raises:
+        NotFoundError, StoreError: it cannot be fetched.
+        FormatError: the object itself is damaged.
+    """
+    data = fetch(run_store, key)
+    try:
+        return data, decode(data, key, histograms=histograms)
+    except FormatError:
+        again = fetch(run_store, key)
+        if again == data:
+            raise
+        return again, decode(again, key, histograms=histograms)
 
 
 def _left_out(entry: Entry) -> Gap:

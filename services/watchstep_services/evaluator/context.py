@@ -30,6 +30,9 @@ from watchstep_services.evaluator.collect import RunSource, decode, fetch
 from watchstep_services.evaluator.discover import key_of
 from watchstep_services.evaluator.judging import LostContext
 
+_MOST_ROWS = 500_000
+"""Rows that are read before those that are not needed are left out."""
+
 
 @dataclass(frozen=True)
 class _JudgedSegment:
@@ -59,15 +62,17 @@ def read_context(
     """
     run_store = source.store
     compacted = _CompactedRun(run_store, attempt.attempt)
-    parts: list[tuple[int, Block]] = []
+    history, parts = History.empty(), list[tuple[int, Block]]()
     lost: list[tuple[_JudgedSegment, str]] = []
     for segment in _segments(database, attempt):
         try:
             source.guard.check(segment.key)
             parts.append((segment.position, _rows_of(run_store, segment, depth, compacted)))
+            if sum(len(rows) for _, rows in parts) > _MOST_ROWS:  # of each segment a few rows may be needed
+                history, parts = trimmed(joined(parts, history), depth, attempt.sealed), []
         except (FormatError, NotFoundError) as error:
             lost.append((segment, error.what))
-    history = trimmed(joined(parts, History.empty()), depth, attempt.sealed)
+    history = trimmed(joined(parts, history), depth, attempt.sealed)
     if not lost:
         return history, None
     if _is_empty(run_store):

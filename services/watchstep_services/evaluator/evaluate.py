@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -241,12 +242,12 @@ def _judge(service: Service, held: Claim, source: RunSource, collected: Collecte
     progress = _progress(service, held, attempt, collected)
     # While more waits to be read, a worker is not silent: it is only not read yet.
     patience = _NEVER if collected.more else nanoseconds(service.settings.seal_seconds)
-    seal = seals.decide(progress, held.now_ns, patience)
-    sealed = seal.step if seal else progress.sealed
-
     blocks = [block if depth.histograms else block.without_histograms() for _, block in collected.blocks]
     parts = list(enumerate(blocks, held.journal))
     arrived = joined(parts, History.empty()).block
+    steps = np.concatenate([before.block.step, arrived.step])
+    seal = seals.bounded(seals.decide(progress, held.now_ns, patience), progress.sealed, steps)
+    sealed = seal.step if seal else progress.sealed
     ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
     judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
     if lost is not None:

@@ -6,7 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Cause = Literal["passed", "deadline"]
+import numpy as np
+from numpy.typing import NDArray
+
+Cause = Literal["passed", "deadline", "rows"]
+
+MOST_ROWS = 1_000_000
+"""Rows of an attempt that wait for seals, about 0.4 GB. Beyond that its steps are sealed though a worker is behind, until half of
+them are left."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,24 @@ def decide(progress: AttemptProgress, now_ns: int, deadline_ns: int) -> SealDeci
     fresh = [step for step, heard in live if -deadline_ns <= now_ns - heard < deadline_ns]
     reached = min(fresh, default=progress.largest)
     return SealDecision(reached, "deadline") if reached > progress.sealed else None
+
+
+def bounded(seal: SealDecision | None, sealed: int, waiting: NDArray[np.int64]) -> SealDecision | None:
+    """The seal that can be set now, or one that must be set, where more rows wait than memory may hold.
+
+    A worker that is heard and stays behind could keep every other one's rows in memory for good.
+
+    Args:
+        seal: what `decide` gave.
+        sealed: the last sealed step.
+        waiting: int64 of shape (n,), steps of the rows that are in memory.
+    """
+    step = sealed if seal is None else seal.step
+    left = waiting[waiting > step]
+    if len(left) <= MOST_ROWS:
+        return seal
+    place = len(left) - MOST_ROWS // 2
+    return SealDecision(int(np.partition(left, place)[place]), "rows")
 
 
 def due_ns(progress: AttemptProgress, deadline_ns: int) -> int | None:

@@ -20,7 +20,7 @@ from watchstep_services.database.models import Action, Project, Run, Segment, Up
 from watchstep_services.database.upsert import insert_missing
 from watchstep_services.evaluator.baselines import summarize
 from watchstep_services.evaluator.discover import discover
-from watchstep_services.evaluator.lifecycle import ENDED
+from watchstep_services.evaluator.lifecycle import ENDED, advance_run
 from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
 from watchstep_services.retention.groups import purge_groups
 from watchstep_services.retention.policy import Kept, Step, next_step, policy_of
@@ -28,6 +28,7 @@ from watchstep_services.service import Service
 from watchstep_services.settings import NANOSECONDS
 
 _LEASE_NS = 30 * 60 * NANOSECONDS
+_WAITING_NS = 86_400 * NANOSECONDS
 _AGAIN_NS = 60 * NANOSECONDS
 _LONGEST_NS = 24 * 3600 * NANOSECONDS
 _NEVER = 2**62
@@ -165,7 +166,7 @@ def _kept(row: Upkeep) -> Kept:
 def _do(service: Service, held: Held) -> None:
     run_store = _store(service, held)
     if held.step == "delete_run":
-        if not _is_over(service, held):
+        if not _is_still_over(service, held):
             return
         deleted = delete_objects(run_store)
         with service.database.write() as session:
@@ -189,8 +190,10 @@ def _do(service: Service, held: Held) -> None:
     elif held.step == "delete_originals":
         if _is_read(service, held):
             compact(run_store, delete_after=0.0)
-    else:
+    elif _is_still_over(service, held):
         delete_objects(run_store, TENSORS)
+    else:
+        return
     with service.database.write() as session:
         row = _mine(session, held)
         if row is not None:
@@ -213,6 +216,37 @@ def _is_over(service: Service, held: Held) -> bool:
         if row is not None:
             row.lease_until_ns, row.next_ns, row.deleting = 0, _NEVER, False
     return False
+
+
+def _is_still_over(service: Service, held: Held) -> bool:
+    """List a run before anything of it is deleted for good: an attempt may have begun anew that nobody announced.
+
+    Returns:
+        False for a run that goes on: it is let be.
+
+    Raises:
+        StoreError: something came, and is judged first. What has waited for a day is not waited for.
+    """
+    found = discover(service, held.run_id)
+    with service.database.read() as session:
+        now, run = read_clock(session), session.get_one(Run, held.run_id)
+        begun = run.attempt != run.state_attempt
+        waiting = session.execute(
+            select(Segment.id)
+            .where(
+                Segment.run_id == held.run_id,
+                Segment.state == "announced",
+                Segment.found_ns > now - _WAITING_NS,
+            )
+            .limit(1)
+        ).first()
+    if found.fresh or waiting is not None:
+        raise StoreError(
+            f"run {held.project}/{held.run}: something was recorded since it ended", "it is judged first"
+        )
+    if begun:
+        advance_run(service, held.run_id)
+    return _is_over(service, held)
 
 
 _DONE = {

@@ -34,6 +34,9 @@ LONGEST_QUIET_NS = 30 * NANOSECONDS
 """A run that announces is listed after being quiet for so long at the latest."""
 
 _LONGEST_ENDED_NS = 86_400 * NANOSECONDS
+_ENDED_SHARE = 4
+"""A run that is over is listed again after this part of the time since its end: an attempt that begins anew in a bucket, and that
+nobody announces, is found so late at the most."""
 _JOB_NS = NANOSECONDS
 _HEALTH = "store"
 _TAKEN_NS = 30 * NANOSECONDS
@@ -194,7 +197,7 @@ def _next(service: Service, row: Run, one: Look, quiet_ns: int) -> int:
     if row.state in ENDED or row.state == "lost":
         silent = nanoseconds(service.settings.silent_seconds)
         # The longer it has been over the more seldom; spread, so that those that ended together are not listed together.
-        since = one.now_ns - (row.ended_ns or one.now_ns)
+        since = (one.now_ns - (row.ended_ns or one.now_ns)) // _ENDED_SHARE
         return int(min(max(silent, since), max(silent, _LONGEST_ENDED_NS)) * (0.75 + (row.id % 64) / 128))
     return quiet_ns
 

@@ -41,12 +41,12 @@ def test_a_job_that_is_bound_after_a_stop_was_asked_for_can_be_stopped(
     job = launch(backend, tmp_path, WILLING)
     bind_job(driven.service, run_id, "a1", job, "operator")
 
-    assert ask(driven, run_id) == first
+    assert ask(driven, run_id) is None, "the binding has taken it up"
 
     assert driven.finish(first).state == "done"
     assert backend.status(job).state == "ended"
     assert ask(driven, run_id) is None, "it was stopped"
-    assert driven.event_types(run_id).count("stop.requested") == 2
+    assert driven.event_types(run_id).count("stop.requested") == 1
 
 
 def test_a_stop_of_an_attempt_that_another_follows_is_not_taken_up(
@@ -61,3 +61,24 @@ def test_a_stop_of_an_attempt_that_another_follows_is_not_taken_up(
 
     assert ask(driven, run_id) is None
     assert ask(driven, run_id, "a2") is not None
+
+
+def test_a_stop_that_found_no_job_is_carried_out_when_the_job_is_bound(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    """As of a launch that could not register while the service was away: nobody asks again."""
+    driven = driven.with_settings(grace_seconds=0.2)
+    run_id = begun(driven, folder_store)
+    stop = ask(driven, run_id)
+    assert stop is not None
+    assert driven.finish(stop).outcome.startswith("no job bound")
+    backend = driven.service.backends["local"]
+    assert isinstance(backend, Local)
+    job = launch(backend, tmp_path, WILLING)
+
+    bind_job(driven.service, run_id, "a1", job, "recorder")
+
+    assert driven.finish(stop).state == "done"
+    assert backend.status(job).state == "ended"
+    bind_job(driven.service, run_id, "a1", job, "recorder")
+    assert driven.finish(stop).state == "done", "one that ended the attempt is not taken up"

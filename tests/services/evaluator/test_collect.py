@@ -9,6 +9,7 @@ from tests.services.recording import Recording, healthy, nan_from
 from watchstep.errors import StoreError
 from watchstep.layout import SegmentKey
 from watchstep.store import Store
+from watchstep_services.evaluator import collect as collecting
 from watchstep_services.evaluator.discover import discover
 
 
@@ -221,3 +222,23 @@ def test_the_end_of_a_writer_is_given_up_while_others_go_on(driven: Driven, fold
     assert driven.segments(run_id)["w1", 1] == "missing"
     assert driven.run(run_id).health["missing_segments"] == 1
     assert driven.seals(run_id)[-1] == (7, "passed")
+
+
+def test_an_answer_that_was_cut_short_once_costs_no_segment(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 9, nan_from(5)))
+    answers: list[SegmentKey] = []
+    whole = collecting.fetch
+
+    def once_cut(run_store: Store, key: SegmentKey) -> bytes:
+        data = whole(run_store, key)
+        answers.append(key)
+        return data[: len(data) // 2] if len(answers) == 1 else data
+
+    monkeypatch.setattr(collecting, "fetch", once_cut)
+    driven.settle(run_id)
+    assert set(driven.segments(run_id).values()) == {"read"}
+    assert driven.alerts(run_id)

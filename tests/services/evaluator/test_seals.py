@@ -200,3 +200,31 @@ def test_a_world_of_any_size_costs_nothing() -> None:
 def test_an_ended_rank_that_was_never_heard_holds_nothing_up() -> None:
     assert decide(progress(3, (7, 100), (7, 100), ended=(2,)), 110, 50) == SealDecision(7, "passed")
     assert decide(progress(4, (7, 100), (7, 100), ended=(2,)), 110, 50) is None
+
+
+def test_no_more_rows_wait_than_memory_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is heard and stays at step 0 would keep the rows of all others in memory for good."""
+    monkeypatch.setattr(seals, "MOST_ROWS", 100)
+    steps = np.repeat(np.arange(60), 2)
+    assert seals.bounded(None, 20, steps) is None
+    assert seals.bounded(SealDecision(20, "passed"), -1, steps) == SealDecision(20, "passed")
+    decision = seals.bounded(None, -1, steps)
+    assert decision is not None
+    assert decision.cause == "rows"
+    assert (steps > decision.step).sum() <= 50
+    of_one_step = np.full(1000, 7)
+    assert seals.bounded(None, -1, of_one_step) == SealDecision(7, "rows")
+
+
+def test_a_rank_that_stays_behind_holds_up_so_many_rows_only(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seals, "MOST_ROWS", 60)
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id = driven.register()
+    for seq in range(12):  # each of ten steps with three rows
+        driven.announce(run_id, recording.write(seq, 10 * seq, 10 * seq + 9))
+        driven.announce(run_id, recording.write(seq, 0, 0, worker=1))
+        driven.settle(run_id)
+    (_, _, history), *_ = driven.service.histories._held.values()
+    assert len(history.block) < 150

@@ -8,7 +8,8 @@ from sqlalchemy import func, select, update
 from tests.services.dispatcher.grouping.test_notifying import rule, told_by
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep import journal, open_run
+from watchstep import documents, journal, open_run
+from watchstep.documents import AttemptDocument
 from watchstep.errors import StoreError
 from watchstep.reading.journal import read_journal
 from watchstep.store import Store
@@ -361,3 +362,34 @@ def test_a_run_number_never_comes_twice(driven: Driven) -> None:
     with driven.service.database.write() as session:
         delete_rows(session, first)
     assert driven.register("second") > first
+
+
+def test_a_run_that_begins_anew_unannounced_is_judged_and_not_deleted(
+    driven: Driven, folder_store: Store
+) -> None:
+    run_id, _ = ended(driven, folder_store)
+    policy(driven, keep_runs_s=0, keep_tensors_s=0)
+    again = Recording(folder_store, attempt="a2")
+    again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
+    again.write(0, 0, 9, nan_from(5))
+    upkeep(driven.service)
+    assert "since it ended" in kept(driven, run_id).problem
+    driven.settle(run_id)
+    with driven.service.database.write() as session:
+        session.get_one(Upkeep, run_id).next_ns = 0
+    upkeep(driven.service)
+    assert driven.run(run_id).state == "running"
+    assert list(again.store.entries("stats/"))
+    assert list(again.store.entries("tensors/"))
+
+
+def test_a_run_whose_attempt_has_only_begun_is_not_deleted(driven: Driven, folder_store: Store) -> None:
+    run_id, _ = ended(driven, folder_store)
+    policy(driven, keep_runs_s=0)
+    again = Recording(folder_store, attempt="a2")
+    again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
+    upkeep(driven.service)
+    with driven.service.database.write() as session:
+        session.get_one(Upkeep, run_id).next_ns = 0
+    upkeep(driven.service)
+    assert list(again.store.entries("attempts/"))

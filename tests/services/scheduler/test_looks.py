@@ -9,7 +9,9 @@ from sqlalchemy import update
 
 from tests.services.dispatcher.grouping.clock import Clock, open_with
 from tests.services.driving import Driven, make_service
-from tests.services.recording import Recording
+from tests.services.recording import Recording, nan_from
+from watchstep import documents
+from watchstep.documents import AttemptDocument
 from watchstep.store import Store
 from watchstep_services import metrics
 from watchstep_services.api.announcements import pause_seconds
@@ -18,6 +20,7 @@ from watchstep_services.database.models import Run
 from watchstep_services.database.records import hint, put_segment
 from watchstep_services.evaluator import discover as discovering
 from watchstep_services.evaluator.lifecycle import advance_run
+from watchstep_services.registration import discover_runs
 from watchstep_services.scheduler.looks import AT_ONCE, do_looks, look, take
 from watchstep_services.scheduler.sweep import find_due, note_asked, sweep
 from watchstep_services.service import Service
@@ -187,3 +190,27 @@ def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
     assert driven.run(good).listed_ns
     assert driven.run(bad).look_ns, "it has its next turn"
     assert "bad cannot be looked at" in caplog.text
+
+
+def test_an_attempt_that_begins_in_a_folder_is_found_at_once(driven: Driven, folder_store: Store) -> None:
+    driven = driven.with_settings(listing_seconds=1e-9)
+    recording = Recording(folder_store).begin()
+    recording.write(0, 0, 3)
+    recording.end("completed", 3)
+    run_id = driven.register()
+    discovering.discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert advance_run(driven.service, run_id) == "completed"
+    look(driven.service, take(driven.service)[0])
+    discover_runs(driven.service)
+    do_looks(driven.service, 1e9)
+    assert take(driven.service) == []
+
+    again = Recording(folder_store, attempt="a2")
+    again.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
+    again.write(0, 0, 9, nan_from(5))
+    discover_runs(driven.service)
+    do_looks(driven.service, 1e9)
+    driven.settle(run_id)
+    assert driven.run(run_id).attempt == "a2"
+    assert driven.actions(run_id)
