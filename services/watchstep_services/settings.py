@@ -132,9 +132,9 @@ class Settings(BaseSettings):
     )
     retry_seconds: float = Field(1.0, gt=0, description="Before the second try of an action; doubles.")
     max_tries: int = Field(
-        8,
+        20,
         ge=1,
-        description="Tries of an action that fails before it is given up; a stop, only once its attempt is over.",
+        description="Tries of an action that fails before it is given up, over about an hour; a stop, only once its attempt is over.",
     )
     webhook_seconds: float = Field(10.0, gt=0, description="How long a receiver may take to answer.")
     query_seconds: float = Field(10.0, gt=0, description="How long one query over statistics may take.")
