@@ -425,7 +425,7 @@ class Hook:
         if error is None or self._is_planned_exit(error):
             self.close()
         else:
-            self._ending.end("failed", f"{type(error).__name__}: {error}")
+            self._ending.end("failed", process_end.described(error))
             self._let_go()
 
     def _is_planned_exit(self, error: BaseException) -> bool:

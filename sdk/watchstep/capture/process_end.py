@@ -77,6 +77,14 @@ class _Recordings:
             ending.hasten()
 
 
+def described(error: BaseException) -> str:
+    """An exception in one line, as a traceback ends; its class alone where its text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the text is the program's own code, which may raise anything
+        return type(error).__name__
+
+
 @functools.cache
 def _watch_exit() -> None:
     """Once a process and its forks: end what records at exit, note an exception that ends it, forget it in forks."""
@@ -89,7 +97,7 @@ def _watch_exit() -> None:
                     # ended at exit, so that its code stays 130
                     ending.reason, ending.survived = kind.__name__, False
                 else:
-                    ending.end("failed", f"{kind.__name__}: {error}")
+                    ending.end("failed", described(error))
         previous(kind, error, trace)
 
     sys.excepthook = note

@@ -13,6 +13,11 @@ from torch import Tensor
 from watchstep.capture.recorder import Recorder
 
 _DIVIDES, _MULTIPLIES = "DivBackward0", "MulBackward0"
+_SUMS = "SumBackward0"
+"""A sum over the examples of a batch becomes a mean by the division: as many micro-batches as examples are a coincidence."""
+
+_MOST = 1e6
+"""Micro-batches that a step has at most. What is divided by infinity, or by a number without an inverse, is no mean of them."""
 
 
 def divisor_of(loss: Tensor) -> float:
@@ -24,16 +29,21 @@ def divisor_of(loss: Tensor) -> float:
     name = node.name() if node is not None else ""
     if name not in {_DIVIDES, _MULTIPLIES}:
         return 1.0
+    before = node.next_functions[0][0] if node.next_functions else None
+    if before is not None and before.name() == _SUMS:
+        return 1.0
     saved = getattr(node, "_raw_saved_other", None)
     if saved is None or getattr(saved, "unpack_hook", None) is not None:
         return 1.0
     number = getattr(saved, "data", None)
     if not isinstance(number, Tensor) or number.dim() or number.device.type != "cpu" or number.requires_grad:
         return 1.0
+    if number.is_complex():
+        return 1.0
     value = float(number.item())
     if name == _MULTIPLIES:
-        value = 1 / value if value else 1.0
-    return float(round(value)) if value >= 2 and abs(value - round(value)) < 1e-6 * value else 1.0
+        value = 1 / value if value > 1 / _MOST else 1.0
+    return float(round(value)) if 2 <= value <= _MOST and abs(value - round(value)) < 1e-6 * value else 1.0
 
 
 class AccumulatedLosses:

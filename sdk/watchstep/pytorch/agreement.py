@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from datetime import timedelta
 from typing import NoReturn, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.health import Health
 from watchstep.pytorch import device_kernel, optimizer_steps
@@ -52,7 +53,7 @@ class Agreement:
         self._health = health
         self._process = os.getpid()
         self._models: list[weakref.ref[nn.Module]] = []
-        self._updating: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._updating: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()
         self._world: weakref.ref[ProcessGroup] | None = None
         self._group: ProcessGroup | None = None
         for model in models:
@@ -76,6 +77,10 @@ class Agreement:
 
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Nothing: the vote was before."""
+
+    def failed(self, error: Exception) -> None:
+        """Observing a step failed."""
+        self._health.fault("agreement", error)
 
     def _agree(self, optimizer: Optimizer) -> None:
         if self not in _live or os.getpid() != self._process or device_kernel.capturing():
@@ -120,7 +125,7 @@ class Agreement:
         ids = {id(parameter) for model in models for parameter in model.parameters()}
         found = any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
         if found:
-            self._updating.add(optimizer)
+            self._updating[optimizer] = True
         return found
 
     def _gone(self, model: weakref.ref[nn.Module]) -> None:

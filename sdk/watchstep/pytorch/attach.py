@@ -56,6 +56,9 @@ class Attachment:
     def closure_done(self, optimizer: Optimizer) -> None:
         """Nothing: the hook that the step has begun listens itself."""
 
+    def failed(self, error: Exception) -> None:
+        """Nothing: the hook that listens from the first step on counts it."""
+
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Nothing: from the first step on the hook listens itself."""
 
@@ -149,8 +152,8 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
         try:
             held = sum(id(p) in wanted for p in candidate.parameters())
             size = sum(1 for _ in candidate.modules())
-        except (AttributeError, RuntimeError, ReferenceError):
-            continue  # a module that its constructor has not finished, or that is being torn down
+        except Exception:  # noqa: BLE001, S112 - not finished, being torn down, or abstract: it is not the one that is trained
+            continue
         if held and (held, size) > score:
             best, score = candidate, (held, size)
     return best

@@ -65,6 +65,10 @@ class LossListener(Protocol):
         """A loss of the step that is under way."""
         ...
 
+    def failed(self, error: Exception) -> None:
+        """Looking for a loss failed."""
+        ...
+
 
 _listeners: list[weakref.ref[LossListener]] = []
 
@@ -93,12 +97,15 @@ def install() -> None:
 def _telling(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if _listeners and observable():
-            for held in _listeners:
-                if (listener := held()) is not None:
-                    listener.backward_begins()
-            if isinstance(tensors, Tensor) and tensors.numel() == 1:
-                _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
+        try:
+            if _listeners and observable():
+                for held in _listeners:
+                    if (listener := held()) is not None:
+                        listener.backward_begins()
+                if isinstance(tensors, Tensor) and tensors.numel() == 1:
+                    _tell(tensors, sys._getframe(1))  # noqa: SLF001 - the documented way to a caller's frame
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            _report(error)
         return backward(tensors, *args, **kwargs)
 
     return call
@@ -110,13 +117,27 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
         scaled = scale(self, outputs)
         if torch.compiler.is_compiling():
             return scaled
-        if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
-            setattr(scaled, _UNSCALED, outputs.detach())
-            setattr(scaled, _FUNCTION, loss_function(outputs))
-            setattr(scaled, _DIVISOR, divisor_of(outputs))
+        try:
+            if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
+                setattr(scaled, _UNSCALED, outputs.detach())
+                setattr(scaled, _FUNCTION, loss_function(outputs))
+                setattr(scaled, _DIVISOR, divisor_of(outputs))
+        except Exception as error:  # noqa: BLE001 - as above
+            _report(error)
         return scaled
 
     return call
+
+
+def _report(error: Exception) -> None:
+    """Count a fault of this module in the health of all that listen."""
+    for held in _listeners:
+        if (listener := held()) is not None:
+            listener.failed(error)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _tell(loss: Tensor, frame: FrameType) -> None:
@@ -133,7 +154,7 @@ def _tell(loss: Tensor, frame: FrameType) -> None:
 
 def _place_of(frame: FrameType | None) -> Place:
     """The place outside PyTorch and Accelerate from which ``backward()`` is called."""
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+    while frame is not None and _package_of(frame) in _PASSED_OVER:
         frame = frame.f_back
     frame = _beyond_lightning(frame)
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
@@ -142,7 +163,7 @@ def _place_of(frame: FrameType | None) -> Place:
 def _beyond_lightning(frame: FrameType | None) -> FrameType | None:
     """Who called a LightningModule's ``manual_backward``; the same frame where nobody did."""
     above = frame
-    while above is not None and above.f_globals.get("__name__", "").partition(".")[0] in _LIGHTNING:
+    while above is not None and _package_of(above) in _LIGHTNING:
         if above.f_code.co_name == "manual_backward":
             return above.f_back
         above = above.f_back

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; has no public name
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep import tensors
 from watchstep.capture.record import Group
@@ -147,7 +148,7 @@ class FiniteChecks:
         self._wanted = session.config.gate
         self._sweep, self._buffer_sweep = GradientGate(), GradientGate()
         self._starts: dict[_Key, _Start] = {}
-        self._known: weakref.WeakKeyDictionary[Optimizer, Updated] = weakref.WeakKeyDictionary()
+        self._known: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
         self._nonfinite: set[_Key] = set()
         self._recorded: tuple[int, set[_Key]] = (-1, set())
         self._suspected, self._in_a_row, self._due = -2, 0, -1

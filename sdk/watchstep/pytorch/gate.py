@@ -17,11 +17,12 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.record import Group
 from watchstep.kernels import native_kernel
@@ -118,7 +119,7 @@ class FewestGradients:
     """How many parameters of an optimizer have a gradient: fewer than ever says that some get none any more."""
 
     def __init__(self) -> None:
-        self._fewest: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._fewest: MutableMapping[Optimizer, tuple[int, int]] = WeakIdKeyDictionary()
 
     def is_fewer(self, optimizer: Optimizer, gradients: int) -> bool:
         """Whether an update has fewer gradients than any of at least so many before it, counted from the optimizer's first.

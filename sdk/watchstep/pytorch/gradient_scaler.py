@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.pytorch import optimizer_steps
 from watchstep.pytorch.probes.on_the_way import OnTheWay
@@ -78,7 +79,7 @@ PLAIN = Scaling()
 _listeners: list[weakref.ref[ScalerListener]] = []
 _installed: list[bool] = []
 _stepping: list[Any] = []
-_unobserved: weakref.WeakSet[Any] = weakref.WeakSet()
+_unobserved: MutableMapping[Any, bool] = WeakIdKeyDictionary()
 
 
 def listen(listener: ScalerListener) -> None:
@@ -146,7 +147,7 @@ def _overflowed(scaler: Any, optimizer: Any) -> bool:
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
     found = any(bool(flag.item()) for flag in state.get("found_inf_per_device", {}).values())
     if not found:
-        _unobserved.add(optimizer)
+        _unobserved[optimizer] = True
     return found
 
 

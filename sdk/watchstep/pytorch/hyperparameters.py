@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep import tensors
 from watchstep.capture.record import Group
@@ -117,7 +117,7 @@ class Hyperparameters:
         self._health = session.health
         self._prefix = f"{prefix}." if prefix else ""
         self._wanted = tensors.METRICS in session.config.chosen
-        self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
+        self._watched: MutableMapping[Optimizer, _Watched] = WeakIdKeyDictionary()
         self._optimizers = 0
 
     def before_update(self, optimizer: Optimizer) -> None:

@@ -10,12 +10,13 @@ that takes another tensor's place are all seen as cleared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep import tensors
 from watchstep.capture.session import Session
@@ -70,7 +71,7 @@ class KeptGradients:
         self._wanted = (
             "kept_gradients" in session.config.probes and tensors.METRICS in session.config.collections
         )
-        self._looked: weakref.WeakKeyDictionary[Optimizer, _Looked] = weakref.WeakKeyDictionary()
+        self._looked: MutableMapping[Optimizer, _Looked] = WeakIdKeyDictionary()
 
     def backward_begins(self) -> None:
         """A backward pass is about to add to gradients."""

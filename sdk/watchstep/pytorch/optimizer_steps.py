@@ -7,15 +7,17 @@ stack, so that a retry counts as a step of its own.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.pytorch.observable import observable
 
@@ -41,6 +43,10 @@ class StepListener(Protocol):
         """The parameters are updated. May raise `StopTraining`."""
         ...
 
+    def failed(self, error: Exception) -> None:
+        """Observing a step failed."""
+        ...
+
 
 @dataclass
 class _Step:
@@ -56,7 +62,7 @@ class _Step:
 
 
 _listeners: list[weakref.ref[StepListener]] = []
-_begun_steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
+_begun_steps: MutableMapping[Optimizer, _Step] = WeakIdKeyDictionary()
 _installed: list[Any] = []
 _begun = [0]
 
@@ -105,31 +111,48 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return callable(kwargs.get("closure")) or any(callable(argument) for argument in args)
 
 
-class _ToldClosure:
-    """A program's closure, of whose first end in a step listeners are told."""
+def _told_closure(optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    """A program's closure, of whose first end in a step listeners are told. It has the closure's name and attributes."""
+    told = False
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[..., Any]) -> None:
-        self._optimizer = optimizer
-        self._closure = closure
-        self._told = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._closure(*args, **kwargs)
-        if not self._told:
-            self._told = True
+    @functools.wraps(closure)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal told
+        result = closure(*args, **kwargs)
+        if not told:
+            told = True
             for held in _listeners:
                 if (listener := held()) is not None:
-                    listener.closure_done(self._optimizer)
+                    listener.closure_done(optimizer)
         return result
+
+    return call
+
+
+def _report(error: Exception) -> None:
+    """Count a fault of this module in the health of all that listen."""
+    for held in _listeners:
+        if (listener := held()) is not None:
+            listener.failed(error)
 
 
 def _before(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    try:
+        return _begin(optimizer, args, kwargs, sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
+    except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training; `StopTraining` is no Exception
+        _report(error)
+        return None
+
+
+def _begin(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not observable():
         return None  # a compiled step is not observed: what is traced has no memory to look at
     step = _begun_steps.get(optimizer)
-    if step is not None and _is_nested(optimizer, sys._getframe(1)):  # noqa: SLF001 - the documented way to a frame
+    if step is not None and _is_nested(optimizer, wrapper):
         step.nested += 1
         return None
     _begun_steps[optimizer] = _Step()
@@ -143,12 +166,19 @@ def _before(
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        _end(optimizer, args, kwargs, sys._getframe(1))  # noqa: SLF001 - as above
+    except Exception as error:  # noqa: BLE001 - as above
+        _report(error)
+
+
+def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType) -> None:
     if not observable():
         return
     step = _begun_steps.get(optimizer)
     if step is None:
         return
-    if step.nested and _is_nested(optimizer, sys._getframe(1)):  # noqa: SLF001 - as above
+    if step.nested and _is_nested(optimizer, wrapper):
         step.nested -= 1
         return
     del _begun_steps[optimizer]
@@ -163,11 +193,11 @@ def _told_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a step with what tells of its closure in the closure's place."""
     if callable(closure := kwargs.get("closure")):
-        return args, {**kwargs, "closure": _ToldClosure(optimizer, closure)}
+        return args, {**kwargs, "closure": _told_closure(optimizer, closure)}
     held = list(args)
     for place, argument in enumerate(held):
         if argument is not optimizer and callable(argument):
-            held[place] = _ToldClosure(optimizer, argument)
+            held[place] = _told_closure(optimizer, argument)
             break
     return tuple(held), kwargs
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.record import Condition, Group, Probe
 from watchstep.capture.session import Session
@@ -104,8 +104,8 @@ class Parameters:
         self._names = names
         self._kernel = kernel
         self._named = names.parameters()
-        self._updated: weakref.WeakKeyDictionary[Optimizer, Updated] = weakref.WeakKeyDictionary()
-        self._before: weakref.WeakKeyDictionary[Optimizer, list[_Before]] = weakref.WeakKeyDictionary()
+        self._updated: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
+        self._before: MutableMapping[Optimizer, list[_Before]] = WeakIdKeyDictionary()
         self._groups: dict[tuple[str, Collections], Group] = {}
         self._states: dict[tuple[int, str], TensorInfo] = {}
         self._clipped: dict[tuple[int, ...], Updated] = {}

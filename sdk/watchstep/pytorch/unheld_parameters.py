@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep.capture.record import Group
 from watchstep.capture.session import Session
@@ -98,7 +99,7 @@ class UnheldParameters:
         self._wanted = {named.unheld.collections for named in parameters.named} - {()}
         self._ever: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._known: frozenset[int] = frozenset()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()
         self._searched_for: set[int] = set()
         self._searches = 0
         self._since_search = 0
@@ -171,7 +172,7 @@ class UnheldParameters:
         since = self._schedule.now()
         for candidate in gc.get_objects():
             if issubclass(type(candidate), Optimizer) and hasattr(candidate, "param_groups"):
-                self._optimizers.add(candidate)
+                self._optimizers[candidate] = True
         self._schedule.asked(since)
         return True
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from watchstep import tensors
 from watchstep.capture.session import Session
@@ -118,7 +118,7 @@ class Watch:
         self._told_of_passes = False
         self._saw_closure = False
         self._backward = (-1, 0)
-        self._attempts: weakref.WeakKeyDictionary[Optimizer, _Attempt] = weakref.WeakKeyDictionary()
+        self._attempts: MutableMapping[Optimizer, _Attempt] = WeakIdKeyDictionary()
         self._counting = CountingOptimizer(optimizer)
         kernel: Kernel = TorchKernel()
         names = Names(model, name, session.config.chosen, session.held, replicated=replicated)
@@ -208,6 +208,10 @@ class Watch:
                     self._measure_live()
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
             self._health.fault("loss", error)
+
+    def failed(self, error: Exception) -> None:
+        """A fault where losses, steps or closures are observed, outside of this watch."""
+        self._health.fault("observing", error)
 
     def _look_for_onset(self, loss: FoundLoss) -> None:
         """Of losses on a device: those that have arrived. The recorder sees those in host memory."""

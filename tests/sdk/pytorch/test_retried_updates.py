@@ -184,6 +184,9 @@ class Votes:
 
     def closure_done(self, optimizer: torch.optim.Optimizer) -> None: ...
 
+    def failed(self, error: Exception) -> None:
+        raise error
+
     def after_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None: ...
 
 
