@@ -139,6 +139,8 @@ def _report(error: Exception) -> None:
 def _before(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not observable():
+        return None  # a compiled step is not observed: what is traced has no memory to look at
     try:
         return _begin(optimizer, args, kwargs, sys._getframe(1))  # noqa: SLF001 - the documented way to a frame
     except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training; `StopTraining` is no Exception
@@ -149,8 +151,6 @@ def _before(
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not observable():
-        return None  # a compiled step is not observed: what is traced has no memory to look at
     step = _begun_steps.get(optimizer)
     if step is not None and _is_nested(optimizer, wrapper):
         step.nested += 1
@@ -166,6 +166,8 @@ def _begin(
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not observable():
+        return
     try:
         _end(optimizer, args, kwargs, sys._getframe(1))  # noqa: SLF001 - as above
     except Exception as error:  # noqa: BLE001 - as above
@@ -173,8 +175,6 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: FrameType) -> None:
-    if not observable():
-        return
     step = _begun_steps.get(optimizer)
     if step is None:
         return

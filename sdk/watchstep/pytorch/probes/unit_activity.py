@@ -113,7 +113,7 @@ class UnitActivity:
         for test, number in zip(self._tests, active, strict=True):
             if has_input or not test.needs_input:
                 columns.append(test.column)
-                figures.append((100.0 * number < test.percent * examples).sum().to(wide))
+                figures.append((100.0 * number.to(wide) < test.percent * examples).sum().to(wide))
         if self._variance and has_input:
             columns.append(INPUT_VARIANCE)
             figures.append(given.detach().to(wide).var(correction=0))
