@@ -28,6 +28,7 @@ class ReadBudget:
         self._seconds, self._megabytes = seconds, megabytes
         self._deadline = time.monotonic() + seconds
         self._left = megabytes * _MEGABYTE
+        self._is_over = False
         self._lock = threading.Lock()
 
     def check(self) -> None:
@@ -36,7 +37,7 @@ class ReadBudget:
         Raises:
             OverBudgetError: the time is up, or the bytes are too many.
         """
-        if self._left < 0:
+        if self._is_over:
             raise OverBudgetError(
                 f"the question needs more than {self._megabytes:g} MiB",
                 "ask for fewer tensors, workers or steps",
@@ -48,13 +49,15 @@ class ReadBudget:
             )
 
     def take(self, size: int) -> bool:
-        """Account for bytes that stay until the answer; whether they fit. If not, the next `check` raises.
+        """Account for bytes that stay until the answer; whether they fit.
 
-        A thread that reads for another one asks here: an error that it raised would keep the bytes in memory by its traceback.
+        If they do not, every later `check` raises, whatever is released: rows were left out for it. A thread that reads for
+        another one asks here: an error that it raised would keep the bytes in memory by its traceback.
         """
         with self._lock:
             self._left -= size
-            return self._left >= 0
+            self._is_over = self._is_over or self._left < 0
+            return not self._is_over
 
     def keep(self, size: int) -> None:
         """Account for bytes that stay until the answer.
