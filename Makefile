@@ -36,7 +36,7 @@ test-slow: $(STAMP)
 
 # What holds of every rule, however a run is split, and of figures, on more examples.
 test-laws: $(STAMP)
-	WATCHSTEP_LAW_EXAMPLES=100 $(BIN)/pytest -n 2 tests/rules/test_contract.py tests/rules/engine tests/sdk/test_statistics.py
+	WATCHSTEP_LAW_EXAMPLES=100 $(BIN)/pytest -n 2 tests/rules/test_contract.py tests/rules/engine tests/sdk/format/test_statistics.py
 
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block, Places, concatenate
-from watchstep.histogram import Histograms
-from watchstep.statistics import Floats, StatisticsBatch
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format.block import Block, Places, concatenate
+from watchstep.format.histogram import Histograms
+from watchstep.format.statistics import Floats, StatisticsBatch
+from watchstep.format.tensors import MODES, TensorInfo
 
 WIDTH = 64
 BATCH = 32

@@ -18,15 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Figure, Report, arguments
-from watchstep import documents, open_run
-from watchstep.block import Block, Places
-from watchstep.histogram import Histograms
-from watchstep.layout import RUN_DOCUMENT, SegmentKey, WriterId
+from watchstep import open_run
+from watchstep.format import documents
+from watchstep.format.block import Block, Places
+from watchstep.format.histogram import Histograms
+from watchstep.format.layout import RUN_DOCUMENT, SegmentKey, WriterId
+from watchstep.format.segment import catalogue_bytes, encode
+from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.tensors import TensorInfo
 from watchstep.reading.compaction import compact
-from watchstep.segment import catalogue_bytes, encode
-from watchstep.statistics import StatisticsBatch
-from watchstep.store import Store
-from watchstep.tensors import TensorInfo
+from watchstep.store.store import Store
 
 TENSORS = 500
 STEPS = 10_000

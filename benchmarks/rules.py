@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.made_rows import Shape, catalogue_of, rows_of_steps
 from benchmarks.report import Figure, Report, arguments
-from watchstep.block import Block, concatenate
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.history import History, trimmed
 from watchstep_rules.engine.judge import RuleMemory, judge_prepared

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from pydantic_core import PydanticUndefined
 
 from docs.default_sources import SOURCES
-from watchstep.launch.run_command import parser as run_parser
-from watchstep.launch.sync_command import parser as sync_parser
-from watchstep.system_figures import FIGURES
+from watchstep.format.system_figures import FIGURES
+from watchstep.wrapper.run_command import parser as run_parser
+from watchstep.wrapper.sync_command import parser as sync_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.custom.sql.guard import FUNCTIONS
 from watchstep_rules.registry import RULES

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 # Whether Triton compiles or interprets is settled when anything imports it, and several libraries do.
 if not torch.cuda.is_available():

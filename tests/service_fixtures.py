@@ -11,7 +11,7 @@ import pytest
 
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres, running_postgres
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.schema import upgrade
 

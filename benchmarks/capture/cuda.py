@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.report import Figure, Report
 from watchstep import Cadence, CaptureConfig, Hook
-from watchstep.kernels.interface import Measurement
+from watchstep.kernels.measurement import Measurement
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.kernel import TorchKernel
 

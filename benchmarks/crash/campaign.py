@@ -26,7 +26,7 @@ from benchmarks.crash.servers import PostgresServer, RedisServer
 from benchmarks.crash.trainings import KINDS, Calm, rules
 from tests.infra.compose import search_path
 from tests.services.recording import PROJECT
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.tokens import create_token

@@ -16,13 +16,12 @@ from benchmarks.crash.counting import NAME as COUNTING
 from benchmarks.crash.ground import CountedJob, Ground
 from benchmarks.crash.trainings import STEPS, Kind, encoded
 from tests.services.recording import PROJECT, Recording
-from watchstep.capture.service_client import ServiceClient
-from watchstep.control import ControlDocument
+from watchstep.capture.service.client import ServiceClient
 from watchstep.errors import NotFoundError, ServiceError
-from watchstep.process_identity import ProcessIdentity
-from watchstep.process_record import record_process
-from watchstep.store import Store
-from watchstep.transport import ServiceAddress
+from watchstep.format.control import ControlDocument
+from watchstep.platform.process import ProcessIdentity, record_process
+from watchstep.platform.transport import ServiceAddress
+from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import job_of
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database

@@ -13,8 +13,8 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven, make_service
 from tests.services.recording import NAN, PROJECT, Recording, Value, exploding_from, healthy, nan_from
-from watchstep.documents import OnStop
-from watchstep.store import Store
+from watchstep.format.documents import OnStop
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import Hold, RuleConfig, StopAction, WebhookAction
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.models import Alert, FindingRow

@@ -17,14 +17,14 @@ from typing import Any
 from benchmarks.fuzz_objects.bending import BENDS
 from benchmarks.fuzz_objects.bending_tables import TABLE_BENDS
 from benchmarks.fuzz_objects.bombs import document_bombs, manifest_bombs, segment_bombs, snapshot_bombs
-from watchstep import documents, journal, segment
-from watchstep.control import ControlDocument
-from watchstep.documents import AttemptDocument, EndDocument, RunDocument
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.reading import manifest
+from watchstep.format import documents, journal, segment
+from watchstep.format.control import ControlDocument
+from watchstep.format.documents import AttemptDocument, EndDocument, RunDocument
+from watchstep.format.snapshot import open_snapshot
+from watchstep.reading import compacted
 from watchstep.reading.parquet_object import Catalogues, open_object
-from watchstep.snapshot import open_snapshot
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 SEGMENT = "stats/a1/node/w0/0000000000-0-0.parquet"
 KEY = "tensors/a1/0/00000001-train.safetensors"
@@ -72,7 +72,7 @@ def read_control(data: bytes, _store: Store) -> None:
 
 def read_manifest(data: bytes, _store: Store) -> None:
     """As a reader of compacted runs reads it."""
-    manifest.decode(data, "fuzzed")
+    compacted.decode(data, "fuzzed")
 
 
 def read_journal(data: bytes, _store: Store) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from watchstep import CaptureConfig, Hook, Snapshots
-from watchstep.control import ControlDocument, SnapshotRequest, StopRequest
-from watchstep.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows, encode
-from watchstep.layout import SegmentKey, WriterId
+from watchstep.format.control import ControlDocument, SnapshotRequest, StopRequest
+from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows, encode
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.reading.compaction import compact
 
 KINDS = ("segment", "snapshot", "document", "control", "manifest", "journal")

@@ -21,11 +21,11 @@ from benchmarks.service.load import PERIOD, STEPS
 from benchmarks.service.servers import cpu_of
 from benchmarks.service.simulated import LAYERS, Segments
 from tests.services.postgres import running_postgres
-from watchstep import documents, layout
-from watchstep.control import ControlDocument
-from watchstep.documents import AttemptDocument, RunDocument
-from watchstep.layout import SegmentKey, WriterId
-from watchstep.store import Store
+from watchstep.format import documents, layout
+from watchstep.format.control import ControlDocument
+from watchstep.format.documents import AttemptDocument, RunDocument
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.store.store import Store
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database, open_database

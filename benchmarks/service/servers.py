@@ -20,7 +20,7 @@ import psutil
 
 from tests.services.postgres import running_postgres
 from tests.services.redis import free_port, running_redis
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.tokens import create_token

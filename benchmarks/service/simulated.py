@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.made_rows import Shape, catalogue_of, rows_of_steps
-from watchstep import documents, layout, segment
-from watchstep.capture.service_client import ServiceClient
-from watchstep.documents import AttemptDocument, EndDocument, RunDocument
+from watchstep.capture.service.client import ServiceClient
 from watchstep.errors import ServiceError
-from watchstep.layout import SegmentKey, WriterId
-from watchstep.store import Store
-from watchstep.transport import ServiceAddress
+from watchstep.format import documents, layout, segment
+from watchstep.format.documents import AttemptDocument, EndDocument, RunDocument
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.platform.transport import ServiceAddress
+from watchstep.store.store import Store
 
 PROJECT = "simulated"
 LAYERS = 28

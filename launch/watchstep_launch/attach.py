@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from watchstep import documents
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.layout import ATTEMPTS
-from watchstep.process_record import record_process
+from watchstep.format import documents
+from watchstep.format.layout import ATTEMPTS
+from watchstep.platform.process import record_process
 from watchstep.reading.run import Run, open_run
 from watchstep_launch.backend import Backend, ChecksOwner, JobHandle
 from watchstep_launch.backend_registry import KINDS, open_backend

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
-from watchstep.capture.service_location import local_folder
+from watchstep.capture.service.location import local_folder
 from watchstep.errors import ConfigError, StoreError
+from watchstep.format.layout import check_name
 from watchstep.hook import STORE
 from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS, PROBES
-from watchstep.launch.environment import LAUNCHED
-from watchstep.layout import check_name
-from watchstep.store import Store, checked_scheme
-from watchstep.store_identity import StoreIdentity
-from watchstep.transport import SERVICE, TOKEN
+from watchstep.platform.transport import SERVICE, TOKEN
+from watchstep.store.identity import StoreIdentity
+from watchstep.store.store import Store, checked_scheme
+from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import Backend, Launch
 from watchstep_launch.errors import SubmissionRejectedError
 from watchstep_launch.job import Job

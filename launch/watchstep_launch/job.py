@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from watchstep.client import Client, Event, RunState
 from watchstep.errors import ServiceError
-from watchstep.terminal_text import printable
+from watchstep.platform.terminal_text import printable
 from watchstep_launch.backend import Backend, JobHandle, JobStatus
 from watchstep_launch.backend_registry import open_backend
 from watchstep_launch.errors import BackendDownError

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.layout import check_name
-from watchstep.process_record import default_folder
+from watchstep.format.layout import check_name
+from watchstep.platform.process import default_folder
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.relaunch import Relaunch
 from watchstep_launch.service_location import Judge

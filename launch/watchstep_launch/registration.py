@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from watchstep.capture.service_location import FoundService
+from watchstep.capture.service.location import FoundService
 from watchstep.errors import ConfigError, WatchstepError
-from watchstep.transport import MissingError, RefusedError, ServiceAddress, Transport, segment
+from watchstep.platform.transport import MissingError, RefusedError, ServiceAddress, Transport, segment
 from watchstep_launch import backends_file
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.service_location import Judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import ATTEMPTS
+from watchstep.format.layout import ATTEMPTS
 from watchstep.reading.run import open_run
 from watchstep_launch.backend import Backend, FindsByName, JobHandle
 from watchstep_launch.errors import BackendDownError, JobNotFoundError

@@ -19,9 +19,9 @@ from typing import Any
 from watchstep.capture.identity import new_nonce
 from watchstep.client import Client
 from watchstep.errors import ServiceError
-from watchstep.launch.environment import LAUNCHED
+from watchstep.platform.transport import SERVICE, TOKEN
 from watchstep.stopping import FIRST_STEP, RESUME_FROM
-from watchstep.transport import SERVICE, TOKEN
+from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import Backend, JobHandle, Launch
 from watchstep_launch.errors import SubmissionRejectedError
 from watchstep_launch.job_end import end

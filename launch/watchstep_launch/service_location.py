@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from watchstep.capture.service_location import HOME, FoundService, local_folder, make_home, service_at
+from watchstep.capture.service.location import HOME, FoundService, local_folder, make_home, service_at
 from watchstep.errors import ConfigError, ServiceError
-from watchstep.local_folders import absolute_path
-from watchstep.transport import TOKEN, ServiceAddress
+from watchstep.platform.folders import absolute_path
+from watchstep.platform.transport import TOKEN, ServiceAddress
 
 RECORDER_TOKEN = "WATCHSTEP_RECORDER_TOKEN"  # noqa: S105 - the name of a variable
 IDLE_SECONDS = "WATCHSTEP_IDLE_SECONDS"

@@ -13,9 +13,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
-from watchstep.tensors import MODES
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import MODES
 from watchstep_rules.rule import Finding, Likelihood, cause_rank, finding_at, likelihood
 
 

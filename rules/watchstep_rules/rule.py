@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from watchstep.block import Block
-from watchstep.tensors import Mode, TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import Mode, TensorInfo
 
 Merge = Literal["per_worker", "sealed"]
 Severity = Literal["info", "warning", "critical"]

@@ -6,9 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from watchstep.capture.cadence import Cadence
-    from watchstep.capture.collections import Collection
-    from watchstep.capture.config import Bounds, CaptureConfig, Snapshots, SystemSampling
+    from watchstep.capture.config import Bounds, Cadence, CaptureConfig, Collection, Snapshots, SystemSampling
     from watchstep.client import Client
     from watchstep.errors import WatchstepError
     from watchstep.hook import Hook
@@ -34,8 +32,8 @@ __all__ = [
 
 _HOMES = {
     "Bounds": "watchstep.capture.config",
-    "Cadence": "watchstep.capture.cadence",
-    "Collection": "watchstep.capture.collections",
+    "Cadence": "watchstep.capture.config",
+    "Collection": "watchstep.capture.config",
     "CaptureConfig": "watchstep.capture.config",
     "Client": "watchstep.client",
     "Hook": "watchstep.hook",

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 import watchstep
 from watchstep.errors import ConfigError, WatchstepError
-from watchstep.terminal_text import printable_lines
+from watchstep.platform.terminal_text import printable_lines
 
 EXIT_ERROR = 2
 
@@ -21,11 +21,11 @@ def main() -> None:
         return
     try:
         if arguments[:1] == ["run"]:
-            from watchstep.launch.run_command import main as run
+            from watchstep.wrapper.run_command import main as run
 
             run(arguments[1:])
         if arguments[:1] == ["sync"]:
-            from watchstep.launch.sync_command import main as sync
+            from watchstep.wrapper.sync_command import main as sync
 
             sync(arguments[1:])
         _application()(arguments)

@@ -10,30 +10,26 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from watchstep import guards, rule_files
-from watchstep.capture import cells, process_end
-from watchstep.capture.access import Target
+from watchstep import hook_arguments
 from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.config import CaptureConfig
-from watchstep.capture.control_reader import ControlReader
-from watchstep.capture.ending import Ending
-from watchstep.capture.first_documents import attempt_document, run_document
-from watchstep.capture.guarding import Guarding, StepGuard
-from watchstep.capture.identity import ATTEMPT, resolve
-from watchstep.capture.lent_credentials import lent, open_recorded
-from watchstep.capture.logged_scalars import log_scalars
-from watchstep.capture.obeying import obey
-from watchstep.capture.registration import LaunchState, Registration
-from watchstep.capture.service_client import ServiceClient
-from watchstep.capture.session import Session
-from watchstep.capture.stop_talk import StopTalk
-from watchstep.capture.system.sampling import start_sampling
+from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
+from watchstep.capture.recorder import Guarding, StepGuard
+from watchstep.capture.service.client import ServiceClient
+from watchstep.capture.service.credentials import lent, open_recorded
+from watchstep.capture.service.registration import LaunchState, Registration
+from watchstep.capture.session import Session, obey, start_sampling
+from watchstep.capture.shutdown import notebook, process_end
+from watchstep.capture.shutdown.ending import Ending
+from watchstep.capture.stop.barrier import StopTalk
+from watchstep.capture.stop.control_reader import ControlReader
+from watchstep.capture.upload.access import Target
 from watchstep.capture.writer import Writer
-from watchstep.checkpoints import Checkpoint
-from watchstep.contained_faults import contained
-from watchstep.control import ControlDocument, StopRequest
-from watchstep.copied_hook import CopiedHook
 from watchstep.errors import ConfigError
+from watchstep.format.checkpoints import Checkpoint
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.layout import run_prefix
+from watchstep.format.tensors import MODES, Mode
 from watchstep.hook_arguments import (
     budgeted,
     checked_on_stop,
@@ -42,18 +38,16 @@ from watchstep.hook_arguments import (
     loss_divisor_of,
     probing,
 )
-from watchstep.layout import run_prefix
-from watchstep.local_folders import absolute_path
+from watchstep.hook_lifetime import CopiedHook, contained, log_scalars
+from watchstep.platform.folders import absolute_path
+from watchstep.platform.transport import ServiceAddress
 from watchstep.stopping import AwaitsCheckpoint, OnStop
-from watchstep.store import Store, checked_scheme
-from watchstep.store_identity import StoreIdentity
-from watchstep.tensors import MODES, Mode
-from watchstep.transport import ServiceAddress
-from watchstep.write_gate import WriteGate
+from watchstep.store.identity import StoreIdentity
+from watchstep.store.store import Store, WriteGate, checked_scheme
 
 if TYPE_CHECKING:
-    from watchstep.pytorch.agreement import Agreement
     from watchstep.pytorch.given_tensors import GivenTensors
+    from watchstep.pytorch.stop_barrier import Agreement
     from watchstep.pytorch.watch import Watch
 
 STORE = "WATCHSTEP_STORE"
@@ -115,8 +109,8 @@ class Hook:
         scheme = checked_scheme(url)
         self.store_url = url if scheme else absolute_path(url).as_uri()
         self._store_identity = StoreIdentity.of_launch(self.store_url)
-        asked = rule_files.load(rules) if rules is not None else rule_files.AskedRules()
-        made_guard = None if guard is None else guards.make(guard)
+        asked = hook_arguments.load_rule_file(rules) if rules is not None else hook_arguments.AskedRules()
+        made_guard = None if guard is None else hook_arguments.make_guard(guard)
         self.config = probing(
             budgeted(config, overhead_budget), (*asked.probes, *getattr(made_guard, "probes", ()))
         )
@@ -132,7 +126,7 @@ class Hook:
         bounds = self.config.bounds
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
-        cells.end_left()
+        notebook.end_left()
         session = self._session = Session.begin(
             self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
         )
@@ -173,7 +167,7 @@ class Hook:
             self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate
         )
         process_end.watch(self._ending)
-        cells.remember(self._ending)
+        notebook.remember(self._ending)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
         self._ending.detach_with(self._checkpoints.close, self._checkpoints.join)
         self._ending.detach_with(self._stop_talk.close, self._stop_talk.join)
@@ -355,7 +349,7 @@ class Hook:
             )
         self._guarding = self._recorder.guarding = Guarding(guard, self._health, agrees=ranks > 1)
         if ranks > 1:
-            from watchstep.pytorch.agreement import Agreement
+            from watchstep.pytorch.stop_barrier import Agreement
 
             watched = [watch.model for watch in self._watches]
             self._agreement = Agreement(self._recorder, self._health, watched)

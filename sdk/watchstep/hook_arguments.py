@@ -1,4 +1,7 @@
-"""What a hook is given, held against what it can take."""
+"""The arguments of `watchstep.Hook`: their checks, their values from the environment, and rule files and guards.
+
+Rule files and guards belong to the rules package, which is found by entry point.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple
 
 from watchstep.capture.config import CaptureConfig
 from watchstep.errors import ConfigError
@@ -95,3 +99,63 @@ def probing(config: CaptureConfig, probes: Iterable[str]) -> CaptureConfig:
     """The configuration with what rules need measured besides, those of the environment included; raises `ConfigError`."""
     wanted = (*config.probes, *probes, *os.environ.get(PROBES, "").split())
     return replace(config, probes=tuple(dict.fromkeys(wanted)))
+
+
+_RULE_FILES = "watchstep.rule_files"
+_GUARDS = "watchstep.guards"
+
+
+class AskedRules(NamedTuple):
+    """A rule file as a recorder takes it.
+
+    Attributes:
+        configs: the rule configs, as data.
+        probes: what they need to be measured besides, as `CaptureConfig.probes` takes it.
+    """
+
+    configs: tuple[dict[str, Any], ...] = ()
+    probes: tuple[str, ...] = ()
+
+
+def load_rule_file(path: str | os.PathLike[str]) -> AskedRules:
+    """Read a rule file.
+
+    Raises:
+        RuleError: it is missing or not valid.
+        ConfigError: the rules package, or what it needs, is not installed.
+    """
+    for entry in entry_points(group=_RULE_FILES):
+        try:
+            read = entry.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"rule file {os.fspath(path)}: {error}", "pip install 'watchstep[rules]'"
+            ) from error
+        rules: AskedRules = read(path)
+        return rules
+    raise ConfigError(
+        f"rule file {os.fspath(path)}: no reader is installed", "pip install 'watchstep[rules]'"
+    )
+
+
+def make_guard(rules: Any) -> Any:
+    """A guard.
+
+    Args:
+        rules: a rule file; True for the default rules; or a guard, which is given back.
+
+    Raises:
+        RuleError: the rule file is missing or not valid.
+        ConfigError: the rules package, or what it needs, is not installed; or this is none of these.
+    """
+    if hasattr(rules, "before_update") and hasattr(rules, "attach"):
+        return rules
+    if rules is not True and not isinstance(rules, str | os.PathLike):
+        raise ConfigError(f"guard={rules!r}", "give a rule file, True for the default rules, or a Guard")
+    for entry in entry_points(group=_GUARDS):
+        try:
+            build = entry.load()
+        except ImportError as error:
+            raise ConfigError(f"guard: {error}", "pip install 'watchstep[rules]'") from error
+        return build(None if rules is True else rules)
+    raise ConfigError("guard: no rules are installed", "pip install 'watchstep[rules]'")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from watchstep.control import StopRequest
+from watchstep.format.control import StopRequest
 
 EXIT_STOPPED = 86
 """Exit code of a process that a stop ended and that did not catch `StopTraining`."""

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from sqlalchemy import CursorResult, select, update
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_rules.backtest.many import Failed, Replayed, Task, judge_run
 from watchstep_rules.backtest.report import result_as_data, result_from_data
 from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep.control import ControlDocument, SnapshotRequest
-from watchstep.layout import CONTROL_DOCUMENT
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument, SnapshotRequest
+from watchstep.format.layout import CONTROL_DOCUMENT
+from watchstep.store.store import Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Project, Run
 from watchstep_services.database.records import add_action, add_event

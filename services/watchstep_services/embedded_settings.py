@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from watchstep.store import checked_scheme
+from watchstep.store.store import checked_scheme
 from watchstep_services.settings import Settings, load_settings
 
 

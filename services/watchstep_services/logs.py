@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from types import MappingProxyType
 from typing import Literal, TextIO
 
-from watchstep.terminal_text import escaped_json, printable, printable_lines
+from watchstep.platform.terminal_text import escaped_json, printable, printable_lines
 from watchstep_services import tracing
 from watchstep_services.redaction import Redacted
 

@@ -11,11 +11,11 @@ from concurrent.futures import Future, wait
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from watchstep import documents, layout
-from watchstep.control import ControlDocument
-from watchstep.documents import RunDocument
 from watchstep.errors import BadNameError, ConfigError, FormatError, NotFoundError, StoreError, WatchstepError
-from watchstep.store import Store
+from watchstep.format import documents, layout
+from watchstep.format.control import ControlDocument
+from watchstep.format.documents import RunDocument
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs

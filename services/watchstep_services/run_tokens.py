@@ -13,7 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.layout import run_prefix
+from watchstep.format.layout import run_prefix
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Run, Token

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Token

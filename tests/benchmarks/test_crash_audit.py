@@ -11,7 +11,7 @@ from benchmarks.crash import audit
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import running_postgres
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import upgrade

@@ -23,8 +23,8 @@ from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT
 from tests.services.redis import Broker, free_port
-from watchstep.capture.service_client import ServiceClient
-from watchstep.transport import ServiceAddress
+from watchstep.capture.service.client import ServiceClient
+from watchstep.platform.transport import ServiceAddress
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.tokens import create_token

@@ -11,7 +11,7 @@ from torch import nn
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep.capture.config import Bounds
 from watchstep.errors import NotFoundError
-from watchstep.snapshot import Snapshot
+from watchstep.format.snapshot import Snapshot
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
 

@@ -14,7 +14,7 @@ from tests.conftest import S3
 from tests.end_to_end.programs import DEAF, FASTER_RANKS, FAULTY, HEALTHY, SEVERAL_RANKS
 from watchstep import open_run
 from watchstep.reading.catalogue import find_runs
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.scheduler.launching import Program, launch_local
 from watchstep_services.settings import Settings

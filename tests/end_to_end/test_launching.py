@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from tests.sdk.dripping_server import dripping
-from tests.sdk.faulty_s3 import FaultyS3
+from tests.sdk.store.dripping_server import dripping
+from tests.sdk.store.faulty_s3 import FaultyS3
 from tests.services.jobs import eventually
 from tests.services.redis import free_port
 from watchstep import open_run
 from watchstep.client import Client
-from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import NotFoundError, ServiceError
-from watchstep.process_identity import ProcessIdentity
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.platform.process import ProcessIdentity
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings
 from watchstep_services.tokens import create_token
@@ -269,7 +269,7 @@ def test_a_store_that_never_answers_holds_no_program_up(
         done = subprocess.run(
             [
                 sys.executable, "-c",
-                ("import sys; from watchstep.launch import run_command; run_command._STORE_SECONDS = 0.5; "
+                ("import sys; from watchstep.wrapper import run_command; run_command._STORE_SECONDS = 0.5; "
                  "run_command.main(['--store', 's3://bucket/runs', '--', sys.executable, '-S', '-c', 'raise SystemExit(7)'])"),
             ],
             capture_output=True, text=True, check=False, timeout=SECONDS,

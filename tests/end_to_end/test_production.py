@@ -19,8 +19,8 @@ from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
 from tests.services.recording import PROJECT, Recording, damage_from, nan_from
 from tests.services.redis import Broker, running_redis
-from watchstep.control import ControlDocument
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument
+from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 
 pytestmark = pytest.mark.slow

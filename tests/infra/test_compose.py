@@ -27,7 +27,7 @@ from tests.infra.compose import (
     search_path,
     services,
 )
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.cli.app import app
 from watchstep_services.settings import PREFIX, Settings
 

@@ -21,7 +21,7 @@ from tests.services.jobs import eventually
 from watchstep.errors import ConfigError, NotFoundError, ServiceError, WatchstepError
 from watchstep.reading.run import open_run
 from watchstep.stopping import EXIT_STOPPED
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_launch import Command, Job, JobStatus, Slurm
 from watchstep_rules import non_finite_values
 from watchstep_services.cli.launching import app

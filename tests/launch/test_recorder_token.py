@@ -12,9 +12,9 @@ import pytest
 
 from tests.services.api.serving import serving
 from tests.services.driving import Driven
-from watchstep.capture.service_location import FoundService
+from watchstep.capture.service.location import FoundService
 from watchstep.errors import ServiceError
-from watchstep.transport import ServiceAddress
+from watchstep.platform.transport import ServiceAddress
 from watchstep_launch.registration import Registering, recorder_token
 from watchstep_services.api import app, run_tokens
 from watchstep_services.roles import Identity, Role

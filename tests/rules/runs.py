@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block, concatenate
-from watchstep.tensors import Mode, Placement
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block, concatenate
+from watchstep.format.tensors import Mode, Placement
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.coalesce import as_told

@@ -29,7 +29,7 @@ from tests.rules.training_parts import (
 )
 from tests.sdk.pytorch.test_distributed import trained
 from watchstep import CaptureConfig, Hook, open_run
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.baseline.run_summary import summarize_run
 from watchstep_rules.config.rule_config import RuleConfig

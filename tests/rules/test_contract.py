@@ -15,9 +15,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.runs import INFOS, LAST, Event, follow, runs, segments, splits
-from tests.sdk.blocks import Row, block_of
-from watchstep.block import Block, concatenate
-from watchstep.tensors import TensorInfo
+from tests.sdk.format.blocks import Row, block_of
+from watchstep.format.block import Block, concatenate
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import Hold, RuleConfig
 from watchstep_rules.engine.judge import Health
 from watchstep_rules.registry import RULES

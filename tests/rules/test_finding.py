@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from tests.sdk.blocks import Row, block_of, gradient, tensor
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep_rules.rule import Finding, cause_rank, finding_at, finding_of_run
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.rules.runs import segments
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block, concatenate
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.builtin.gradients.nan_or_inf import NanOrInf
 from watchstep_rules.builtin.gradients.non_finite_values import NonFiniteValues, NonFiniteValuesParams
 from watchstep_rules.config.rule_config import Timing

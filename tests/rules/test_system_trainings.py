@@ -10,8 +10,8 @@ import pytest
 
 from tests.rules.runs import all_at_once
 from watchstep import open_run
-from watchstep.block import Block
-from watchstep.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, MEMORY_PRIVATE
+from watchstep.format.block import Block
+from watchstep.format.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, MEMORY_PRIVATE
 from watchstep_rules.config.rule_config import RuleConfig
 
 pytestmark = [

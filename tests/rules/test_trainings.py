@@ -9,7 +9,7 @@ import torch
 
 from tests.rules.trainings import CASES, Training
 from watchstep import CaptureConfig, Hook, open_run
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
 

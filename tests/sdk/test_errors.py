@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from watchstep import errors
-from watchstep.reading.part import PartLostError
-from watchstep.transport import RefusedError
+from watchstep.platform.transport import RefusedError
+from watchstep.reading.compacted import PartLostError
 
 
 def test_an_error_says_what_and_how_to_mend_it() -> None:

@@ -14,10 +14,10 @@ import torch
 
 from tests.sdk.training import Training
 from watchstep import Bounds, CaptureConfig, Hook, StopTraining, open_run
-from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import BadNameError, ConfigError, RuleError
-from watchstep.layout import CONTROL_DOCUMENT
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.layout import CONTROL_DOCUMENT
+from watchstep.store.store import Store
 
 QUICK = CaptureConfig(bounds=Bounds(flush_seconds=0.01, control_seconds=0.01))
 

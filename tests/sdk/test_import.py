@@ -32,19 +32,18 @@ def test_the_package_loads_nothing_heavy() -> None:
 
 def test_what_capture_builds_on_loads_numpy_and_nothing_else() -> None:
     modules = [
-        "block",
-        "control",
-        "derived",
-        "documents",
         "errors",
-        "histogram",
-        "layout",
-        "process_identity",
-        "segment",
-        "snapshot",
-        "statistics",
-        "store",
-        "tensors",
+        "format.block",
+        "format.control",
+        "format.documents",
+        "format.histogram",
+        "format.layout",
+        "format.segment",
+        "format.snapshot",
+        "format.statistics",
+        "format.tensors",
+        "platform.process",
+        "store.store",
     ]
     loaded = loaded_after("\n".join(f"import watchstep.{module}" for module in modules))
     assert loaded & HEAVY == {"numpy"}

@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import select
 
 from tests.services.recording import PROJECT
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import Hold, RuleConfig, StopAction
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from watchstep.process_record import record_process
+from watchstep.platform.process import record_process
 from watchstep_launch.backend import JobHandle, Launch
 from watchstep_launch.backends.local.backend import Local, job_of
 

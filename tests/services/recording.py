@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep import documents, layout, segment
-from watchstep.documents import AttemptDocument, EndDocument, EndState, OnStop, RunDocument
-from watchstep.layout import SegmentKey, WriterId
-from watchstep.store import Store
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format import documents, layout, segment
+from watchstep.format.documents import AttemptDocument, EndDocument, EndState, OnStop, RunDocument
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.store.store import Store
 
 PROJECT = "vision"
 LOSS = tensor("loss", "losses", role="loss", shape=())

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
 from tests.services.redis import free_port
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services import metrics
 from watchstep_services.database.engine import Database
 from watchstep_services.database_figures import FIGURES, DatabaseFigures

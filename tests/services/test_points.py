@@ -16,9 +16,9 @@ from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT, Recording, nan_from
 from tests.services.stoppable import Stoppable
-from watchstep.control import ControlDocument
+from watchstep.format.control import ControlDocument
 from watchstep.reading.journal import read_part
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.api.announcements import announce

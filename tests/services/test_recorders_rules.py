@@ -7,7 +7,7 @@ import pytest
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording
 from watchstep.errors import RuleError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.registration import discover_runs, register
 

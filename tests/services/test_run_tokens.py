@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from tests.services.driving import Driven, make_service
 from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Run, Token

@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from tests.services.collector import Collector, collecting
 from tests.services.recording import PROJECT, Recording, damage_from
-from watchstep.capture import trace_context
-from watchstep.capture.service_client import ServiceClient
-from watchstep.store import Store
-from watchstep.transport import ServiceAddress
+from watchstep.capture.service import trace_context
+from watchstep.capture.service.client import ServiceClient
+from watchstep.platform.transport import ServiceAddress
+from watchstep.store.store import Store
 from watchstep_services import logs, tracing
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from watchstep.client import Event
-from watchstep.terminal_text import printable
+from watchstep.platform.terminal_text import printable
 
 
 def line_of(event: Event) -> str:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from watchstep.terminal_text import printable
+from watchstep.platform.terminal_text import printable
 from watchstep_launch.view.bars import Bars
 from watchstep_launch.view.lines import time_of, words_of
 from watchstep_launch.view.run_status import Loss, Sight

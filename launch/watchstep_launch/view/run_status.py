@@ -10,7 +10,7 @@ from typing import Any
 
 from watchstep.client import Client, Event, RunState
 from watchstep.errors import NotFoundError, ServiceError
-from watchstep.tensors import LOSSES
+from watchstep.format.tensors import LOSSES
 
 POINTS = 40
 _MOST_LOSSES = 3

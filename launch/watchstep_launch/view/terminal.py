@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from watchstep.terminal_text import printable, printable_lines
+from watchstep.platform.terminal_text import printable, printable_lines
 
 
 class TerminalConsole(Console):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep.reading.run import Run, open_run
 from watchstep_rules.backtest.replay import Arrival, Outcome, Replay
 from watchstep_rules.backtest.replay_source import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from watchstep.errors import WatchstepError
 from watchstep.reading.run import open_run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import RunOutcome, backtest_sets
 from watchstep_rules.backtest.sweep import Variation
 from watchstep_rules.config.rule_config import RuleConfig

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from watchstep import segment
-from watchstep.block import Block, concatenate
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.journal import JournalEvaluation, JournalSegment
-from watchstep.layout import JOURNALS, SEGMENTS, SegmentKey
-from watchstep.reading.ahead import ahead, readers_of
+from watchstep.format import segment
+from watchstep.format.block import Block, concatenate
+from watchstep.format.journal import JournalEvaluation, JournalSegment
+from watchstep.format.layout import JOURNALS, SEGMENTS, SegmentKey
+from watchstep.reading.index import ahead, readers_of
 from watchstep.reading.journal import count_parts, read_journal
 from watchstep.reading.run import Run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.backtest.replay import Arrival
 from watchstep_rules.backtest.steps_read import StepReader
 from watchstep_rules.engine.history import canonical

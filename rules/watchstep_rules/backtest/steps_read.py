@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from watchstep.block import Block, concatenate
+from watchstep.format.block import Block, concatenate
 from watchstep.reading.index import RunIndex
 from watchstep.reading.scan import Want
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from watchstep.bounded_json import parse_json
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.layout import baseline_document
-from watchstep.store import Store
+from watchstep.format.bounded_json import parse_json
+from watchstep.format.layout import baseline_document
+from watchstep.store.store import Store
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.signals.ranges.baseline import Baseline

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading import queries
 from watchstep.reading.columns import Columns
 from watchstep.reading.run import Run
 from watchstep.reading.scan import Want
-from watchstep.tensors import MODES, TensorInfo
 from watchstep_rules.signals.ranges.baseline import (
     BASELINE_COLLECTIONS,
     MAX_PHASES,

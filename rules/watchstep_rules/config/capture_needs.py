@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from watchstep.capture.element_probes import parsed
+from watchstep.capture.config import parsed
 from watchstep_rules.config.rule_config import RuleConfig
 
 

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from watchstep.errors import RuleError
-from watchstep.tensors import TensorInfo
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config import message_template
 from watchstep_rules.config.plain_text import LINES, ONE_LINE, can_be_kept, lines, one_line
 from watchstep_rules.custom.python.source import with_source

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from watchstep.block import Block, concatenate
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.custom.sandbox import program, wire
 from watchstep_rules.custom.sandbox.confinement import CPU_SECONDS, AddressSpace, shut_files, shut_in
 from watchstep_rules.custom.sandbox.frames import pack, read_blocking, write_blocking

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block, concatenate
-from watchstep.sort_key import sort_key
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block, concatenate, sort_key
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.engine.lookback import Reach
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import advance
 from watchstep_rules.engine.alert_memory import AlertMemory, Transition

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.tensors import TensorInfo
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
 from watchstep_rules.rule import Needs
 from watchstep_rules.signals.catalogue_cache import OfCatalogue

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.block_view import together, view
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block, together, view
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.engine.lookback import depths
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.shards import merge_shards

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.finding_rows import FindingRows, likelihood_of, steps_of
 from watchstep_rules.rule import Finding, Likelihood

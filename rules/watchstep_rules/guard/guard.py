@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from watchstep.block import Block
 from watchstep.errors import RuleError
+from watchstep.format.block import Block
 from watchstep_rules.config.capture_needs import element_probes
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig

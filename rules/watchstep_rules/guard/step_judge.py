@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from watchstep.block import Block, concatenate
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase
 from watchstep_rules.engine.coalesce import as_told

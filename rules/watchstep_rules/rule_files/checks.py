@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from watchstep.capture.config import PROBES, CaptureConfig
-from watchstep.tensors import SYSTEM
+from watchstep.format.tensors import SYSTEM
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python.source import sources_from
 from watchstep_rules.rule_files.rule_file import RuleFile, read, validated

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from watchstep.errors import RuleError
-from watchstep.rule_files import AskedRules
+from watchstep.hook_arguments import AskedRules
 from watchstep_rules.config.capture_needs import element_probes
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import Name, RuleConfig

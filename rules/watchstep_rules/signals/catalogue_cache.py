@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from watchstep.tensors import TensorInfo
+from watchstep.format.tensors import TensorInfo
 
 T = TypeVar("T")
 

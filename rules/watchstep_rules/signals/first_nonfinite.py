@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.sort_key import sort_key
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format.block import Block, sort_key
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.rule import Finding
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.nonfinite import amount_of, counts_of, is_given, nonfinite

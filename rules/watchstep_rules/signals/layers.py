@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.sort_key import sort_key
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block, sort_key
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.tensor_selection import rows_where
 

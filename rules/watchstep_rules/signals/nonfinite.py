@@ -7,9 +7,9 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep import tensors
-from watchstep.block import Block
-from watchstep.tensors import TensorInfo
+from watchstep.format import tensors
+from watchstep.format.block import Block
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.series import probe
 
 BAD_BATCH = "The data hold NaN or infinity, or a value far beyond all others."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Floats
 
 _POWERS = 10.0 ** np.arange(23)
 """Those that float64 holds exactly: dividing a whole number by one gives the float next to the decimal."""

@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.sort_key import sort_key
-from watchstep.statistics import Floats
-from watchstep.tensors import MODES
+from watchstep.format.block import Block, sort_key, view
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import MODES
 
 _Number = TypeVar("_Number", bound=np.generic)
 

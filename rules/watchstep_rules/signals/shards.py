@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from watchstep.block import Block, Places
-from watchstep.block_view import LazyBlock, LazyStatistics, together, view
-from watchstep.sort_key import sort_key
-from watchstep.statistics import Merge
+from watchstep.format.block import Block, LazyBlock, LazyStatistics, Places, sort_key, together, view
+from watchstep.format.statistics import Merge
 
 _FLAGS = ("changed", "was_held", "held_share", "after_held", "beside_held")
 """Probes of parameters that no optimizer holds: what holds of one shard holds of the parameter."""

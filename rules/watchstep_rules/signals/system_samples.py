@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.histogram import exponent_of_bin, is_negative_bin
-from watchstep.statistics import Counts, Floats, StatisticsBatch
-from watchstep.system_figures import is_gpu
+from watchstep.format.block import Block
+from watchstep.format.histogram import exponent_of_bin, is_negative_bin
+from watchstep.format.statistics import Counts, Floats, StatisticsBatch
+from watchstep.format.system_figures import is_gpu
 
 _DIGITS = 9
 

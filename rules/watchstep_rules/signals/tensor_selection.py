@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 
 _flags: OfCatalogue[NDArray[np.bool_]] = OfCatalogue()

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from watchstep.errors import RuleError
-from watchstep.tensors import Mode
+from watchstep.format.tensors import Mode
 from watchstep_rules.rule import Severity
 from watchstep_rules.rule_files.rule_file import in_words
 from watchstep_rules.rule_files.yaml_source import Places, data_of

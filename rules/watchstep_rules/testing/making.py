@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from watchstep.block import Block, Places, concatenate
-from watchstep.statistics import StatisticsBatch
-from watchstep.tensors import MODES, Placement, TensorInfo
+from watchstep.format.block import Block, Places, concatenate
+from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.tensors import MODES, Placement, TensorInfo
 from watchstep_rules.testing.file import RuleTest, Series
 from watchstep_rules.testing.notation import values_of
 from watchstep_rules.testing.synthesis import statistics_with

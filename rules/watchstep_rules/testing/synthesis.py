@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from watchstep.histogram import Histograms
-from watchstep.statistics import StatisticsBatch, merge_rows, scalars
+from watchstep.format.histogram import Histograms
+from watchstep.format.statistics import StatisticsBatch, merge_rows, scalars
 
 Elements = list[tuple[float, int]]
 """Numbers, and how many elements are that."""

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from watchstep.capture.bounded_join import join_until
 from watchstep.capture.health import Health
-from watchstep.checkpoints import Checkpoint
 from watchstep.errors import StoreError
-from watchstep.store import Store
+from watchstep.format.checkpoints import Checkpoint
+from watchstep.platform.bounded_join import join_until
+from watchstep.store.store import Store
 
 _MOST_WAITING = 256
 _KEPT = 64

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from watchstep.errors import RecordingEndedError
-from watchstep.terminal_text import printable
+from watchstep.platform.terminal_text import printable
 
 _log = logging.getLogger("watchstep")
 _MAX_KINDS = 32

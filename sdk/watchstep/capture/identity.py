@@ -1,18 +1,24 @@
-"""Who records: project, run, attempt, worker, node; from arguments, then from the environment."""
+"""Who records: project, run, attempt, worker and node, from arguments, then from the environment; and the first documents."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import secrets
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from watchstep.capture.config import CaptureConfig
 from watchstep.errors import ConfigError
-from watchstep.layout import WriterId, check_name
-from watchstep.process_identity import ProcessIdentity
+from watchstep.format import documents
+from watchstep.format.layout import WriterId, check_name
+from watchstep.platform.process import ProcessIdentity
+from watchstep.stopping import OnStop
 
 PROJECT = "WATCHSTEP_PROJECT"
 RUN = "WATCHSTEP_RUN"
@@ -145,3 +151,38 @@ def _shared_nonce(world: int) -> str:
     parent = os.getppid()
     started = ProcessIdentity.of(parent).start_ticks if Path("/proc").is_dir() else 0
     return f"p{parent}-{started}"
+
+
+def run_document(
+    identity: Identity, rules: tuple[dict[str, Any], ...], config: CaptureConfig
+) -> documents.RunDocument:
+    """What is told of the run, by its first attempt."""
+    return documents.RunDocument(
+        project=identity.project,
+        run=identity.run,
+        created_ns=time.time_ns(),
+        rules=rules,
+        config={
+            "collections": {name: chosen.as_data() for name, chosen in config.chosen.items()},
+            "snapshots": vars(config.snapshots),
+            "system": vars(config.sampling) if config.sampling is not None else None,
+            "overhead_budget": config.overhead_budget,
+            "gradients": config.gradients,
+        },
+        environment={
+            "python": platform.python_version(),
+            "host": socket.gethostname(),
+            "program": Path(sys.argv[0]).name if sys.argv else "",
+        },
+    )
+
+
+def attempt_document(identity: Identity, on_stop: OnStop) -> documents.AttemptDocument:
+    """What is told of this attempt, by each worker alike."""
+    return documents.AttemptDocument(
+        attempt=identity.attempt,
+        started_ns=time.time_ns(),
+        world_size=identity.world_size,
+        on_stop="callback" if callable(on_stop) or on_stop == "check" else on_stop,
+        host=socket.gethostname(),
+    )

@@ -1,20 +1,24 @@
-"""What a hook and its watches share while they record."""
+"""The session: the objects that a hook and its watches share during a recording, and applying a control document to them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from watchstep.capture.bounded_queue import BoundedQueue
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import Health
-from watchstep.capture.loss_onset import LossOnsets
+from watchstep.capture.identity import Identity
+from watchstep.capture.record import BoundedQueue
 from watchstep.capture.recorder import Recorder
+from watchstep.capture.scalar_values import LossOnsets
 from watchstep.capture.schedule import Schedule
-from watchstep.capture.snapshot_plan import SnapshotPlan
-from watchstep.capture.snapshots import SnapshotWriter
-from watchstep.capture.system.alongside import Alongside
+from watchstep.capture.snapshots.plan import SnapshotPlan
+from watchstep.capture.snapshots.writer import SnapshotWriter
+from watchstep.capture.stop.barrier import StopTalk
+from watchstep.capture.system.sampler import Sampler
+from watchstep.capture.system.step_times import Alongside
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.tensors import Mode
 from watchstep.stopping import OnStop
-from watchstep.tensors import Mode
 
 
 @dataclass
@@ -79,3 +83,29 @@ class Session:
             system,
             onsets,
         )
+
+
+def obey(session: Session, stop_talk: StopTalk, document: ControlDocument, attempt: str) -> None:
+    """Take over what a newer document asks of an attempt. On whatever thread heard of it; never waits."""
+    if document.stop is not None and document.stop.attempt == attempt:
+        stop_talk.hear(document.stop, attempt)
+    elif not document.admits(attempt):
+        session.recorder.ask_to_stop(
+            StopRequest(attempt, 0, f"this run was stopped before: {document.tombstone}"), refused=True
+        )
+    session.schedule.override(dict(document.cadence))
+    asked = [session.snapshots.request(one.id, one.step) for one in document.asked_of(attempt)]
+    if document.stop is not None or document.tombstone or any(asked):
+        session.snapshot_writer.protect()
+
+
+def start_sampling(session: Session, identity: Identity) -> Sampler | None:
+    """A sampler that has begun, whose time counts against the recording's budget; None where none is wanted."""
+    settings, alongside = session.config.sampling, session.system
+    if settings is None or alongside is None:
+        return None
+    budget = session.schedule.budget
+    cost = budget.written if budget is not None else None
+    sampler = Sampler(settings, alongside, identity, session.health, cost)
+    sampler.start()
+    return sampler

@@ -11,22 +11,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from watchstep import documents
-from watchstep.capture.access import Access, Target
-from watchstep.capture.backlog import Backlog
-from watchstep.capture.bounded_queue import BoundedQueue, FinishedStep
 from watchstep.capture.config import Bounds
-from watchstep.capture.control_reader import ControlReader
 from watchstep.capture.health import Health
-from watchstep.capture.means import Means
 from watchstep.capture.node.member import Member
-from watchstep.capture.segment_encoder import SegmentEncoder
-from watchstep.capture.snapshots import SnapshotWriter
-from watchstep.capture.spill import Spill
-from watchstep.capture.spill_folder import About
-from watchstep.capture.upload import Uploader
-from watchstep.cloud_store import load_libraries
-from watchstep.store import checked_scheme
+from watchstep.capture.record import BoundedQueue, FinishedStep
+from watchstep.capture.snapshots.writer import SnapshotWriter
+from watchstep.capture.stop.control_reader import ControlReader
+from watchstep.capture.upload.access import Access, Target
+from watchstep.capture.upload.backlog import Backlog
+from watchstep.capture.upload.encoder import SegmentEncoder
+from watchstep.capture.upload.spill import Spill
+from watchstep.capture.upload.spill_folder import About
+from watchstep.capture.upload.uploader import Means, Uploader
+from watchstep.format import documents
+from watchstep.store.cloud import load_libraries
+from watchstep.store.store import checked_scheme
 
 _DENSE_SECONDS = 60.0
 _SHORTEST_FLUSH = 2.0

@@ -19,9 +19,9 @@ from watchstep.client.documents import (
     read,
 )
 from watchstep.errors import ConfigError
+from watchstep.format.tensors import Mode
+from watchstep.platform.transport import ServiceAddress, Transport, segment
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
-from watchstep.tensors import Mode
-from watchstep.transport import ServiceAddress, Transport, segment
 
 if TYPE_CHECKING:
     import pyarrow as pa

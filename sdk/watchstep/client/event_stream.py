@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from watchstep.client.documents import Event, read
 from watchstep.errors import ServiceError
-from watchstep.transport import RefusedError, Transport, pause_seconds
+from watchstep.platform.transport import RefusedError, Transport, pause_seconds
 
 _MOST_AT_ONCE = 64 * 1024
 _MAX_LINE = 8 * 1024 * 1024

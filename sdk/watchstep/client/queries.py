@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import ServiceError
+from watchstep.format.snapshot import DTYPES
 from watchstep.reading.queries import Heatmap, HistogramSeries
-from watchstep.snapshot import DTYPES
 
 if TYPE_CHECKING:
     import pyarrow as pa

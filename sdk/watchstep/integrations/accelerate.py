@@ -9,9 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from watchstep.hook import Hook
-from watchstep.integrations.missing import missing
-from watchstep.integrations.ranks import Ranks, opened
-from watchstep.integrations.recording import check_options
+from watchstep.integrations.recording import Ranks, check_options, missing, opened
 from watchstep.stopping import OnStop
 
 try:

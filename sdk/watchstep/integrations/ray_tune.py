@@ -10,7 +10,7 @@ from typing import Any
 from watchstep.client import Client
 from watchstep.hook import Hook
 from watchstep.integrations import trials
-from watchstep.integrations.missing import missing
+from watchstep.integrations.recording import missing
 from watchstep.stopping import OnStop, StopTraining
 
 try:

@@ -1,4 +1,4 @@
-"""What the callbacks of all frameworks share: a hook for each training, and the stop that it is asked for."""
+"""What the framework integrations share: the rank, a hook for each training, its stop, and errors for missing libraries."""
 
 from __future__ import annotations
 
@@ -7,16 +7,98 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeVar
 
-from watchstep.control import StopRequest
+from watchstep.capture.identity import ATTEMPT, RUN, new_nonce
 from watchstep.errors import ConfigError
+from watchstep.format.control import StopRequest
+from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
 from watchstep.hook_arguments import said_of_stops
-from watchstep.integrations.ranks import Ranks, opened
 from watchstep.stopping import Noted, StopTraining
-from watchstep.tensors import Mode
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank among several.
+
+    Attributes:
+        rank: from 0.
+        world_size: how many there are, at least 2.
+        local_rank: among those of this machine, from 0.
+        local_size: how many there are on this machine; 0 where nobody says.
+        broadcast: gives every rank what rank 0 has; a collective.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    broadcast: Callable[[tuple[str, str]], tuple[str, str]]
+
+    def agreed(self, run: str | None) -> tuple[str, str]:
+        """The run and the attempt that all ranks record, by rank 0. Call it on every rank, or none.
+
+        Args:
+            run: as this rank would have it.
+        """
+        attempt = os.environ.get(ATTEMPT) or new_nonce()
+        return self.broadcast((run or os.environ.get(RUN) or f"run-{attempt}", attempt))
+
+    @contextmanager
+    def told(self, attempt: str) -> Iterator[None]:
+        """Within this the environment says what a launcher would have said."""
+        said = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            ATTEMPT: attempt,
+        }
+        if self.local_size:
+            said["LOCAL_WORLD_SIZE"] = str(self.local_size)
+        before = {name: os.environ.get(name) for name in said}
+        os.environ.update(said)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def opened(ranks: Ranks | None, run: str | None, options: Mapping[str, Any]) -> Hook:
+    """A hook for this rank; of several ranks all record one run and attempt. On several ranks a collective.
+
+    Args:
+        ranks: None where there is one.
+        run: its run, if it is named; of several ranks rank 0's counts.
+        options: the rest of what `Hook` takes, by name.
+
+    Raises:
+        ConfigError: an argument or variable is wrong.
+    """
+    if ranks is None:
+        return Hook(run=run, **options)
+    agreed, attempt = ranks.agreed(run)
+    with ranks.told(attempt):
+        return Hook(run=agreed, **options)
+
+
+def missing(library: str, extra: str, error: ImportError) -> NoReturn:
+    """Say which extra brings a library.
+
+    Raises:
+        ImportError: always.
+    """
+    raise ImportError(
+        f"{library} is not installed, or cannot be imported ({error})\n  mend: pip install 'watchstep[{extra}]'"
+    ) from error
+
 
 OnStop = Literal["ignore", "stop", "checkpoint", "raise"]
 """What a stop does to a framework's trainer: nothing; its own way to stop early; the same after a checkpoint; `StopTraining`."""

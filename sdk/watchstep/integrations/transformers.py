@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from watchstep.control import StopRequest
+from watchstep.format.control import StopRequest
+from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
-from watchstep.integrations.missing import missing
-from watchstep.integrations.recording import OnStop, Recording, kept_from_training
-from watchstep.tensors import Mode
+from watchstep.integrations.recording import OnStop, Recording, kept_from_training, missing
 
 try:
     from transformers import TrainerCallback

@@ -11,7 +11,7 @@ from typing import Any
 from watchstep.client import Client
 from watchstep.errors import NotFoundError, ServiceError
 from watchstep.hook import Hook
-from watchstep.transport import ServiceAddress
+from watchstep.platform.transport import ServiceAddress
 
 _SAID = re.compile(r"(?:rule )?(?P<rule>\S+) at step (?P<step>\d+): (?P<message>.*)", re.DOTALL)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")

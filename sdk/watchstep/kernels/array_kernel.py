@@ -1,7 +1,7 @@
 """Statistics of arrays in host memory, by numpy operations over chunks that stay in cache.
 
 Sums are accumulated in float64 by numpy's pairwise summation within a chunk, and chunks are merged by
-`watchstep.statistics.merge_rows`.
+`watchstep.format.statistics.merge_rows`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.histogram import Histograms
-from watchstep.statistics import StatisticsBatch, merge_rows
+from watchstep.format.histogram import Histograms
+from watchstep.format.statistics import StatisticsBatch, merge_rows
 
 _CHUNK = 1 << 16
 _LAYOUT = {

@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.histogram import Histograms
-from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
+from watchstep.format.histogram import Histograms
+from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
 
 LIBRARY = Path(__file__).parent / "native" / "_statistics.so"
 

@@ -4,7 +4,7 @@ No hook of PyTorch sees ``backward()``, and a `TorchFunctionMode` costs 1.7 time
 `torch.autograd.backward`, which ``Tensor.backward`` calls, is wrapped once for the process. Each place in the program
 that calls it is one loss: the first is named ``loss``, the next ``loss_2``. Under a gradient scaler the loss before
 scaling is taken. Losses found here are marked derived: where the program divides its loss for accumulation, and
-`watchstep.pytorch.accumulated_losses` does not know by how much, they are as the program divided them.
+`watchstep.pytorch.losses` does not know by how much, they are as the program divided them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from watchstep.pytorch.accumulated_losses import divisor_of
-from watchstep.pytorch.loss_functions import loss_function
+from watchstep.pytorch.losses import divisor_of, loss_function
 from watchstep.pytorch.observable import observable
 
 Place = tuple[str, int]

@@ -11,13 +11,12 @@ from torch.nn.modules.batchnorm import _NormBase  # all that keep running statis
 
 from watchstep.capture.record import Group
 from watchstep.capture.session import Session
-from watchstep.kernels.interface import Kernel
-from watchstep.pytorch.names import Names
-from watchstep.pytorch.parameters import Parameters
-from watchstep.pytorch.placement import standing
-from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
-from watchstep.statistics import Floats
-from watchstep.tensors import Placement, TensorInfo
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import Placement, TensorInfo
+from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch.names import Names, standing
+from watchstep.pytorch.parameters.parameters import Parameters
+from watchstep.pytorch.probes.staging import OnTheWay, stacked
 
 _RUNNING = ("running_mean", "running_var")
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -1,17 +1,23 @@
-"""Checksums of PyTorch tensors, wherever they lie: `watchstep.kernels.checksum` says what they are."""
+"""Checksums of PyTorch tensors on any device, and the probe that records them: one number, exact in float64.
+
+`watchstep.kernels.checksum` defines the checksum.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from watchstep.format.statistics import StatisticsBatch, scalars
 from watchstep.kernels import native_kernel
 from watchstep.kernels.checksum import BLOCK, DROPPED, MULTIPLIERS, SHIFTS, STEP, checksum_array
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, Memory
 from watchstep.pytorch.kernel import _plain
+from watchstep.pytorch.probes.staging import OnTheWay
 
 _SLICE = 1024 * BLOCK
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -98,3 +104,20 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 def _signed(value: int) -> int:
     """The int64 of the same 64 bits."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """A measurement whose rows hold checksums."""
+
+    figures: OnTheWay
+    nonfinite: bool | None = False
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Checksums:
+        """The checksums of what this worker holds of each tensor."""
+        return cls(OnTheWay(checksums(tensors)))
+
+    def collect(self) -> StatisticsBatch:
+        """One row each."""
+        return scalars(self.figures.numbers().tolist())

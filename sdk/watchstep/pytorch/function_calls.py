@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from watchstep import tensors
-from watchstep.capture.element_probes import FUNCTION_CALLS, of_kind
+from watchstep.capture.config import FUNCTION_CALLS, of_kind
 from watchstep.capture.record import Group, Probe
 from watchstep.capture.session import Session
-from watchstep.kernels.interface import Kernel
-from watchstep.pytorch.names import Names, dtype_name
-from watchstep.pytorch.placement import standing
+from watchstep.format import tensors
+from watchstep.format.tensors import Mode, TensorInfo
+from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch.names import Names, dtype_name, standing
 from watchstep.pytorch.probes.channels import ChannelProbe
 from watchstep.pytorch.probes.unit_activity import UnitActivity, activation_kind
-from watchstep.tensors import Mode, TensorInfo
 
 _MODULES: dict[str, Callable[[], nn.Module]] = {"ReLU": nn.ReLU, "Tanh": nn.Tanh, "Sigmoid": nn.Sigmoid}
 _KINDS: dict[Any, str] = {

@@ -29,7 +29,7 @@ from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import Look
 from watchstep.pytorch.kernel import all_finite, device_tensors, native_memory
-from watchstep.pytorch.probes.on_the_way import OnTheWay
+from watchstep.pytorch.probes.staging import OnTheWay
 
 _SLICES = 8
 _FIRST_UPDATES = 16

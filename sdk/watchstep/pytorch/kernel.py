@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from watchstep.format.statistics import StatisticsBatch
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.interface import Measurement
+from watchstep.kernels.measurement import Measurement, Ready, Several
 from watchstep.kernels.native_kernel import KINDS, Memory
-from watchstep.kernels.ready import Ready
-from watchstep.kernels.several import Several
 from watchstep.pytorch import device_kernel
-from watchstep.pytorch.operations import measure_by_operations
-from watchstep.statistics import StatisticsBatch
+from watchstep.pytorch.device_kernel import measure_by_operations
 
 
 class TorchKernel:

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from watchstep.capture.snapshot_plan import Occasion
-from watchstep.capture.snapshots import TakenSnapshot, fitting
-from watchstep.snapshot_writing import Described, aligned_order
-from watchstep.tensors import bounded_word
+from watchstep.capture.snapshots.plan import Occasion
+from watchstep.capture.snapshots.writer import TakenSnapshot, fitting
+from watchstep.format.snapshot import Described, aligned_order
+from watchstep.format.tensors import bounded_word
 
 if TYPE_CHECKING:
     from watchstep.capture.session import Session

@@ -12,42 +12,31 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep import tensors
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
-from watchstep.kernels.interface import Kernel
-from watchstep.pytorch import (
-    backward_losses,
-    clipping,
-    device_kernel,
-    gradient_scaler,
-    optimizer_steps,
-    snapshots,
-)
-from watchstep.pytorch.accumulated_losses import AccumulatedLosses
-from watchstep.pytorch.activations import ActivationHooks
+from watchstep.format import tensors
+from watchstep.format.tensors import Mode
+from watchstep.kernels.measurement import Kernel
+from watchstep.pytorch import backward_losses, device_kernel, snapshots
+from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses
 from watchstep.pytorch.backward_losses import FoundLoss, LossNames, SummedLosses
 from watchstep.pytorch.buffers import Buffers
-from watchstep.pytorch.clipped_gradients import ClippedGradients
-from watchstep.pytorch.counting_optimizer import CountingOptimizer
-from watchstep.pytorch.finite_checks import FiniteChecks
-from watchstep.pytorch.forward_passes import ForwardPasses, PartPasses
 from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
-from watchstep.pytorch.gradient_scaler import Scaling
-from watchstep.pytorch.hyperparameters import Hyperparameters
-from watchstep.pytorch.kept_gradients import KeptGradients
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.missing_updates import MissingUpdates
-from watchstep.pytorch.module_hook import ModuleHook
+from watchstep.pytorch.losses import AccumulatedLosses, record_tensor
 from watchstep.pytorch.names import NamedParameter, Names
-from watchstep.pytorch.overdue_updates import OverdueUpdates
-from watchstep.pytorch.parameters import Parameters, Updated
-from watchstep.pytorch.scalars import record_tensor
-from watchstep.pytorch.scaler_metrics import ScalerMetrics
-from watchstep.pytorch.unheld_parameters import UnheldParameters
+from watchstep.pytorch.observable import ModuleHook
+from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
+from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling
+from watchstep.pytorch.parameters.clipping import ClippedGradients
+from watchstep.pytorch.parameters.finite_checks import FiniteChecks
+from watchstep.pytorch.parameters.hyperparameters import Hyperparameters
+from watchstep.pytorch.parameters.not_in_optimizer import UnheldParameters
+from watchstep.pytorch.parameters.parameters import Parameters, Updated
+from watchstep.pytorch.parameters.stale_gradients import KeptGradients
+from watchstep.pytorch.parameters.updates import CountingOptimizer, MissingUpdates, OverdueUpdates
 from watchstep.stopping import StopTraining
-from watchstep.tensors import Mode
 
 _OBSERVED_AFTER = 3  # finished steps after which what is silent is reported as not observed
 _ENDLESS = 500  # backward passes within one step
@@ -160,7 +149,7 @@ class Watch:
         )
         optimizer_steps.listen(self)
         backward_losses.listen(self)
-        gradient_scaler.listen(self)
+        amp.listen(self)
         clipping.listen(self)
         if unseen := clipping.not_observed():
             self._health.note("clipping", f"not observed in this version of PyTorch: {', '.join(unseen)}")
@@ -169,7 +158,7 @@ class Watch:
         """Stop listening, and take the hooks off the model."""
         optimizer_steps.forget(self)
         backward_losses.forget(self)
-        gradient_scaler.forget(self)
+        amp.forget(self)
         clipping.forget(self)
         for handle in self._handles:
             handle.remove()
@@ -258,7 +247,7 @@ class Watch:
             self._saw_closure = False
             self._in_closure = set() if has_closure else None
             self._withdraw_failed(optimizer)
-            scaling = gradient_scaler.scaling_of(optimizer)
+            scaling = amp.scaling_of(optimizer)
             if scaling.skips:
                 self._see_skip(optimizer)
                 return
@@ -274,7 +263,7 @@ class Watch:
         try:
             if not self._captured():
                 self._saw_closure = True
-                self._measure(optimizer, gradient_scaler.PLAIN, updated_already=False)
+                self._measure(optimizer, amp.PLAIN, updated_already=False)
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("measuring", error)
 
@@ -286,7 +275,7 @@ class Watch:
                 return
             self._overdue.step_ends()
             if has_closure and not self._saw_closure:  # what looked like one was none
-                self._measure(optimizer, gradient_scaler.PLAIN, updated_already=True)
+                self._measure(optimizer, amp.PLAIN, updated_already=True)
             attempt = self._attempts.pop(optimizer, None)
             if attempt is not None:
                 self._clipped.updated(attempt.ids)

@@ -1,9 +1,11 @@
-"""What one question to a run may take, where many ask and none may starve the others: seconds, and bytes that are kept."""
+"""Limits of one query, in seconds and in bytes that it keeps, and the memory of the process for objects being decoded."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from watchstep.errors import WatchstepError
 
@@ -77,3 +79,54 @@ class ReadBudget:
     def left_seconds(self) -> float:
         """Seconds that are left; 0 where none are."""
         return max(0.0, self._deadline - time.monotonic())
+
+
+MOST_BYTES = 384 * 1024 * 1024
+"""Decoded bytes of all objects at once. One object has at most 256 MiB, so each fits."""
+
+
+class DecodingMemory:
+    """Memory for decoding, shared by all threads of a process. Thread-safe.
+
+    An object's columns are decoded whole before the wanted rows are taken out of them. Without a common limit each reader
+    thread of each query has such an object in memory at the same time.
+
+    Args:
+        most_bytes: decoded bytes at once. An object that is larger is decoded while no other one is.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most_bytes
+        self._taken = 0
+        self._freed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, size: int, budget: ReadBudget | None = None) -> Iterator[None]:
+        """Reserve memory for the length of the block; waits until others have freed it.
+
+        Args:
+            size: decoded bytes.
+            budget: its time limits the wait.
+
+        Raises:
+            OverBudgetError: the budget's time is up.
+        """
+        size = min(size, self._most)
+        with self._freed:
+            timeout = None if budget is None else budget.left_seconds
+            if not self._freed.wait_for(lambda: self._taken + size <= self._most, timeout):
+                raise OverBudgetError(
+                    "queries that are under way take all the memory for reading",
+                    "ask again in some seconds, or for fewer tensors or steps",
+                )
+            self._taken += size
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._taken -= size
+                self._freed.notify_all()
+
+
+PROCESS = DecodingMemory()
+"""Of this process."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from watchstep import documents
 from watchstep.errors import FormatError, MissingStoreError, NotFoundError, StoreError
-from watchstep.layout import RUN_DOCUMENT
-from watchstep.reading.run_documents import get_document
-from watchstep.reading.run_state import DAMAGED, StoredState, read_state
-from watchstep.store import Store
-from watchstep.terminal_text import printable
+from watchstep.format import documents
+from watchstep.format.layout import RUN_DOCUMENT
+from watchstep.platform.terminal_text import printable
+from watchstep.reading.run_documents import DAMAGED, StoredState, get_document, read_state
+from watchstep.store.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class RunEntry:
         project: its project.
         run: its id.
         created_ns: when it was made, nanoseconds since the epoch.
-        state: as `watchstep.reading.run_state.StoredState` has it.
+        state: as `watchstep.reading.run_documents.StoredState` has it.
         damage: of a damaged run, which document cannot be read, and why.
     """
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.arrow_arrays import to_numbers, to_places
-from watchstep.block import STAGES
-from watchstep.derived import DERIVED
 from watchstep.errors import ConfigError
-from watchstep.histogram import Histograms
-from watchstep.segment_checks import PROBE
-from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, Floats, StatisticsBatch
-from watchstep.tensors import MODES
+from watchstep.format.arrow_arrays import to_numbers, to_places
+from watchstep.format.block import STAGES
+from watchstep.format.histogram import Histograms
+from watchstep.format.segment_checks import PROBE
+from watchstep.format.statistics import COUNT_COLUMNS, DERIVED, VALUE_COLUMNS, Floats, StatisticsBatch
+from watchstep.format.tensors import MODES
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block, concatenate
-from watchstep.reading.index import RunIndex
-from watchstep.reading.manifest import (
+from watchstep.format.block import Block, concatenate
+from watchstep.format.segment import CONSTANT, catalogue_bytes, metadata, to_table
+from watchstep.format.segment_checks import PROBE
+from watchstep.format.statistics import VALUE_COLUMNS
+from watchstep.reading.compacted import (
     COMPACTED,
     CompactedAttempt,
     Manifest,
@@ -27,12 +29,10 @@ from watchstep.reading.manifest import (
     generation_of,
     manifest_key,
 )
+from watchstep.reading.index import RunIndex
 from watchstep.reading.run import open_run
 from watchstep.reading.scan import Want
-from watchstep.segment import CONSTANT, catalogue_bytes, metadata, to_table
-from watchstep.segment_checks import PROBE
-from watchstep.statistics import VALUE_COLUMNS
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 _PART_ROWS = 100_000
 """Rows of a part, but for one with a longer tensor: one series unpacks no more than this."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.arrow_arrays import from_codes
 from watchstep.errors import ConfigError
+from watchstep.format.arrow_arrays import from_codes
+from watchstep.format.segment_checks import PROBE
+from watchstep.format.statistics import COUNT_COLUMNS, Floats
+from watchstep.format.tensors import MODES, SYSTEM
 from watchstep.reading.columns import COUNTED, Columns
 from watchstep.reading.run import Run
 from watchstep.reading.scan import Want
-from watchstep.segment_checks import PROBE
-from watchstep.statistics import COUNT_COLUMNS, Floats
-from watchstep.tensors import MODES, SYSTEM
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,8 +1,11 @@
-"""What statistics a run holds and where, and reading columns of them without reading the rest."""
+"""The index of a run: which object holds which statistics, and reading columns of them with a few objects prefetched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, TypeVar
@@ -10,27 +13,50 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block, concatenate
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.layout import SEGMENTS, SegmentKey
-from watchstep.reading.ahead import ahead, readers_of
-from watchstep.reading.budget import ReadBudget
+from watchstep.format.block import Block, concatenate
+from watchstep.format.layout import SEGMENTS, SegmentKey
+from watchstep.format.segment import to_block, whole
+from watchstep.format.segment_checks import PROBE, check_columns, check_steps
+from watchstep.format.tensors import TensorInfo
+from watchstep.reading.budget import PROCESS, ReadBudget
 from watchstep.reading.columns import IDENTITY, Columns, constants, from_table, is_one_of, joined
-from watchstep.reading.decoding import PROCESS
-from watchstep.reading.generations import Generations
-from watchstep.reading.manifest import Manifest, generation_of
+from watchstep.reading.compacted import Generations, Manifest, PartLostError, PartObject, generation_of
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
-from watchstep.reading.part import PartLostError, PartObject
 from watchstep.reading.scan import NO_CUT, Located, Scan, Want
-from watchstep.segment import to_block, whole
-from watchstep.segment_checks import PROBE, check_columns, check_steps
-from watchstep.store import Store
-from watchstep.tensors import TensorInfo
+from watchstep.store.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
+_OF_A_BUCKET = 16
+"""Objects of a bucket that are fetched at once: most of the time is waiting for its answers."""
+
+Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def readers_of(store: Store) -> int:
+    """How many objects of a store are read at once. More threads than cores only pass the GIL around for a folder."""
+    return min(_OF_A_BUCKET, max(2, os.cpu_count() or 1)) if store.is_local else _OF_A_BUCKET
+
+
+def ahead(work: Callable[[Item], Result], items: Iterable[Item], readers: int) -> Iterator[Result]:
+    """The results in order. Twice ``readers`` are under way or waiting at the most, so that memory is bounded."""
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(readers, "watchstep-reader") as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) >= 2 * readers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
 
 _COPIES = 2
 """How many times the rows of blocks are in memory: as a table and as a block; later as blocks and as the one they become."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from watchstep import journal
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.journal import JournalEvaluation
-from watchstep.layout import journal_part, journal_prefix
-from watchstep.store import Store
+from watchstep.format import journal
+from watchstep.format.journal import JournalEvaluation
+from watchstep.format.layout import journal_part, journal_prefix
+from watchstep.store.store import Store
 
 _PART = re.compile(r"([0-9]{10})\.json")
 

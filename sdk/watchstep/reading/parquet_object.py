@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from watchstep.block import STAGES
 from watchstep.errors import FormatError
-from watchstep.parquet_claims import Chunk, Footer, claims_of, is_chosen, read_footer
-from watchstep.segment import CATALOGUE, CONSTANT, MAX_BYTES, MAX_ROWS, catalogue_of, check_version, whole
-from watchstep.segment_checks import WORD_COLUMNS, check_claims, check_leaves, checked_columns
-from watchstep.store import Store
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format.block import STAGES
+from watchstep.format.parquet_claims import Chunk, Footer, claims_of, is_chosen, read_footer
+from watchstep.format.segment import (
+    CATALOGUE,
+    CONSTANT,
+    MAX_BYTES,
+    MAX_ROWS,
+    catalogue_of,
+    check_version,
+    whole,
+)
+from watchstep.format.segment_checks import WORD_COLUMNS, check_claims, check_leaves, checked_columns
+from watchstep.format.tensors import MODES, TensorInfo
+from watchstep.store.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Questions to a run whose answers fit a screen: a figure over the steps, a matrix, a histogram over time."""
+"""Queries whose answers fit a screen: series, heatmaps, histograms over time and losses; shards are merged."""
 
 from __future__ import annotations
 
@@ -9,19 +9,51 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.arrow_arrays import from_codes, from_numbers
-from watchstep.block import STAGES, Block
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.histogram import Histograms, exponent_of_bin, is_negative_bin, sum_rows
-from watchstep.reading.columns import COUNTED, Columns, figure_of, needs_of
+from watchstep.format.arrow_arrays import from_codes, from_numbers
+from watchstep.format.block import STAGES, Block
+from watchstep.format.histogram import Histograms, exponent_of_bin, is_negative_bin, sum_rows
+from watchstep.format.segment_checks import PROBE
+from watchstep.format.statistics import Floats, merge_rows
+from watchstep.format.tensors import LOSSES, MODES, Mode
+from watchstep.reading.columns import COUNTED, IDENTITY, Columns, batch_of, figure_of, needs_of
 from watchstep.reading.index import RunIndex
 from watchstep.reading.scan import Want
-from watchstep.reading.shards import merged
-from watchstep.statistics import Floats
-from watchstep.tensors import MODES, Mode
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+def merged(columns: Columns) -> Columns:
+    """Merge the shards of each (step, mode, tensor, replica, stage), workers in ascending order.
+
+    Args:
+        columns: `IDENTITY` and `COUNTED`, probes and ``time_ns`` where they are wanted, n rows.
+
+    Returns:
+        The same columns. A merged row takes the lowest worker of its shards, as rules see it, and that one's time. Its
+        probes are NaN: what a probe counted of shards does not follow for the whole.
+    """
+    names = (*IDENTITY, *COUNTED)
+    others = [name for name in columns if name not in names]
+    sharded = columns["shard_count"] > 1
+    parts = {name: columns[name][sharded] for name in names}
+    order = np.lexsort([parts[key] for key in ("worker", "stage", "replica", "tensor", "mode", "step")])
+    parts = {name: column[order] for name, column in parts.items()}
+    starts = np.ones(len(order), np.bool_)
+    starts[1:] = False
+    for key in ("step", "mode", "tensor", "replica", "stage"):
+        starts[1:] |= parts[key][1:] != parts[key][:-1]
+    first = np.flatnonzero(starts)
+    figures = merge_rows(batch_of(parts), np.cumsum(starts) - 1, len(first))
+    found = {name: parts[name][first] for name in IDENTITY}
+    found["shard_count"] = np.ones_like(found["shard_count"])
+    found |= {name: getattr(figures, name) for name in COUNTED}
+    for name in others:
+        of_first = columns[name][sharded][order][first]
+        found[name] = np.full(len(first), np.nan) if name.startswith(PROBE) else of_first
+    return {name: np.concatenate([columns[name][~sharded], found[name]]) for name in (*names, *others)}
+
 
 Reduce = Literal["mean", "min", "max"]
 
@@ -265,3 +297,55 @@ def _identity(block: Block) -> Columns:
         "replica": block.places.replica,
         "stage": block.places.stage,
     }
+
+
+_FIGURES = ("mean", "count", "nan", "pos_inf", "neg_inf")
+
+
+def losses_of(index: RunIndex) -> pa.Table:
+    """As `watchstep.Run.losses`."""
+    import pyarrow as pa
+
+    wanted = frozenset(info.name for info in index.tensors() if LOSSES in info.collections)
+    rows = index.consistently(lambda: index.collect(Want(_FIGURES, wanted)))
+    infos = index.tensors()
+    names = [info.name for info in infos]
+    ranks = np.empty(len(names), np.int64)
+    ranks[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    order = np.lexsort((ranks[rows["tensor"]], rows["mode"], rows["worker"], rows["step"]))
+    tensor = rows["tensor"][order]
+    return pa.table(
+        {
+            "step": rows["step"][order],
+            "mode": [MODES[mode] for mode in rows["mode"][order]],
+            "worker": rows["worker"][order].astype(np.int32),
+            "name": from_codes(tensor, names),
+            "value": loss_values(rows)[order],
+            "count": rows["count"][order],
+            "derived": np.array([info.derived for info in infos], np.bool_)[tensor],
+        },
+        schema=pa.schema(
+            [
+                ("step", "int64"),
+                ("mode", "string"),
+                ("worker", "int32"),
+                ("name", pa.dictionary(pa.int32(), pa.string())),
+                ("value", "float64"),
+                ("count", "int64"),
+                ("derived", "bool"),
+            ]
+        ),
+    )
+
+
+def loss_values(rows: Columns) -> Floats:
+    """The mean of the losses that each row holds, with those that were not finite: as their sum by IEEE 754, over their number.
+
+    Args:
+        rows: the columns ``mean`` (of the finite ones), ``nan``, ``pos_inf`` and ``neg_inf``.
+    """
+    values = np.array(rows["mean"], np.float64)
+    values[rows["pos_inf"] > 0] = np.inf
+    values[rows["neg_inf"] > 0] = -np.inf
+    values[(rows["nan"] > 0) | ((rows["pos_inf"] > 0) & (rows["neg_inf"] > 0))] = np.nan
+    return values

@@ -1,39 +1,148 @@
-"""A recorded run."""
+"""A recorded run and its tensors, also while it is being recorded."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep import documents
-from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, MissingStoreError, NotFoundError
-from watchstep.layout import RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
-from watchstep.local_folders import absolute_path
+from watchstep.format import documents
+from watchstep.format.block import Block, concatenate
+from watchstep.format.layout import ENDS, RUN_DOCUMENT, SNAPSHOTS, SnapshotKey, check_name
+from watchstep.format.segment import to_table
+from watchstep.format.snapshot import Snapshot, open_snapshot
+from watchstep.format.statistics import DERIVED
+from watchstep.format.tensors import MODES, Mode, TensorInfo
+from watchstep.platform.folders import absolute_path
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.columns import Columns
 from watchstep.reading.index import RunIndex
-from watchstep.reading.losses import losses_of
-from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
-from watchstep.reading.run_documents import END, read_documents
-from watchstep.reading.run_state import read_state
+from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
+from watchstep.reading.run_documents import END, read_documents, read_state
 from watchstep.reading.scan import Want
 from watchstep.reading.sql import query
-from watchstep.reading.tensor import Tensor
-from watchstep.reading.waiting import steps_that_come
-from watchstep.snapshot import Snapshot, open_snapshot
-from watchstep.store import Store
-from watchstep.tensors import MODES, Mode, TensorInfo
+from watchstep.store.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+class Tensor:
+    """Figures of one tensor over the steps, and its values where a snapshot holds them.
+
+    Attributes:
+        info: what is known of it.
+    """
+
+    def __init__(self, run: Run, info: TensorInfo, rows: Block) -> None:
+        self._run = run
+        self._rows = rows
+        self.info = info
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.info.name
+
+    @property
+    def rows(self) -> Block:
+        """Its rows, by step, worker and mode."""
+        return self._rows
+
+    def steps(self, mode: Mode | None = None) -> list[int]:
+        """Steps at which it was measured, ascending."""
+        return [int(step) for step in np.unique(self._of_mode(mode).step)]
+
+    @property
+    def workers(self) -> list[int]:
+        """Workers that measured it, ascending."""
+        return [int(worker) for worker in np.unique(self._rows.worker)]
+
+    def statistics(self, mode: Mode | None = None, worker: int | None = None) -> pa.Table:
+        """One row for each step, mode and worker.
+
+        Args:
+            mode: only rows of this mode.
+            worker: only rows of this worker.
+
+        Returns:
+            A table with the columns of a segment, and the derived figures (`watchstep.format.statistics.DERIVED`).
+        """
+        import pyarrow as pa
+
+        rows = self._of_mode(mode)
+        if worker is not None:
+            rows = rows.where(rows.worker == worker)
+        table = to_table(rows)
+        with np.errstate(all="ignore"):
+            for name, derive in DERIVED.items():
+                table = table.append_column(name, pa.array(derive(rows.statistics), from_pandas=True))
+        return table
+
+    def value(self, step: int, worker: int = 0, mode: Mode = "train") -> NDArray[Any]:
+        """The tensor itself, from a snapshot.
+
+        Args:
+            step: a step with a snapshot (`Run.snapshots`).
+            worker: the worker that wrote it.
+            mode: the mode it was written in.
+
+        Returns:
+            An array of the tensor's shape; see `watchstep.format.snapshot` for bfloat16 and fp8.
+
+        Raises:
+            NotFoundError: no snapshot of that step and worker holds it.
+            FormatError: the snapshot is damaged.
+        """
+        for snapshot in self._run.snapshots():
+            if (snapshot.step, snapshot.worker, snapshot.mode) == (step, worker, mode):
+                return self._run.open_snapshot(snapshot).read(self.name)
+        steps = sorted({s.step for s in self._run.snapshots() if s.worker == worker})
+        known = ", ".join(map(str, steps[:10])) or "none"
+        raise NotFoundError(
+            f"tensor {self.name!r}: no snapshot at step {step} of worker {worker}",
+            f"use a step with one ({known}), or ask for snapshots by CaptureConfig(snapshots=Snapshots(every=…))",
+        )
+
+    def _of_mode(self, mode: Mode | None) -> Block:
+        return self._rows if mode is None else self._rows.where(self._rows.mode == MODES.index(mode))
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name!r}, {len(self.steps())} steps)"
+
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 2.0
+
+
+def steps_that_come(run: Run, steps: list[int], mode: Mode | None, timeout: float | None) -> list[int]:
+    """As `watchstep.Run.wait_for_steps`."""
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout
+    pause = _FIRST_PAUSE
+    while True:
+        ended = _has_ended(run)
+        if run.refresh():
+            pause = _FIRST_PAUSE
+        known = set(run.steps(mode))
+        there = [step for step in steps if step in known]
+        if len(there) == len(steps) or ended or time.monotonic() >= deadline:
+            return there
+        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        pause = min(_LONGEST_PAUSE, 2 * pause)
+
+
+def _has_ended(run: Run) -> bool:
+    """Whether every attempt that wrote something has a worker that ended."""
+    ended = {entry.key.removeprefix(ENDS).split("/")[0] for entry in run.store.entries(ENDS)}
+    return bool(run.attempts) and set(run.attempts) <= ended
 
 
 def open_run(url: str | os.PathLike[str] | Store) -> Run:
@@ -230,7 +339,7 @@ class Run:
 
         Args:
             tensor: its name.
-            figure: a recorded figure, a derived one (`watchstep.derived.DERIVED`), or a probe (``update_ratio``, or as
+            figure: a recorded figure, a derived one (`watchstep.format.statistics.DERIVED`), or a probe (``update_ratio``, or as
                 SQL names it, ``probe.update_ratio``).
             worker: only rows of this worker, as it measured them.
             mode: only rows of this mode.
@@ -365,7 +474,7 @@ class Run:
         return found.documents
 
     def state(self) -> str:
-        """How it stands now, as `watchstep.reading.run_state.StoredState` has it."""
+        """How it stands now, as `watchstep.reading.run_documents.StoredState` has it."""
         return read_state(self._store).state
 
     def wait_for_steps(

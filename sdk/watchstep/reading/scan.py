@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from watchstep.format.tensors import TensorInfo
 from watchstep.reading.columns import Columns
+from watchstep.reading.compacted import PartObject
 from watchstep.reading.parquet_object import ParquetObject
-from watchstep.reading.part import PartObject
-from watchstep.tensors import TensorInfo
 
 NO_CUT = np.iinfo(np.int64).max
 """Of steps: beyond all."""

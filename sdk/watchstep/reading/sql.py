@@ -1,26 +1,134 @@
-"""SQL over a run's statistics: DuckDB, which asks for the columns that a query needs, and reaches nothing else."""
+"""SQL over the statistics of a run: the tables, and DuckDB, which requests only the columns of a query and reads nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from watchstep.block import STAGES
+import numpy as np
+
 from watchstep.errors import ConfigError, WatchstepError
-from watchstep.reading.columns import IDENTITY, Columns, needs_of
+from watchstep.format.block import STAGES
+from watchstep.format.segment_checks import PROBE
+from watchstep.format.statistics import COUNT_COLUMNS, DERIVED
+from watchstep.format.tensors import LOSSES, MODES, TensorInfo
+from watchstep.reading.columns import COUNTED, IDENTITY, Columns, figure_of, needs_of
 from watchstep.reading.index import RunIndex
 from watchstep.reading.scan import Want
-from watchstep.reading.sql_tables import (
-    catalogue_table,
-    lazy_table,
-    register_tables,
-    statistics_batch,
-    statistics_schema,
-)
-from watchstep.tensors import MODES
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+def catalogue_table(infos: Sequence[TensorInfo]) -> pa.Table:
+    """The table ``tensors``: one row each."""
+    import pyarrow as pa
+
+    words = ("name", "module", "module_type", "role")
+    return pa.table(
+        {
+            **{word: pa.array([getattr(info, word) for info in infos], pa.string()) for word in words},
+            "order": pa.array([info.order for info in infos], pa.int64()),
+            "shape": pa.array([info.shape for info in infos], pa.list_(pa.int64())),
+            "dtype": pa.array([info.dtype for info in infos], pa.string()),
+            "collections": pa.array([info.collections for info in infos], pa.list_(pa.string())),
+        }
+    )
+
+
+def statistics_schema(probes: Sequence[str]) -> pa.Schema:
+    """The columns of the table ``statistics``; a probe's name has the prefix ``probe.`` there."""
+    import pyarrow as pa
+
+    word, whole, short, real = (
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.int64(),
+        pa.int32(),
+        pa.float64(),
+    )
+    kinds = {"step": whole, "mode": word, "worker": short, "tensor": word, "time_ns": whole}
+    kinds |= {"shard_index": short, "shard_count": short, "replica": short, "stage": word}
+    kinds |= {name: real if name not in COUNT_COLUMNS else whole for name in COUNTED}
+    kinds |= dict.fromkeys(DERIVED, real)
+    kinds |= {PROBE + name: real for name in probes}
+    return pa.schema(list(kinds.items()))
+
+
+def statistics_batch(held: Columns, schema: pa.Schema, words: Mapping[str, Sequence[str]]) -> pa.RecordBatch:
+    """Rows of the table ``statistics``.
+
+    Args:
+        held: the recorded columns that the schema's follow from.
+        schema: `statistics_schema`'s, or some of its columns.
+        words: column of words → what its indices stand for.
+    """
+    import pyarrow as pa
+
+    arrays = []
+    for entry in schema:
+        if entry.name in words:
+            indices = pa.array(held[entry.name].astype(np.int32))
+            arrays.append(pa.DictionaryArray.from_arrays(indices, pa.array(words[entry.name], pa.string())))
+        elif entry.name in held and entry.type != pa.float64():
+            arrays.append(pa.array(held[entry.name], entry.type))
+        else:
+            arrays.append(pa.array(figure_of(held, entry.name), pa.float64(), from_pandas=True))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def lazy_table(
+    schema: pa.Schema, batches: Callable[[pa.Schema, frozenset[str] | None], Iterator[pa.RecordBatch]]
+) -> Any:
+    """A dataset of no rows to Arrow, whose scans read the run: what DuckDB asks of it is what is fetched.
+
+    Args:
+        schema: of all columns.
+        batches: some columns → their rows; the second argument is the tensors that are asked for, None for all.
+    """
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    class Statistics(ds.InMemoryDataset):  # type: ignore[misc]
+        def scanner(self, columns: list[str] | None = None, filter: Any = None, **_: Any) -> Any:  # noqa: A002
+            names = [*schema.names] if columns is None else [*columns]
+            filtered = [] if filter is None else [n for n in schema.names if _mentions(str(filter), n)]
+            read = pa.schema([schema.field(name) for name in dict.fromkeys([*names, *filtered])])
+            reader = pa.RecordBatchReader.from_batches(read, batches(read, _tensors_of(filter)))
+            return ds.Scanner.from_batches(reader, columns=names, filter=filter)
+
+    return Statistics(schema.empty_table())
+
+
+def register_tables(connection: Any, statistics: Any, catalogue: pa.Table) -> None:
+    """Give a connection a run's tables, and lock its configuration.
+
+    Args:
+        connection: to a database of its own that reaches nothing else.
+        statistics: what `lazy_table` gave.
+        catalogue: what `catalogue_table` gave.
+    """
+    connection.register("statistics", statistics)
+    connection.register("tensors", catalogue)
+    connection.execute(
+        "CREATE VIEW losses AS SELECT step, mode, worker, tensor AS name, mean AS value FROM statistics "  # noqa: S608
+        f"WHERE tensor IN (SELECT name FROM tensors WHERE list_contains(collections, '{LOSSES}'))"
+    )
+    connection.execute("SET lock_configuration = true")
+
+
+def _mentions(text: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
+
+
+def _tensors_of(condition: Any) -> frozenset[str] | None:
+    """Tensors that a condition asks for by equality; None for all."""
+    import pyarrow.dataset as ds
+
+    if condition is None:
+        return None
+    name = ds.get_partition_keys(condition).get("tensor")
+    return frozenset([name]) if isinstance(name, str) else None
 
 
 def query(index: RunIndex, text: str) -> pa.Table:

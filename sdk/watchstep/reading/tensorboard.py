@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from watchstep.errors import ConfigError
-from watchstep.histogram import exponent_of_bin, is_negative_bin
-from watchstep.reading.run import Run
-from watchstep.reading.tensor import Tensor
-from watchstep.segment_checks import PROBE
-from watchstep.statistics import StatisticsBatch
-from watchstep.tensors import LOSSES, METRICS
+from watchstep.format.histogram import exponent_of_bin, is_negative_bin
+from watchstep.format.segment_checks import PROBE
+from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.tensors import LOSSES, METRICS
+from watchstep.reading.run import Run, Tensor
 
 FIGURES = ("mean", "std", "rms", "abs_max")
 """Figures of a tensor that become scalars, its probes beside them; losses and metrics have their value alone."""

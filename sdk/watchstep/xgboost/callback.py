@@ -6,12 +6,12 @@ from typing import Any
 
 import xgboost
 
-from watchstep import tensors
 from watchstep.capture.record import Group, Probe
+from watchstep.format import tensors
+from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
-from watchstep.kernels.ready import Ready
+from watchstep.kernels.measurement import Ready
 from watchstep.stopping import StopTraining
-from watchstep.tensors import Mode
 from watchstep.xgboost.trees import TopShares, depths, described, has_trees, importance, largest_node, row_of
 
 _LOSSES = (

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from watchstep import tensors
-from watchstep.statistics import Floats, StatisticsBatch, merge_rows, scalars
-from watchstep.tensors import TensorInfo
+from watchstep.format import tensors
+from watchstep.format.statistics import Floats, StatisticsBatch, merge_rows, scalars
+from watchstep.format.tensors import TensorInfo
 
 TOP = tuple(range(1, 11))
 """Of so many features that count most the share is told."""

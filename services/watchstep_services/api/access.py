@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from watchstep.layout import run_prefix
+from watchstep.format.layout import run_prefix
 from watchstep_services.api.direct import Direct
 from watchstep_services.api.known_tokens import KnownTokens
 from watchstep_services.api.lookup import unknown_run

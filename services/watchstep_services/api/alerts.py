@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.api.access import Served, permits
 from watchstep_services.api.filters import (
     Labels,

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 from sqlalchemy import update
 
 from watchstep.errors import ConfigError
-from watchstep.layout import SegmentKey, WriterId, check_name
+from watchstep.format.layout import SegmentKey, WriterId, check_name
 from watchstep_services import metrics
 from watchstep_services.api.access import Served, permits
 from watchstep_services.api.direct import Direct

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy import select
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.api.access import Served, permits
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.models import JobOutput

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
-from watchstep.control import SnapshotRequest
 from watchstep.errors import ConfigError
-from watchstep.layout import check_name
+from watchstep.format.control import SnapshotRequest
+from watchstep.format.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.lookup import find_run

@@ -8,7 +8,7 @@ from datetime import datetime
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
-from watchstep.layout import attempt_document, run_prefix
+from watchstep.format.layout import attempt_document, run_prefix
 from watchstep_services.api.access import Served, permits
 from watchstep_services.stores.scoped import scoped_credentials
 from watchstep_services.tenancy.projects import open_project

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.filters import Since, Until, Word, between, one_of
 from watchstep_services.api.lookup import find_run

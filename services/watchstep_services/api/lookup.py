@@ -9,8 +9,8 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import SegmentKey, WriterId, check_name, run_prefix
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey, WriterId, check_name, run_prefix
+from watchstep.store.store import Store
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Project, Run, Segment, Standing
 from watchstep_services.service import Service

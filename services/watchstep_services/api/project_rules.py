@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.etags import IfMatch, require_match, tag
 from watchstep_services.api.paging import Order, Paged, PageOutput

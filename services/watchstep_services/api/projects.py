@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.idempotency import Once
 from watchstep_services.api.paging import Order, Paged, PageOutput

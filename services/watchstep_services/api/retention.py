@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.problems import RefusedError

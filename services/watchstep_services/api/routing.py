@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_rules.config.rule_config import LabelName, ReceiverName
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.etags import IfMatch, require_match, tag

@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_launch.backend import JobHandle
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs

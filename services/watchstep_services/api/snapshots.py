@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from watchstep.errors import FormatError, NotFoundError
+from watchstep.format.layout import SNAPSHOTS, SnapshotKey, check_name
+from watchstep.format.snapshot import DTYPES, Snapshot, Stored, open_snapshot, widened
+from watchstep.format.statistics import StatisticsBatch, merge_rows
+from watchstep.format.tensors import Mode
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.layout import SNAPSHOTS, SnapshotKey, check_name
-from watchstep.narrow_floats import widened
-from watchstep.snapshot import DTYPES, Snapshot, Stored, open_snapshot
-from watchstep.statistics import StatisticsBatch, merge_rows
-from watchstep.store import Store
-from watchstep.tensors import Mode
+from watchstep.store.store import Store
 from watchstep_services.api.access import permits
 from watchstep_services.api.filters import Word
 from watchstep_services.api.paging import Paged, PageOutput

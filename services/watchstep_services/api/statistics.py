@@ -8,8 +8,8 @@ from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from watchstep.errors import ConfigError
+from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.reading.queries import Reduce
-from watchstep.tensors import Mode, TensorInfo
 from watchstep_rules.custom.sql.guard import MAX_QUERY
 from watchstep_rules.custom.sql.process import Question
 from watchstep_rules.custom.sql.query import Limits

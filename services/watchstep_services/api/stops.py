@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import ColumnElement
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.access import Caller, Served, permits
 from watchstep_services.api.idempotency import Once

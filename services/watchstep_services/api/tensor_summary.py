@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from pydantic import BaseModel, Field
 
-from watchstep.derived import DERIVED
-from watchstep.statistics import StatisticsBatch
+from watchstep.format.statistics import DERIVED, StatisticsBatch
 
 _WHOLE = ("count", "nan", "pos_inf", "neg_inf", "zero", "negative")
 _REAL = ("min", "max", "mean", "abs_min")

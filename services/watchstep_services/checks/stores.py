@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.checks.finding import Finding, failed
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Project

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 import watchstep
-from watchstep.launch.run_command import parser as run_options
-from watchstep.launch.sync_command import parser as sync_options
+from watchstep.wrapper.run_command import parser as run_options
+from watchstep.wrapper.sync_command import parser as sync_options
 from watchstep_services.cli import (
     attach,
     check_config,

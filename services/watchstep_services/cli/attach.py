@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from watchstep.errors import ConfigError
-from watchstep.terminal_text import printable
+from watchstep.platform.terminal_text import printable
 from watchstep_launch.backend import Backend
 from watchstep_launch.backend_registry import open_backend
 from watchstep_launch.job import Job

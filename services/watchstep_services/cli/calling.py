@@ -6,10 +6,10 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from watchstep.capture.service_location import ServiceNote
+from watchstep.capture.service.location import ServiceNote
 from watchstep.client import Client
 from watchstep.errors import ServiceError
-from watchstep.transport import ServiceAddress, Transport
+from watchstep.platform.transport import ServiceAddress, Transport
 from watchstep_services.embedded_settings import settings_for
 
 _SECONDS = 10.0

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from watchstep.terminal_text import escaped_json, printable
+from watchstep.platform.terminal_text import escaped_json, printable
 from watchstep_launch.view.terminal import TerminalConsole
 
 _PIPE = 100

@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import RUN_DOCUMENT
-from watchstep.store import Store
+from watchstep.format.layout import RUN_DOCUMENT
+from watchstep.store.store import Store
 from watchstep_services.cli.runs import find_run
 
 _WILD = frozenset("*?[")

@@ -11,13 +11,13 @@ from rich.text import Text
 
 from watchstep.client import Client
 from watchstep.errors import ConfigError, NotFoundError, ServiceError
+from watchstep.format.tensors import LOSSES, MODES, Mode
 from watchstep.reading.catalogue import RunEntry, find_runs
 from watchstep.reading.compaction import compact
 from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
-from watchstep.reading.run_state import read_state
-from watchstep.store import Store, checked_scheme
-from watchstep.tensors import LOSSES, MODES, Mode
+from watchstep.reading.run_documents import read_state
+from watchstep.store.store import Store, checked_scheme
 from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
 from watchstep_services.cli.calling import client_of, service_of
 from watchstep_services.cli.output import console, echo, figure, show, table

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from watchstep.client import Client
 from watchstep.errors import ConfigError, NotFoundError, ServiceError
+from watchstep.platform.terminal_text import printable
 from watchstep.reading.run import Run
-from watchstep.store import checked_scheme
-from watchstep.terminal_text import printable
+from watchstep.store.store import checked_scheme
 from watchstep_rules.engine.incident import IncidentSummary
 from watchstep_services.cli.calling import service_of
 from watchstep_services.cli.output import console, echo

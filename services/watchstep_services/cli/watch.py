@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from watchstep.capture.service_location import find_service
+from watchstep.capture.service.location import find_service
 from watchstep.client import Client
 from watchstep.errors import ServiceError
-from watchstep.store import checked_scheme
+from watchstep.store.store import checked_scheme
 from watchstep_launch.job import ENDED
 from watchstep_launch.view.run_status import Watcher
 from watchstep_launch.view.show import Showing, kind_of

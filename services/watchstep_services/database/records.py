@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Table, and_, case, select, update
 from sqlalchemy.orm import Session
 
-from watchstep.layout import SegmentKey
+from watchstep.format.layout import SegmentKey
 from watchstep_services import tracing
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.event_order import publish_at_end

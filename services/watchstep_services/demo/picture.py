@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from watchstep.format.tensors import GRADIENTS
+from watchstep.platform.terminal_text import printable
 from watchstep.reading.run import Run
-from watchstep.tensors import GRADIENTS
-from watchstep.terminal_text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """Having all workers of an attempt know of one step before any stops there: what follows from their answers.
 
-A step is named; each worker answers (`watchstep.stop_answers`) and waits at the step rather than passing it. It is agreed on when all
+A step is named; each worker answers (`watchstep.format.control`) and waits at the step rather than passing it. It is agreed on when all
 are ready for it, and another is named when one was past it. Whatever is lost on the way, none stops alone: without an
 agreement the stop goes on by the backend.
 """
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from watchstep.control import ControlDocument, StopRequest
-from watchstep.stop_answers import StopAnswer, find_answers
+from watchstep.format.control import ControlDocument, StopAnswer, StopRequest, find_answers
 from watchstep_services.control import ask, mirror
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.outbox import DueAction, Tried

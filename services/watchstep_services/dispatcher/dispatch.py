@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from sqlalchemy import case, func, select, update
 from sqlalchemy.orm import Session
 
-from watchstep.control import ControlDocument
 from watchstep.errors import WatchstepError
+from watchstep.format.control import ControlDocument
 from watchstep_services.control import MIRROR, try_mirror
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.models import Action, ActionTry, Run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from watchstep.control import ControlDocument
+from watchstep.format.control import ControlDocument
 from watchstep_services.database.models import Attempt
 from watchstep_services.dispatcher.target import Target
 from watchstep_services.evaluator import attempts

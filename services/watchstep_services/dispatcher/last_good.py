@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from watchstep.checkpoints import last_good
+from watchstep.format.checkpoints import last_good
 from watchstep_services.database.models import Event
 from watchstep_services.dispatcher.outbox import DueAction
 from watchstep_services.dispatcher.target import REFUSED, Target, at_store

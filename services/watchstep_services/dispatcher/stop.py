@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from watchstep.control import StopRequest
 from watchstep.errors import WatchstepError
+from watchstep.format.control import StopRequest
 from watchstep_launch.backend import JobStatus
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action

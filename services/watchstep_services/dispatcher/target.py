@@ -8,10 +8,10 @@ from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError, StoreError
+from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.stopping import EXIT_STOPPED
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_launch.backend import Backend, JobHandle, JobStatus
 from watchstep_launch.errors import BackendDownError, BackendError
 from watchstep_services.control import ask, change, mirror

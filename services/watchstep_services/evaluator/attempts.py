@@ -8,10 +8,10 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep import documents, layout
-from watchstep.documents import AttemptDocument, EndDocument
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.store import Store
+from watchstep.format import documents, layout
+from watchstep.format.documents import AttemptDocument, EndDocument
+from watchstep.store.store import Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, Run

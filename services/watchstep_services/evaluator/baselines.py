@@ -14,13 +14,13 @@ import logging
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from watchstep import documents
-from watchstep.documents import RunDocument
 from watchstep.errors import FormatError, NotFoundError, StoreError
-from watchstep.layout import RUN_DOCUMENT, baseline_document
+from watchstep.format import documents
+from watchstep.format.documents import RunDocument
+from watchstep.format.layout import RUN_DOCUMENT, baseline_document
+from watchstep.format.tensors import BIASES, WEIGHTS, TensorInfo
 from watchstep.reading.run import open_run
-from watchstep.store import Store
-from watchstep.tensors import BIASES, WEIGHTS, TensorInfo
+from watchstep.store.store import Store
 from watchstep_rules.baseline.pinned import read_baseline
 from watchstep_rules.baseline.run_summary import summarize_run
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from watchstep import segment
-from watchstep.block import Block, BlockMemory
 from watchstep.errors import FormatError, NotFoundError, StoreError
-from watchstep.layout import SegmentKey, WriterId
-from watchstep.segment_checks import check_steps
-from watchstep.store import Store
+from watchstep.format import segment
+from watchstep.format.block import Block, BlockMemory
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.format.segment_checks import check_steps
+from watchstep.store.store import Store
 from watchstep_rules.engine.history import canonical
 from watchstep_services.database.models import Attempt, Run
 from watchstep_services.evaluator import cursor as cursors

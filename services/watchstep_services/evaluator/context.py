@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from sqlalchemy import select
 
-from watchstep.block import Block, concatenate
 from watchstep.errors import FormatError, NotFoundError, StoreError
-from watchstep.layout import SegmentKey
+from watchstep.format.block import Block, concatenate
+from watchstep.format.layout import SegmentKey
+from watchstep.reading.compacted import COMPACTED
 from watchstep.reading.index import RunIndex
-from watchstep.reading.manifest import COMPACTED
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.backtest.steps_read import StepReader
 from watchstep_rules.engine.history import History, canonical, joined, trimmed
 from watchstep_rules.engine.lookback import Reach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from watchstep.layout import WriterId
+from watchstep.format.layout import WriterId
 
 
 def decode(text: str) -> dict[WriterId, int]:

@@ -12,11 +12,11 @@ from typing import TypeVar
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from watchstep import documents, layout
-from watchstep.documents import AttemptDocument, EndDocument
 from watchstep.errors import FormatError
-from watchstep.layout import SegmentKey
-from watchstep.store import Entry, Store
+from watchstep.format import documents, layout
+from watchstep.format.documents import AttemptDocument, EndDocument
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Entry, Store
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Attempt, Project, Run, Segment
 from watchstep_services.database.records import hint, put_segment

@@ -12,8 +12,8 @@ import numpy as np
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from watchstep import layout
 from watchstep.errors import WatchstepError
+from watchstep.format import layout
 from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_rules.engine.history import History, joined, trimmed
 from watchstep_rules.engine.lookback import Reach

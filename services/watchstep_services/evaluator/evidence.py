@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from watchstep.layout import run_prefix
+from watchstep.format.layout import run_prefix
 from watchstep_services.database.models import Segment
 from watchstep_services.evaluator.discover import key_of
 from watchstep_services.evaluator.place import Place

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import BindParameter, Connection, bindparam, exists, func, select
 
-from watchstep.layout import SegmentKey, WriterId
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep_rules.engine.alert_memory import Phase
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Attempt, Run, Segment, Standing

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
-from watchstep import journal
 from watchstep.errors import FormatError, StoreError
-from watchstep.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
-from watchstep.layout import journal_part
+from watchstep.format import journal
+from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
+from watchstep.format.layout import journal_part
 from watchstep.reading.journal import read_part
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.models import Attempt, Project, Run, Seal, Segment, Tick

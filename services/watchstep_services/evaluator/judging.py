@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.baseline.pinned import with_baseline
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Transition

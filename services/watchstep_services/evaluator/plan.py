@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from watchstep.layout import SegmentKey, WriterId
+from watchstep.format.layout import SegmentKey, WriterId
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from sqlalchemy import bindparam, update
 
 from watchstep.errors import FormatError
-from watchstep.layout import SegmentKey
+from watchstep.format.layout import SegmentKey
 from watchstep_services.database.engine import Database
 from watchstep_services.database.records import RUNS
 from watchstep_services.evaluator.claim import Claim

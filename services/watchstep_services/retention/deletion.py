@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import Select, Table, delete, select
 from sqlalchemy.orm import Session
 
-from watchstep.layout import RUN_DOCUMENT
-from watchstep.store import Store
+from watchstep.format.layout import RUN_DOCUMENT
+from watchstep.store.store import Store
 from watchstep_services.database.models import Base, Run
 
 TENSORS = "tensors/"

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import StoreError, WatchstepError
 from watchstep.reading.compaction import compact
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.clock import now_ns, read_clock
 from watchstep_services.database.limits import lift
 from watchstep_services.database.models import Action, Project, Run, Segment, Upkeep

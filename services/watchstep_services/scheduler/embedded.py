@@ -18,11 +18,11 @@ from typing import IO, TYPE_CHECKING
 
 import uvicorn
 
-from watchstep.capture.service_location import SERVICE_NOTE, make_home
+from watchstep.capture.service.location import SERVICE_NOTE, make_home
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
-from watchstep.process_identity import ProcessIdentity
-from watchstep.store import Store, checked_scheme
-from watchstep.store_identity import StoreIdentity
+from watchstep.platform.process import ProcessIdentity
+from watchstep.store.identity import StoreIdentity
+from watchstep.store.store import Store, checked_scheme
 from watchstep_launch.backends_file import BACKENDS_FILE
 from watchstep_services.api.app import create_app
 from watchstep_services.api.connections import server_options

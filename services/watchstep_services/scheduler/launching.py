@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from watchstep.capture.identity import new_nonce
-from watchstep.launch import environment as injected
-from watchstep.transport import ServiceAddress
+from watchstep.platform.transport import ServiceAddress
+from watchstep.wrapper import environment as injected
 from watchstep_launch.backend import JobHandle, Launch
 from watchstep_services.registration import bind_job, register
 from watchstep_services.service import Service

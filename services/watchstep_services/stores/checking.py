@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from watchstep.errors import StoreError, WatchstepError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.stores.opening import open_place
 from watchstep_services.stores.place import Registration, StorePlace
 from watchstep_services.stores.policies import project_policy

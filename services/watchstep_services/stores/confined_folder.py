@@ -17,11 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from watchstep.errors import NotFoundError, StoreError
-from watchstep.folder_writes import create_file, descend, opened_folder, put_file
-from watchstep.local_folders import is_usable
-from watchstep.local_objects import read_range
-from watchstep.store import Entry, Store, oversized
-from watchstep.store_identity import MARKER, StoreIdentity
+from watchstep.platform.folders import is_usable
+from watchstep.store.identity import MARKER, StoreIdentity
+from watchstep.store.local import create_file, descend, opened_folder, put_file, read_range
+from watchstep.store.store import Entry, Store, oversized
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

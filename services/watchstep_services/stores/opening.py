@@ -6,10 +6,10 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from watchstep.cloud_store import S3Access
-from watchstep.layout import run_prefix
-from watchstep.store import Store
-from watchstep.store_identity import StoreIdentity
+from watchstep.format.layout import run_prefix
+from watchstep.store.cloud import S3Access
+from watchstep.store.identity import StoreIdentity
+from watchstep.store.store import Store
 from watchstep_services.stores.confined_folder import ConfinedFolder
 from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.stores.place import Registration, StorePlace

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from watchstep.errors import ConfigError
-from watchstep.layout import (
+from watchstep.format.layout import (
     ENDS,
     RUN_DOCUMENT,
     SNAPSHOTS,

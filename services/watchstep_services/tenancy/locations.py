@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from watchstep.errors import ConfigError
-from watchstep.layout import check_name
-from watchstep.store import checked_scheme
+from watchstep.format.layout import check_name
+from watchstep.store.store import checked_scheme
 from watchstep_services.stores.endpoint import check_endpoint
 from watchstep_services.stores.place import Registration, StorePlace
 

@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
-from watchstep.layout import check_name
+from watchstep.format.layout import check_name
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Project, ProjectStore, StoreRow
 from watchstep_services.database.upsert import insert_missing

@@ -35,7 +35,8 @@ def launch(run, *words):
 @pytest.fixture(scope="module")
 def notebook(beside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     (beside / "quick.py").write_text(PROGRAM)
-    jobs = Local(folder=tmp_path_factory.mktemp("jobs"))
+    # The service beside the store may have been started by another module's tests: it reads the job records of one folder.
+    jobs = Local(folder=tmp_path_factory.getbasetemp() / "jobs")
     said = {"WATCHSTEP_JOBS": str(jobs.folder), "WATCHSTEP_IDLE_SECONDS": "300"}
     with pytest.MonkeyPatch.context() as patch:
         for name in (

@@ -8,15 +8,15 @@ from random import Random
 import pytest
 
 from tests.rules.runs import LAST, segments
-from watchstep import documents, journal, layout, segment
-from watchstep.block import Block, concatenate
-from watchstep.documents import RunDocument
 from watchstep.errors import NotFoundError
-from watchstep.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
-from watchstep.layout import SegmentKey, WriterId
+from watchstep.format import documents, journal, layout, segment
+from watchstep.format.block import Block, concatenate
+from watchstep.format.documents import RunDocument
+from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.reading.compaction import compact
 from watchstep.reading.run import open_run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.backtest import replay_source, steps_read
 from watchstep_rules.backtest.backtest import Order, Outcome, backtest, backtest_run, backtest_sets
 from watchstep_rules.config.rule_config import RuleConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.sdk.blocks import gradient, tensor
+from tests.sdk.format.blocks import gradient, tensor
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradientParams
 from watchstep_rules.config.rule_config import RuleConfig, StopAction, TensorScope, Timing, WebhookAction
 from watchstep_rules.registry import RULES

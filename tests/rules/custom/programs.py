@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes, os, signal, socket, subprocess, sys, threading
 import numpy as np
-from watchstep.block import concatenate
-from watchstep.derived import abs_mean
+from watchstep.format.block import concatenate
+from watchstep.format.statistics import abs_mean
 from watchstep_rules import Finding, Needs, Params, Rule, State
 from watchstep_rules.rule import finding_at
 

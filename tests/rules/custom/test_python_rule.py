@@ -32,8 +32,8 @@ from tests.rules.runs import (
     splits,
     steps_of,
 )
-from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, RuleError
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python import rule as python_rule
 from watchstep_rules.custom.sandbox import isolation, pool

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.rules.runs import Event, Rows, Seal, all_at_once, follow, in_steps, norms, runs, splits, steps_of
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child

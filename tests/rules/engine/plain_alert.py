@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from watchstep.tensors import MODES
+from watchstep.format.tensors import MODES
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.streaks import RUN, JudgedRows, Streak, Tick, series_of

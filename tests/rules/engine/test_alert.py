@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import Row, block_of, gradient
+from tests.sdk.format.blocks import Row, block_of, gradient
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine.alert import advance
 from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition

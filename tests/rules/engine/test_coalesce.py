@@ -11,9 +11,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.runs import Rows, Said, all_at_once, follow
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block, concatenate
-from watchstep.tensors import TensorInfo
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block, concatenate
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.backtest.report import _transition, _transition_from
 from watchstep_rules.config.rule_config import RuleConfig

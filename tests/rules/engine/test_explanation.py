@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.sdk.blocks import Row, block_of, gradient, tensor
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep_rules.config.message_template import FIELDS
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase, Transition

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import blocks, rows_of
-from watchstep.block import Block
+from tests.sdk.format.blocks import blocks, rows_of
+from watchstep.format.block import Block
 from watchstep_rules.engine.history import History, joined, trimmed
 
 

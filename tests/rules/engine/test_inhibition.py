@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.runs import Event, Rows, Seal, runs, splits
-from watchstep.block import Block, concatenate
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition
 from watchstep_rules.engine.coalesce import as_told

@@ -20,9 +20,9 @@ from tests.rules.runs import (
     splits,
     steps_of,
 )
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block, concatenate
-from watchstep.tensors import Placement
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block, concatenate
+from watchstep.format.tensors import Placement
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradient
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope

@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.runs import Event, Rows, Said, Seal, follow
-from tests.sdk.blocks import Row, block_of, tensor
+from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine import alert_state_machine
 from watchstep_rules.engine.alert_memory import Phase

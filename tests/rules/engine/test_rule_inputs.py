@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rules.runs import Event, Rows, runs
-from tests.sdk.blocks import rows_of
-from watchstep.block import Block, concatenate
+from tests.sdk.format.blocks import rows_of
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
 from watchstep_rules.engine.rule_inputs import Prepared, Progress
 from watchstep_rules.signals.shards import merge_shards

@@ -12,9 +12,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.engine.plain_alert import PlainAlert
-from tests.sdk.blocks import Row, block_of, gradient
-from watchstep.block import Block
-from watchstep.tensors import Mode
+from tests.sdk.format.blocks import Row, block_of, gradient
+from watchstep.format.block import Block
+from watchstep.format.tensors import Mode
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine import alert
 from watchstep_rules.engine.alert import advance

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tests.rules.builtin.losses.losses import classes
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, gradient, tensor
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep.errors import RuleError
 from watchstep_rules.builtin.sagemaker.amazon import is_matched
 from watchstep_rules.config.rule_config import RuleConfig

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.tensors import TensorInfo
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.ranges.baseline import (
     MAX_PHASES,
     MAX_RUNS,

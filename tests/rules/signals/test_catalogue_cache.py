@@ -4,8 +4,8 @@ import gc
 import weakref
 from dataclasses import dataclass, replace
 
-from tests.sdk.blocks import INFOS
-from watchstep.tensors import TensorInfo
+from tests.sdk.format.blocks import INFOS
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.rules.runs import Rows, Seal, all_at_once, follow
 from tests.rules.test_trainings import recorded
 from tests.rules.trainings import CASES
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from watchstep.tensors import MODES
+from watchstep.format.tensors import MODES
 from watchstep_rules.signals.ranges.deviations import (
     MAX_DEVIATIONS,
     MIN_STEPS,

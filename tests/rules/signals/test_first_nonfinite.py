@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block
-from watchstep.tensors import TensorInfo
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule import Finding, likelihood
 

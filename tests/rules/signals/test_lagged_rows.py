@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block
 from watchstep_rules.signals.series import Trail
 
 A, B, C = (tensor(name, "weights") for name in "abc")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import tensor
+from tests.sdk.format.blocks import tensor
 from watchstep.errors import RuleError
 from watchstep_rules.config.rule_config import TensorScope
 from watchstep_rules.rule import Needs

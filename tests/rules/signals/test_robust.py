@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Floats
 from watchstep_rules.signals.ranges.robust import medians, medians_of_known, quantiles
 
 VALUES = st.one_of(st.floats(-1e300, 1e300), st.sampled_from([np.nan, np.inf, 0.0, -0.0]))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 
-from tests.sdk.blocks import Row, block_of, blocks, gradient
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, blocks, gradient
+from watchstep.format.block import Block
 from watchstep_rules.signals.series import SeriesRows
 
 

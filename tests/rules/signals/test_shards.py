@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import Row, block_of, blocks, gradient, rows_of, statistics_of
-from watchstep.block import Block
-from watchstep.tensors import Placement
+from tests.sdk.format.blocks import Row, block_of, blocks, gradient, rows_of, statistics_of
+from watchstep.format.block import Block
+from watchstep.format.tensors import Placement
 from watchstep_rules.signals.shards import merge_shards
 
 A, B = gradient("a"), gradient("b")

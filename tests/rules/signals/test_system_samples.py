@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import statistics_of
+from tests.sdk.format.blocks import statistics_of
 from watchstep_rules.signals.system_samples import Recent, surely_above, surely_below
 
 shares = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.25, 0.5, 0.7, 1.0])), max_size=20)

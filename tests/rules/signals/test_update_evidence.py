@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.tensors import TensorInfo
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig
 
 NAN = math.nan

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rules.runs import Event, Rows, in_steps, runs
-from tests.sdk.blocks import Row, tensor
-from watchstep.block import Block, concatenate
+from tests.sdk.format.blocks import Row, tensor
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.builtin.weights.weight_not_updating import WeightNotUpdating, WeightNotUpdatingParams
 from watchstep_rules.rule import Finding, State
 from watchstep_rules.signals.shards import merge_shards

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import statistics_of
-from watchstep.derived import DERIVED
-from watchstep.segment_checks import check_values
-from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
+from tests.sdk.format.blocks import statistics_of
+from watchstep.format.segment_checks import check_values
+from watchstep.format.statistics import COUNT_COLUMNS, DERIVED, VALUE_COLUMNS, StatisticsBatch
 from watchstep_rules.testing.file import RuleTest
 from watchstep_rules.testing.making import made
 from watchstep_rules.testing.synthesis import FIGURES, elements_with, statistics_with

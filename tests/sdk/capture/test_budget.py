@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.capture.budget import DENSE_STEPS, Budget
-from watchstep.capture.cadence import ADAPTIVE, Cadence
-from watchstep.capture.collections import Collection
-from watchstep.capture.config import CaptureConfig
+from watchstep.capture.config import ADAPTIVE, Cadence, CaptureConfig, Collection
 from watchstep.capture.health import Health
-from watchstep.capture.schedule import Schedule
-from watchstep.tensors import Mode
+from watchstep.capture.schedule import DENSE_STEPS, Budget, Schedule
+from watchstep.format.tensors import Mode
 
 
 class Clock:

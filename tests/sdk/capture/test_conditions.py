@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.sdk.blocks import gradient
-from watchstep.capture.bounded_queue import BoundedQueue
+from tests.sdk.format.blocks import gradient
 from watchstep.capture.health import Health
-from watchstep.capture.record import Group, join
+from watchstep.capture.record import BoundedQueue, Group, join
 from watchstep.capture.recorder import Recorder
-from watchstep.kernels.ready import Ready
-from watchstep.statistics import scalars
+from watchstep.format.statistics import scalars
+from watchstep.kernels.measurement import Ready
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from watchstep import CaptureConfig
 from watchstep.capture.health import Health
-from watchstep.capture.loss_onset import LossOnsets, LossRange
+from watchstep.capture.scalar_values import LossOnsets, LossRange
 from watchstep.capture.schedule import Schedule
 
 

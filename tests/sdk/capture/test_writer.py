@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from watchstep import Bounds, CaptureConfig, Hook, open_run
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Store
 
 
 def segments(store: Store, run: str) -> list[SegmentKey]:

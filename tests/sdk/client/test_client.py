@@ -17,10 +17,10 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
 from watchstep.client import Client
 from watchstep.errors import ConfigError, NotFoundError, ServiceError
-from watchstep.layout import SnapshotKey
+from watchstep.format.layout import SnapshotKey
+from watchstep.platform.transport import RefusedError
 from watchstep.reading.run import open_run
-from watchstep.store import Store
-from watchstep.transport import RefusedError
+from watchstep.store.store import Store
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.schema import upgrade
 from watchstep_services.tokens import create_token

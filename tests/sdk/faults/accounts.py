@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.sdk.faulty_s3 import FaultyS3
+from tests.sdk.store.faulty_s3 import FaultyS3
 from tests.sdk.training import EVERY_STEP, Training
 from watchstep import Hook, open_run
-from watchstep.capture.sync import spill_folders
-from watchstep.documents import EndDocument, decode
-from watchstep.layout import SegmentKey, SnapshotKey
-from watchstep.segment import decode as decode_segment
+from watchstep.capture.upload.sync import spill_folders
+from watchstep.format.documents import EndDocument, decode
+from watchstep.format.layout import SegmentKey, SnapshotKey
+from watchstep.format.segment import decode as decode_segment
 
 STEPS = 20
 LONGEST_STEP = 5.0

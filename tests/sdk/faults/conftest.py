@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sdk.faulty_s3 import FaultyS3
+from tests.sdk.store.faulty_s3 import FaultyS3
 
 
 @pytest.fixture

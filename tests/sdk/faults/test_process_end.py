@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.sdk.faults.accounts import on_server, spilled
-from tests.sdk.faulty_s3 import FaultyS3
+from tests.sdk.store.faulty_s3 import FaultyS3
 from watchstep import open_run
-from watchstep.capture.sync import spill_folders, sync
-from watchstep.documents import EndDocument
+from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.format.documents import EndDocument
 
 STEPS = 30
 BEGINNING = f"""

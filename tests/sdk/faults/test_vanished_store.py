@@ -15,10 +15,10 @@ from tests.sdk.faults.accounts import STEPS, accounted, rows_of, spilled, train
 from tests.sdk.faults.test_sync import run_sync
 from tests.sdk.training import EVERY_STEP
 from watchstep import Bounds, Hook, open_run
-from watchstep.capture.sync import spill_folders, sync
+from watchstep.capture.upload.sync import spill_folders, sync
 from watchstep.errors import ConfigError, MissingStoreError
-from watchstep.store import Store
-from watchstep.store_identity import MARKER, STORE_ID, StoreIdentity
+from watchstep.store.identity import MARKER, STORE_ID, StoreIdentity
+from watchstep.store.store import Store
 
 CONFIG = replace(
     EVERY_STEP, bounds=Bounds(flush_seconds=0.01, backlog_bytes=1, backlog_seconds=0.0, close_seconds=5.0)

@@ -16,10 +16,10 @@ from torch import nn
 from tests.sdk.integrations.models import column, loader
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, open_run
-from watchstep.checkpoints import last_good
-from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError
-from watchstep.store import Store
+from watchstep.format.checkpoints import last_good
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.store.store import Store
 
 accelerate: Any = pytest.importorskip(
     "accelerate", reason="ACCELERATE IS NOT INSTALLED: recording its loops is not proven by this run"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tests.sdk.integrations.models import column, loader
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, Run, StopTraining, open_run
-from watchstep.checkpoints import last_good
-from watchstep.control import ControlDocument, StopRequest
-from watchstep.store import Store
+from watchstep.format.checkpoints import last_good
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.store.store import Store
 
 L: Any = pytest.importorskip(
     "lightning", reason="LIGHTNING IS NOT INSTALLED: its callback is not proven by this run"

@@ -14,10 +14,10 @@ import torch
 from tests.sdk.integrations.models import Classifier, Examples, column
 from tests.sdk.training import EVERY_STEP
 from watchstep import Hook, Run, StopTraining, open_run
-from watchstep.checkpoints import last_good
-from watchstep.control import ControlDocument, StopRequest
 from watchstep.errors import ConfigError
-from watchstep.store import Store
+from watchstep.format.checkpoints import last_good
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.store.store import Store
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="TRANSFORMERS IS NOT INSTALLED: its callback is not proven by this run"

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hatch_build import FLAGS, FOLDER, SOURCES
+from watchstep.format.statistics import COUNT_COLUMNS
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.kernels.checksum import checksum_array
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, Memory, NativeKernel
-from watchstep.statistics import COUNT_COLUMNS
 
 ROOT = Path(__file__).parents[3]
 FLOAT32 = KINDS["float32"]

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.sdk.reference import ExactRow, exact_row
-from watchstep.derived import l1, l2
+from watchstep.format.statistics import COUNT_COLUMNS, StatisticsBatch, l1, l2
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
+from watchstep.pytorch.device_kernel import measure_on_device, to_batch
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.operations import measure_on_device, to_batch
-from watchstep.statistics import COUNT_COLUMNS, StatisticsBatch
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 Measure = Callable[[Tensor], StatisticsBatch]

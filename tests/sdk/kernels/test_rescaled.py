@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.merged import Merged
-from watchstep.kernels.ready import Ready
-from watchstep.kernels.rescaled import Rescaled
-from watchstep.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
+from watchstep.kernels.measurement import Merged, Ready, Rescaled
 
 ELEMENTS = st.lists(
     st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-6)

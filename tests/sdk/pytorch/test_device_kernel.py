@@ -7,13 +7,10 @@ import math
 import pytest
 import torch
 
-from watchstep.kernels.interface import Measurement
-from watchstep.kernels.ready import Ready
-from watchstep.kernels.several import Several
-from watchstep.pytorch.device_kernel import found_by_operations
+from watchstep.kernels.measurement import Measurement, Ready, Several
+from watchstep.pytorch.device_kernel import found_by_operations, measure_by_operations
 from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.operations import measure_by_operations
 
 
 def measured(*sizes: int) -> Measurement:

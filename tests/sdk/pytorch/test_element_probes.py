@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from watchstep import CaptureConfig, Hook, StopTraining, open_run
-from watchstep.capture.element_probes import element_probe, parsed
+from watchstep.capture.config import element_probe, parsed
 from watchstep.errors import ConfigError
-from watchstep.launch.environment import Launch, environment
 from watchstep.pytorch.probes.percentile_range import PercentileRange
 from watchstep.pytorch.probes.since_earlier import Unchanged, WeightChange
 from watchstep.pytorch.probes.unit_activity import UnitActivity
+from watchstep.wrapper.environment import Launch, environment
 
 FEW = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6)
 

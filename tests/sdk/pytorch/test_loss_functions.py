@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as PyTorch's own documentation has it
 
 from watchstep import Hook, open_run
-from watchstep.pytorch.loss_functions import loss_function
+from watchstep.pytorch.losses import loss_function
 
 OUTPUT = torch.linspace(-1, 1, 24).reshape(8, 3)
 CLASSES = torch.arange(8) % 3

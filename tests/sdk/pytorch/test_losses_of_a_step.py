@@ -20,9 +20,8 @@ from watchstep.capture.recorder import Recorder
 from watchstep.capture.scalar_values import DeviceScalar
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
-from watchstep.kernels.interface import Measurement
-from watchstep.kernels.ready import Ready
-from watchstep.statistics import scalars
+from watchstep.format.statistics import scalars
+from watchstep.kernels.measurement import Measurement, Ready
 
 INF, NAN = math.inf, math.nan
 
@@ -131,7 +130,7 @@ class _Together:
         self._values = [value._cell[0] for value in values]
 
     def collect(self) -> Any:
-        from watchstep.statistics import merge_rows
+        from watchstep.format.statistics import merge_rows
 
         return merge_rows(scalars(self._values), np.zeros(len(self._values), np.intp), 1)
 

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from tests.rules.runs import all_at_once
 from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
 from watchstep import CaptureConfig, Hook, Run, StopTraining
-from watchstep.control import StopRequest
+from watchstep.format.control import StopRequest
 from watchstep_rules.config.rule_config import RuleConfig
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

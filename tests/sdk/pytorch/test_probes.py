@@ -14,7 +14,7 @@ from watchstep import Hook
 from watchstep.pytorch.probes.channels import ChannelProbe
 from watchstep.pytorch.probes.class_counts import ClassCounts
 from watchstep.pytorch.probes.gradient_cosine import GradientCosine
-from watchstep.pytorch.probes.samples import views
+from watchstep.pytorch.probes.staging import views
 
 
 def counted(module: nn.Module, *passes: Tensor) -> tuple[float, float, float]:

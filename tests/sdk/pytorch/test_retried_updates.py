@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.sdk.training import EVERY_STEP, batches, recorded, small_model
 from watchstep import CaptureConfig, Hook
-from watchstep.pytorch import optimizer_steps
+from watchstep.pytorch.parameters import optimizer_steps
 
 GRADIENT = "0.weight:gradient"
 

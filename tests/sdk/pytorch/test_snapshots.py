@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from tests.sdk.training import Training, batches, small_model
 from watchstep import CaptureConfig, Hook, Run, Snapshots, open_run
-from watchstep.capture.cadence import ADAPTIVE
-from watchstep.control import ControlDocument, SnapshotRequest, StopRequest
+from watchstep.capture.config import ADAPTIVE
 from watchstep.errors import NotFoundError
-from watchstep.snapshot import Snapshot
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument, SnapshotRequest, StopRequest
+from watchstep.format.snapshot import Snapshot
+from watchstep.store.store import Store
 
 
 def hook_with(place: Path | str, **options: Any) -> Hook:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from tests.sdk.training import EVERY_STEP
 from watchstep import Hook, open_run
 from watchstep.errors import WatchstepError
+from watchstep.format.statistics import COUNT_COLUMNS, StatisticsBatch
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.statistics import COUNT_COLUMNS, StatisticsBatch
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

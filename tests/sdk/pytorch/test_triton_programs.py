@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.sdk.kernels.test_kernels import assert_agrees
 from tests.sdk.pytorch.interpreted import DEVICE, kernel
 from tests.sdk.reference import exact_row
+from watchstep.format.statistics import StatisticsBatch
 from watchstep.pytorch.kernel import device_tensors
-from watchstep.statistics import StatisticsBatch
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from tests.sdk.training import EVERY_STEP
 from watchstep import CaptureConfig, Hook
-from watchstep.capture.config import PROBES
-from watchstep.capture.element_probes import element_probe
+from watchstep.capture.config import PROBES, element_probe
 
 STEPS = 60
 

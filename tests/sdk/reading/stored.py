@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep import documents
-from watchstep.block import Block
-from watchstep.layout import RUN_DOCUMENT, SegmentKey, WriterId
-from watchstep.segment import encode
-from watchstep.store import Store
-from watchstep.tensors import Placement
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format import documents
+from watchstep.format.block import Block
+from watchstep.format.layout import RUN_DOCUMENT, SegmentKey, WriterId
+from watchstep.format.segment import encode
+from watchstep.format.tensors import Placement
+from watchstep.store.store import Store
 
 LOSS = tensor("loss", "losses", shape=())
 FIRST = gradient("first", order=1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sdk.blocks import Row, block_of
+from tests.sdk.format.blocks import Row, block_of
 from tests.sdk.reading.stored import FIRST, new_run, write
 from tests.sdk.training import EVERY_STEP, Training
 from watchstep import Cadence, Collection, Hook, Run, open_run

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import block_of, blocks, rows_of
+from tests.sdk.format.blocks import block_of, blocks, rows_of
 from tests.sdk.reading.stored import FIRST, new_run, sharded_rows, small_run, some_rows, write
 from watchstep import Run, open_run
-from watchstep.block import Block
 from watchstep.errors import StoreError
-from watchstep.reading import compaction, generations
+from watchstep.format.block import Block
+from watchstep.reading import compacted, compaction
+from watchstep.reading.compacted import Manifest, decode, manifest_key
 from watchstep.reading.compaction import compact
-from watchstep.reading.manifest import Manifest, decode, manifest_key
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 
 def answers(run: Run) -> list[Any]:
@@ -242,7 +242,7 @@ def test_of_manifests_that_cannot_be_read_three_are_tried_at_a_look(
         tried.append(name)
         return decode(data, name)
 
-    monkeypatch.setattr(generations, "decode", counted)
+    monkeypatch.setattr(compacted, "decode", counted)
     for generation in range(101, 106):
         run.store.put(manifest_key(generation), b"{}")
     reader = open_run(url)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sdk.blocks import block_of
+from tests.sdk.format.blocks import block_of
 from tests.sdk.reading.stored import FIRST, new_run, small_run, some_rows, write
 from watchstep import open_run
-from watchstep.reading.budget import OverBudgetError, ReadBudget
-from watchstep.reading.decoding import DecodingMemory
+from watchstep.reading.budget import DecodingMemory, OverBudgetError, ReadBudget
 from watchstep.reading.scan import Want
 
 WAIT_SECONDS = 60.0

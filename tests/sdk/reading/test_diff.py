@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.blocks import Row, block_of
+from tests.sdk.format.blocks import Row, block_of
 from tests.sdk.reading.stored import FIRST, LOSS, SECOND, new_run, small_run, write
 from watchstep import open_run
 from watchstep.errors import ConfigError

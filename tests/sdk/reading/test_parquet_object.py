@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.blocks import Row, block_of
+from tests.sdk.format.blocks import Row, block_of
 from tests.sdk.reading.stored import FIRST, LOSS, new_run, small_run, write
-from watchstep import open_run, segment
+from watchstep import open_run
+from watchstep.format import segment
+from watchstep.format.segment import CONSTANT
 from watchstep.reading import parquet_object
 from watchstep.reading.parquet_object import Catalogues, ParquetObject
-from watchstep.segment import CONSTANT
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 
 def test_a_footer_tells_which_columns_are_constant(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.sdk.blocks import Row, block_of, blocks, statistics_of
+from tests.sdk.format.blocks import Row, block_of, blocks, statistics_of
 from tests.sdk.reading.stored import FIRST, LOSS, SECOND, new_run, sharded_rows, small_run, write
 from watchstep import open_run
-from watchstep.block import Block
-from watchstep.derived import DERIVED
 from watchstep.errors import ConfigError, NotFoundError
+from watchstep.format.block import Block
+from watchstep.format.statistics import DERIVED
+from watchstep.format.tensors import Placement
 from watchstep.reading.columns import COUNTED
-from watchstep.tensors import Placement
 
 
 @pytest.mark.parametrize("figure", [*DERIVED, *COUNTED])

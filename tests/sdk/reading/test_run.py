@@ -13,7 +13,7 @@ from tests.conftest import S3
 from tests.sdk.training import Training
 from watchstep import Bounds, CaptureConfig, Hook, Run, Snapshots, open_run
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, StoreError
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 
 def record(url: str | Path, steps: int, *, first: int = 0, run: str = "r") -> Hook:

@@ -12,13 +12,13 @@ from typing import cast
 import pytest
 
 from tests.sdk.reading.stored import new_run
-from watchstep import documents
-from watchstep.control import ControlDocument, StopRequest
-from watchstep.documents import AttemptDocument, EndDocument
-from watchstep.layout import CONTROL_DOCUMENT
+from watchstep.format import documents
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.documents import AttemptDocument, EndDocument
+from watchstep.format.layout import CONTROL_DOCUMENT
 from watchstep.reading.catalogue import find_runs
 from watchstep.reading.run import open_run
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 ASKED = ControlDocument().with_stop(StopRequest("a", 7, "a NaN"))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.sdk.blocks import Row, block_of
+from tests.sdk.format.blocks import Row, block_of
 from tests.sdk.reading.stored import FIRST, LOSS, new_run, small_run, write
 from watchstep import open_run
-from watchstep.derived import DERIVED
 from watchstep.errors import ConfigError
-from watchstep.store import Store
+from watchstep.format.statistics import DERIVED
+from watchstep.store.store import Store
 
 
 def test_statistics_are_those_of_the_tensor(tmp_path: Path) -> None:

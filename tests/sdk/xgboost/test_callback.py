@@ -10,7 +10,7 @@ import pytest
 
 from tests.sdk.training import recorded
 from watchstep import Hook, Run, StopTraining
-from watchstep.control import StopRequest
+from watchstep.format.control import StopRequest
 
 xgboost = pytest.importorskip(
     "xgboost", reason="XGBOOST IS NOT INSTALLED: its callback is not proven by this run"

@@ -20,8 +20,8 @@ from schemathesis.core.result import Ok
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.layout import SnapshotKey
-from watchstep.store import Store
+from watchstep.format.layout import SnapshotKey
+from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
 
 KNOWN = {

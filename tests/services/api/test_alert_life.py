@@ -9,7 +9,7 @@ import pytest
 from tests.services.api.conftest import Api
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"

@@ -9,7 +9,7 @@ from sqlalchemy import update
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven, make_service
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.backtest.many import Failed, Replayed, Task, judge_run
 from watchstep_rules.backtest.report import read_report, report, result_as_data, result_from_data

@@ -4,9 +4,9 @@ import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording
-from watchstep.control import ControlDocument, SnapshotRequest
 from watchstep.errors import NotFoundError
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument, SnapshotRequest
+from watchstep.store.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.dispatcher.dispatch import dispatch, due_actions
 from watchstep_services.stores.confined_folder import ConfinedFolder

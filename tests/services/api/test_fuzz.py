@@ -6,7 +6,7 @@ import pytest
 
 from tests.services.api.fuzzing import fuzz, prepared
 from tests.services.driving import Driven
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.tokens import create_token
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from tests.services.api.conftest import Api, Client
 from tests.services.dispatcher.receivers.http_server import http_server, status
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.app import create_app
 from watchstep_services.database.models import ReceiverRow, ReceiverSecret

@@ -4,7 +4,7 @@ import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.retention.upkeep import upkeep
 

@@ -9,7 +9,7 @@ import pytest
 from tests.services.api.conftest import Api
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services import rule_configs
 from watchstep_services.database.models import Run

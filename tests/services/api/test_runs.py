@@ -11,9 +11,9 @@ from tests.services.api.conftest import Api
 from tests.services.jobs import recorded_process
 from tests.services.recording import Recording, nan_from
 from tests.services.scheduler.test_discovery import BAD as BAD_RULES
-from watchstep.control import ControlDocument
-from watchstep.process_identity import ProcessIdentity
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument
+from watchstep.platform.process import ProcessIdentity
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_services.database.models import Run
 from watchstep_services.settings import NANOSECONDS

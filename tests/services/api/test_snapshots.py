@@ -10,8 +10,8 @@ import pytest
 
 from tests.services.api.conftest import Api, Client
 from tests.services.recording import Recording
-from watchstep.layout import SnapshotKey
-from watchstep.store import Store
+from watchstep.format.layout import SnapshotKey
+from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
 
 PLACE = "/v1/projects/vision/runs/run-1/snapshots"

@@ -24,10 +24,10 @@ import pytest
 
 from tests.services.api.conftest import Api, Client
 from tests.services.recording import Recording, exploding_from, nan_from
-from watchstep import segment
-from watchstep.layout import SegmentKey
+from watchstep.format import segment
+from watchstep.format.layout import SegmentKey
 from watchstep.reading.run import open_run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
 from watchstep_rules.custom.sql.query import Limits, QueryError, errors_of_queries

@@ -18,7 +18,7 @@ from tests.services.driving import Driven
 from tests.services.jobs import recorded_process
 from tests.services.recording import Recording, nan_from
 from watchstep.errors import StoreError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_services.api.app import create_app
 from watchstep_services.database.models import Run

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from tests.services.api.conftest import Api
 from tests.services.api.walking import Answer, Ask, Operation, asking, operations
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.api.app import create_app
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Base

@@ -17,8 +17,8 @@ from tests.services.api.test_connections import WAIT, served
 from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import Recording
-from watchstep.layout import SnapshotKey
-from watchstep.store import Store
+from watchstep.format.layout import SnapshotKey
+from watchstep.store.store import Store
 from watchstep_services.api.problems import RefusedError
 from watchstep_services.api.unread import UnreadBytes
 from watchstep_services.tokens import create_token

@@ -14,7 +14,7 @@ from tests.services.driving import make_service
 from tests.services.postgres import Postgres
 from tests.services.redis import Broker, running_redis
 from watchstep.errors import ConfigError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.cli.app import app
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import ProjectStore

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
 from watchstep.errors import ConfigError
-from watchstep.store import Store
-from watchstep.transport import RefusedError
+from watchstep.platform.transport import RefusedError
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.cli.app import app
 from watchstep_services.database.models import Standing

@@ -9,7 +9,7 @@ import pytest
 
 from tests.services.cli.typed import typed
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.embedded_settings import settings_for
 from watchstep_services.registration import register
 from watchstep_services.scheduler.embedded import EmbeddedService

@@ -14,7 +14,13 @@ import pytest
 from tests.services.cli.typed import typed
 from tests.services.jobs import eventually
 from watchstep import Client, Hook
-from watchstep.terminal_text import MOST_CHARACTERS, MOST_LINES, escaped_json, printable, printable_lines
+from watchstep.platform.terminal_text import (
+    MOST_CHARACTERS,
+    MOST_LINES,
+    escaped_json,
+    printable,
+    printable_lines,
+)
 from watchstep_launch import view
 from watchstep_services import cli, demo
 from watchstep_services.scheduler.embedded import EmbeddedService

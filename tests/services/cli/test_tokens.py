@@ -13,7 +13,7 @@ from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, ServiceError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.cli.app import app
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.scheduler.embedded import EmbeddedService

@@ -13,8 +13,8 @@ from sqlalchemy.orm import InstrumentedAttribute
 from tests.services.dispatcher.grouping.clock import SECOND, Clock, open_with
 from tests.services.driving import Driven, make_service
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.layout import WriterId
-from watchstep.store import Store
+from watchstep.format.layout import WriterId
+from watchstep.store.store import Store
 from watchstep_services.database.clock_steps import AGAIN_NS, MOMENTS, follow_clock
 from watchstep_services.database.models import (
     Action,

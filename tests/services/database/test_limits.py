@@ -16,7 +16,7 @@ from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import Recording, nan_from
 from watchstep.errors import ConfigError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services import points
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.limits import Limits, lift

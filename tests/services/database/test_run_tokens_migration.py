@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from tests.services.driving import Driven, make_service
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.engine import Database
 from watchstep_services.database.schema import downgrade, upgrade
 from watchstep_services.registration import register

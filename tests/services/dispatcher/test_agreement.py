@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from watchstep.capture.common_stop import CommonStop
-from watchstep.control import StopRequest
-from watchstep.stop_answers import StopAnswer
+from watchstep.capture.stop.barrier import CommonStop
+from watchstep.format.control import StopAnswer, StopRequest
 from watchstep_services.dispatcher.agreement import following
 from watchstep_services.dispatcher.pace import Announced, Pace
 

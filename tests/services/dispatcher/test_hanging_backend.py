@@ -14,10 +14,10 @@ from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import PROJECT, Recording, nan_from
 from tests.services.stoppable import Stoppable
-from watchstep.control import ControlDocument
-from watchstep.documents import OnStop
 from watchstep.errors import StoreError
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument
+from watchstep.format.documents import OnStop
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_services.database.models import Job
 from watchstep_services.dispatcher import target as targeting

@@ -8,8 +8,8 @@ from tests.services.dispatcher.test_stop import backend_of, done_event, fired
 from tests.services.driving import Driven
 from tests.services.jobs import WILLING, launch
 from tests.services.recording import Recording
-from watchstep.checkpoints import Checkpoint
-from watchstep.store import Store
+from watchstep.format.checkpoints import Checkpoint
+from watchstep.store.store import Store
 
 
 def test_a_stop_names_step_tensor_job_and_the_last_good_checkpoint(

@@ -11,9 +11,9 @@ import pytest
 from tests.services.driving import RULES, Driven
 from tests.services.jobs import STUBBORN, WILLING, eventually, launch
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.control import ControlDocument
-from watchstep.documents import EndState
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument
+from watchstep.format.documents import EndState
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
 from watchstep_rules.config.rule_config import RuleConfig, StopAction

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.services.driving import Driven
 from tests.services.jobs import WILLING, launch
 from tests.services.recording import Recording
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.dispatcher.request import request_stop
 from watchstep_services.evaluator.discover import discover

@@ -9,9 +9,9 @@ import pytest
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
 from tests.services.stoppable import Stoppable
-from watchstep.control import ControlDocument
 from watchstep.errors import StoreError
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_launch.errors import BackendDownError
 from watchstep_services.database.models import Action, Job, Run

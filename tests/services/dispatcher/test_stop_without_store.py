@@ -11,14 +11,14 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from tests.sdk.faulty_s3 import Fault, FaultyS3
+from tests.sdk.store.faulty_s3 import Fault, FaultyS3
 from tests.services.driving import Driven
 from tests.services.jobs import STUBBORN, WILLING, launch
 from tests.services.recording import Recording, nan_from
-from watchstep import cloud_store
-from watchstep.cloud_store import S3Access
-from watchstep.control import ControlDocument
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument
+from watchstep.store import cloud
+from watchstep.store.cloud import S3Access
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.control import MIRROR
@@ -46,7 +46,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
     """A bucket; a client's own timeouts are so long that a stop which waited for them would not come back."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(cloud_store, "_REQUEST_TIMEOUT", timedelta(seconds=600))
+    monkeypatch.setattr(cloud, "_REQUEST_TIMEOUT", timedelta(seconds=600))
     with FaultyS3().serving() as server:
         yield server
 

@@ -8,7 +8,7 @@ import pytest
 from tests.services.dispatcher.receiver import Receiver, receiving
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.models import Action
 

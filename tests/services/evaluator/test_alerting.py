@@ -11,7 +11,7 @@ from sqlalchemy import update
 
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Alert, Memory

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from tests.rules.runs import elements, figures
-from tests.sdk.blocks import Row, block_of
+from tests.sdk.format.blocks import Row, block_of
 from tests.services import driving
 from tests.services.driving import Driven, make_service
 from tests.services.recording import LAYERS, LOSS, PROJECT, Recording, nan_from
-from watchstep import journal, layout, segment
-from watchstep.block import Block
 from watchstep.errors import FormatError, StoreError
-from watchstep.layout import SegmentKey
+from watchstep.format import journal, layout, segment
+from watchstep.format.block import Block
+from watchstep.format.layout import SegmentKey
 from watchstep.reading.compaction import compact
 from watchstep.reading.journal import read_journal
 from watchstep.reading.run import open_run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import Order, RunOutcome, backtest, backtest_run
 from watchstep_rules.config.rule_config import Hold, RuleConfig
 from watchstep_rules.engine.alert_memory import Transition

@@ -9,9 +9,9 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven, make_service
 from tests.services.recording import PROJECT, Recording, Value, exploding_from, healthy
-from watchstep import documents, layout
-from watchstep.documents import RunDocument
-from watchstep.store import Store
+from watchstep.format import documents, layout
+from watchstep.format.documents import RunDocument
+from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.rule_config import Hold, RuleConfig
 from watchstep_services.database.engine import Database

@@ -7,8 +7,8 @@ from pyarrow.parquet import ParquetFile
 from tests.services.driving import Driven
 from tests.services.recording import Recording, healthy, nan_from
 from watchstep.errors import StoreError
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Store
 from watchstep_services.evaluator import collect as collecting
 from watchstep_services.evaluator.discover import discover
 

@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.models import Segment
 from watchstep_services.evaluator.discover import discover
 

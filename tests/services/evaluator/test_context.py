@@ -12,7 +12,7 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, exploding_from
 from watchstep.errors import StoreError
 from watchstep.reading.compaction import compact
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.engine import Database
 from watchstep_services.points import listening

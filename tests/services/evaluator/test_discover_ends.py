@@ -11,10 +11,10 @@ from sqlalchemy import event, select
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording
-from watchstep import documents, layout
-from watchstep.documents import EndDocument
-from watchstep.layout import WriterId
-from watchstep.store import Store
+from watchstep.format import documents, layout
+from watchstep.format.documents import EndDocument
+from watchstep.format.layout import WriterId
+from watchstep.store.store import Store
 from watchstep_services.database.models import Attempt
 from watchstep_services.evaluator import attempts, discover
 from watchstep_services.evaluator.plan import Patience, ended_ranks, make_plan

@@ -10,7 +10,7 @@ from sqlalchemy import update
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.points import listening

@@ -10,7 +10,7 @@ from sqlalchemy import update
 from tests.services.driving import RULES, Driven, make_service
 from tests.services.recording import PROJECT, Recording, exploding_from, healthy, nan_from
 from watchstep.errors import StoreError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.lookback import Reach
 from watchstep_services.database.models import Run

@@ -10,10 +10,10 @@ from sqlalchemy import select, text
 from tests.rules.custom.programs import LOUD, python
 from tests.services.driving import Driven, make_service
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep import documents, layout
 from watchstep.errors import StoreError
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.format import documents, layout
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Store
 from watchstep_rules.custom.sandbox import pool
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database

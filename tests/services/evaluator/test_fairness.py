@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.database.records import hint, put_segment
 from watchstep_services.scheduler.work import evaluate_longest_due

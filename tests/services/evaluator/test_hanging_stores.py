@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sdk.faulty_s3 import FaultyS3
+from tests.sdk.store.faulty_s3 import FaultyS3
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.errors import NotFoundError, StoreError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.engine import Database
 from watchstep_services.stores import hanging
 from watchstep_services.stores.hanging import HangingStores

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording
-from watchstep.layout import SegmentKey, WriterId
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.store.store import Store
 from watchstep_services.evaluator.discover import discover
 
 

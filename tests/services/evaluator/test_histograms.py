@@ -6,11 +6,11 @@ import pytest
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, Value, nan_from
-from watchstep import segment
-from watchstep.block import Block
 from watchstep.errors import FormatError
-from watchstep.parquet_claims import read_footer
-from watchstep.store import Store
+from watchstep.format import segment
+from watchstep.format.block import Block
+from watchstep.format.parquet_claims import read_footer
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.models import Run
 from watchstep_services.rule_configs import put_one

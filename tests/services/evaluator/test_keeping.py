@@ -3,7 +3,7 @@ from __future__ import annotations
 from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.evaluator.claim import Claim, claim
 from watchstep_services.evaluator.keeping import kept

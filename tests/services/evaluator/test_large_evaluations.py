@@ -6,8 +6,8 @@ import pytest
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.block import Block
-from watchstep.store import Store
+from watchstep.format.block import Block
+from watchstep.store.store import Store
 from watchstep_rules.engine.rule_inputs import Progress
 from watchstep_services.evaluator import collect as collecting
 from watchstep_services.evaluator import large_turn

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_launch.backend import JobStatus
 from watchstep_services.evaluator.discover import discover
 from watchstep_services.evaluator.lifecycle import Facts, advance_run, next_state

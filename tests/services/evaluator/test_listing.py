@@ -8,7 +8,7 @@ import pytest
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.evaluator import discover as discovering
 from watchstep_services.evaluator.discover import UNLISTED, Listing, discover
 from watchstep_services.evaluator.lifecycle import advance_run

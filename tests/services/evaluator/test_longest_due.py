@@ -11,7 +11,7 @@ from sqlalchemy import select
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import Recording, healthy, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.clock import replace_clock
 from watchstep_services.database.engine import Database, open_database
 from watchstep_services.database.models import Run

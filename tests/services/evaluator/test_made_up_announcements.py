@@ -8,8 +8,8 @@ from sqlalchemy import select
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.errors import NotFoundError
-from watchstep.layout import SegmentKey, WriterId
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.store.store import Store
 from watchstep_services.database.models import Project, Segment
 from watchstep_services.evaluator import collect
 from watchstep_services.evaluator.discover import discover

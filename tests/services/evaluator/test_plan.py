@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.layout import SegmentKey, WriterId
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep_services.evaluator.plan import Entry, Patience, make_plan
 
 WRITERS = [WriterId("a1", "node", name) for name in ("w0", "w1")]

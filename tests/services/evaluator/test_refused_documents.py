@@ -8,9 +8,9 @@ import pytest
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording
-from watchstep import documents, layout
-from watchstep.documents import AttemptDocument
-from watchstep.store import Store
+from watchstep.format import documents, layout
+from watchstep.format.documents import AttemptDocument
+from watchstep.store.store import Store
 from watchstep_services.evaluator import discover, refused_documents
 from watchstep_services.evaluator.refused_documents import RefusedDocuments
 

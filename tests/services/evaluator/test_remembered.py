@@ -9,7 +9,7 @@ from sqlalchemy import event, select
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services import points
 from watchstep_services.database.engine import Database

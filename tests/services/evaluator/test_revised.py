@@ -13,9 +13,9 @@ from sqlalchemy import select
 from tests.services.dispatcher.receiver import Receiver, receiving
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
-from watchstep.layout import SegmentKey
+from watchstep.format.layout import SegmentKey
 from watchstep.reading.run import open_run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.coalesce import as_told

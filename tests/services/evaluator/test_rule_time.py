@@ -10,7 +10,7 @@ from sqlalchemy import select
 from tests.rules.custom.test_sql_rule import ENDLESS
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.clock import now_ns
 from watchstep_services.database.engine import Database

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sdk.blocks import Row, block_of
+from tests.sdk.format.blocks import Row, block_of
 from tests.services.driving import Driven
 from tests.services.recording import LOSS, Recording
-from watchstep import documents, segment
-from watchstep.documents import EndDocument
-from watchstep.layout import SegmentKey, WriterId, end_document
-from watchstep.store import Store
+from watchstep.format import documents, segment
+from watchstep.format.documents import EndDocument
+from watchstep.format.layout import SegmentKey, WriterId, end_document
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.evaluator import seals
 from watchstep_services.evaluator.attempts import MOST_RANKS

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.services.driving import Driven, make_service
-from watchstep import layout
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.format import layout
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.engine import Database
 from watchstep_services.registration import register

@@ -8,7 +8,7 @@ from sqlalchemy import select, update
 
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.engine import Database

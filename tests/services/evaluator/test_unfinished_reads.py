@@ -11,8 +11,8 @@ from sqlalchemy import event, update
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, exploding_from, nan_from
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Store
 from watchstep_services.database.models import Run
 from watchstep_services.evaluator import collect, context
 from watchstep_services.evaluator.unfinished_reads import CAREFUL, CONDEMNED

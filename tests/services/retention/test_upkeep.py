@@ -8,11 +8,12 @@ from sqlalchemy import func, select, update
 from tests.services.dispatcher.grouping.test_notifying import rule, told_by
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep import documents, journal, open_run
-from watchstep.documents import AttemptDocument
+from watchstep import open_run
 from watchstep.errors import StoreError
+from watchstep.format import documents, journal
+from watchstep.format.documents import AttemptDocument
 from watchstep.reading.journal import read_journal
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.models import (
     Action,
     AlertGroup,

@@ -10,7 +10,7 @@ from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import PROJECT
 from tests.services.retention.test_upkeep import ended
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.database.models import Project, ProjectStore, Run
 from watchstep_services.retention import upkeep as upkeeping
 from watchstep_services.retention.upkeep_threads import UpkeepThreads

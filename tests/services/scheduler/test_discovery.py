@@ -13,7 +13,7 @@ from sqlalchemy import select
 from tests.services.driving import Driven
 from tests.services.jobs import eventually
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule_files import rule_file
 from watchstep_services import registration

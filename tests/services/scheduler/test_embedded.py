@@ -13,10 +13,10 @@ from sqlalchemy import select, update
 
 from tests.services.jobs import STUBBORN, launch
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
-from watchstep.capture.service_location import ServiceNote
-from watchstep.control import ControlDocument
+from watchstep.capture.service.location import ServiceNote
 from watchstep.errors import ConfigError, MissingStoreError
-from watchstep.store import Store
+from watchstep.format.control import ControlDocument
+from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.database.clock import read_clock
 from watchstep_services.database.models import Action, Event, Run

@@ -12,8 +12,8 @@ import pytest
 
 from tests.services.driving import Driven
 from tests.services.scheduler.test_looks import set_run
-from watchstep import cloud_store
 from watchstep.errors import StoreError
+from watchstep.store import cloud
 from watchstep_services import metrics
 from watchstep_services.registration import register
 from watchstep_services.scheduler.looks import do_looks
@@ -63,7 +63,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
         ("AWS_DEFAULT_REGION", "us-east-1"),
     ):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cloud_store, "_REQUEST_TIMEOUT", timedelta(seconds=600))
+    monkeypatch.setattr(cloud, "_REQUEST_TIMEOUT", timedelta(seconds=600))
     server = Hanging()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

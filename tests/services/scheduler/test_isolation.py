@@ -13,7 +13,7 @@ from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres
 from tests.services.recording import Recording, nan_from
 from watchstep.errors import StoreError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services import metrics
 from watchstep_services.database.engine import open_database
 from watchstep_services.database.limits import Limits

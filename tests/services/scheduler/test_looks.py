@@ -10,9 +10,9 @@ from sqlalchemy import update
 from tests.services.dispatcher.grouping.clock import Clock, open_with
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
-from watchstep import documents
-from watchstep.documents import AttemptDocument
-from watchstep.store import Store
+from watchstep.format import documents
+from watchstep.format.documents import AttemptDocument
+from watchstep.store.store import Store
 from watchstep_services import metrics
 from watchstep_services.api.announcements import pause_seconds
 from watchstep_services.database.clock import read_clock

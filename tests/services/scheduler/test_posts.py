@@ -13,7 +13,7 @@ from sqlalchemy import event
 from tests.services.dispatcher.receiver import receiving
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.database.engine import Database
 from watchstep_services.database.models import Action

@@ -14,7 +14,7 @@ import yaml
 from tests.services.dispatcher.receivers.http_server import HttpServer, http_server, status
 from tests.services.dispatcher.receivers.smtp_server import SmtpServer, smtp_server
 from tests.services.recording import Recording
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.dispatcher.receivers.webhook import new_secret
 from watchstep_services.scheduler.embedded import EmbeddedService
 from watchstep_services.settings import load_settings

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.errors import FormatError, NotFoundError, StoreError, WatchstepError
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
 SECRET = b"another tenant's"

@@ -17,7 +17,7 @@ from tests.sdk.training import EVERY_STEP, Training
 from tests.services.stores.iam import Request, allowed
 from watchstep import Hook
 from watchstep.errors import ConfigError
-from watchstep.store import Entry, Store
+from watchstep.store.store import Entry, Store
 from watchstep_services.stores.place import Registration, StorePlace
 from watchstep_services.stores.policies import MOST_CHARACTERS, attempt_policy, project_policy
 

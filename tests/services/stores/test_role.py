@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import S3
-from watchstep.cloud_store import S3Access
 from watchstep.errors import ConfigError, StoreError
-from watchstep.store import Store
+from watchstep.store.cloud import S3Access
+from watchstep.store.store import Store
 from watchstep_services.stores import role
 from watchstep_services.stores.checking import check_store, failed
 from watchstep_services.stores.opening import Stores

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from watchstep.errors import MissingStoreError, NotFoundError
-from watchstep.store import Store
-from watchstep.store_identity import MARKER, StoreIdentity
+from watchstep.store.identity import MARKER, StoreIdentity
+from watchstep.store.store import Store
 from watchstep_services.stores.opening import Stores
 from watchstep_services.stores.place import Registration, StorePlace
 

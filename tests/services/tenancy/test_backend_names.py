@@ -10,7 +10,7 @@ import pytest
 from tests.services.driving import Driven
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.recording import PROJECT, Recording, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.evaluator.lifecycle import advance_run
 from watchstep_services.registration import bind_job

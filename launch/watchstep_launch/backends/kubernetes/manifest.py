@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from watchstep.errors import ConfigError
-from watchstep.launch.environment import RESTARTS
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
+from watchstep.wrapper.environment import RESTARTS
 from watchstep_launch.backend import Launch
 from watchstep_launch.backends.kubernetes.settings import KubernetesSettings
 

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from pydantic import Field, PrivateAttr
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.process_identity import ProcessIdentity, boot_id
-from watchstep.process_record import default_folder, user_name
+from watchstep.platform.process import ProcessIdentity, boot_id, default_folder, user_name
 from watchstep_launch.backend import BackendModel, JobHandle, JobStatus, Launch, LogPart
 from watchstep_launch.backends.local.permission import check_may_signal
 from watchstep_launch.backends.local.records import Records
@@ -217,7 +216,7 @@ def identity_of(job: JobHandle) -> ProcessIdentity:
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"job {job.id!r}: its identity is not a local process's ({error!r})",
-            "bind it with pid, start_ticks, boot and host, as watchstep.process_identity gives them",
+            "bind it with pid, start_ticks, boot and host, as watchstep.platform.process gives them",
         ) from error
 
 

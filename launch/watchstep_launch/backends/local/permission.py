@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.process_identity import ProcessIdentity
-from watchstep.process_record import default_folder, trusted_record, user_of
+from watchstep.platform.process import ProcessIdentity, default_folder, trusted_record, user_of
 
 _INIT = 1
 

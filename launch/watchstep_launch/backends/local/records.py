@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from watchstep.errors import NotFoundError
-from watchstep.process_identity import ProcessIdentity
-from watchstep.process_record import FOLDER, ProcessRecord, file_name, user_of
+from watchstep.platform.process import FOLDER, ProcessIdentity, ProcessRecord, file_name, user_of
 from watchstep_launch.backend import JobStatus
 from watchstep_launch.errors import SubmissionRejectedError
 

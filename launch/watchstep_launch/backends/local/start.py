@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from watchstep.errors import NotFoundError
-from watchstep.process_identity import ProcessIdentity
+from watchstep.platform.process import ProcessIdentity
 from watchstep_launch.backend import Launch
 from watchstep_launch.backends.local import supervisor
 from watchstep_launch.backends.local.records import Records

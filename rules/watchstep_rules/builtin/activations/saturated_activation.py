@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.statistics import Floats
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block, view
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.layers import before_last_layer

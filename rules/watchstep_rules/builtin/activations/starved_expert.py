@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.sort_key import sort_key
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block, sort_key
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.layers import expert_of, kind_of_expert

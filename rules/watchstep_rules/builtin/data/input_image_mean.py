@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 
 _IMAGES = 4

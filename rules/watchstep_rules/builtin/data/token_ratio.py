@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.statistics import Floats
+from watchstep.format.block import Block, view
+from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_probe
 from watchstep_rules.signals.series import Trail, probe

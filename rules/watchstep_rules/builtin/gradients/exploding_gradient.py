@@ -10,12 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.block_view import together, view
-from watchstep.derived import l2
-from watchstep.sort_key import sort_key
-from watchstep.statistics import Floats
-from watchstep.tensors import MODES, Mode
+from watchstep.format.block import Block, sort_key, together, view
+from watchstep.format.statistics import Floats, l2
+from watchstep.format.tensors import MODES, Mode
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses.loss_series import NOTHING
 from watchstep_rules.signals.ranges.robust import medians_of_known

@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.sort_key import sort_key
-from watchstep.statistics import Floats
-from watchstep.tensors import MODES
+from watchstep.format.block import Block, sort_key
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import MODES
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.ranges.robust import medians, robust_spread
 

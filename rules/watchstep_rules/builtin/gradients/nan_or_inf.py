@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep import tensors
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.statistics import Floats
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format import tensors
+from watchstep.format.block import Block, view
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.finding_rows import FindingRows, Hits
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, is_metric
 from watchstep_rules.signals.first_nonfinite import Origins

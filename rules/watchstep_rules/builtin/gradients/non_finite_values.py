@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep import tensors
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.sort_key import sort_key
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format import tensors
+from watchstep.format.block import Block, sort_key, view
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.finding_rows import FindingRows, Hits
 from watchstep_rules.rule import Advice, Finding, Merge, Needs, Params, Rule, State
 from watchstep_rules.signals.first_nonfinite import Origins, execution

@@ -7,10 +7,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.derived import may_leave, overflow_share, underflow_share
-from watchstep.statistics import Floats
+from watchstep.format.block import Block, view
+from watchstep.format.statistics import Floats, may_leave, overflow_share, underflow_share
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 
 _SCALE = "gradient_scaler:scale"

@@ -6,11 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.sort_key import sort_key
-from watchstep.statistics import Floats, StatisticsBatch
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format.block import Block, sort_key, view
+from watchstep.format.statistics import Floats, StatisticsBatch
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.layers import kind_of_expert
 from watchstep_rules.signals.losses.progress import Progress, follow

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses import constant_prediction
 from watchstep_rules.signals.losses.constant_prediction import LabelState

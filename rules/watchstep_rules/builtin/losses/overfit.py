@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses.loss_series import LossSeries, loss_series
 from watchstep_rules.signals.losses.trend import better_high

@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.derived import rms
-from watchstep.statistics import Floats
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats, rms
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses import constant_prediction, rate_changes
 from watchstep_rules.signals.losses.constant_prediction import AgainstLabels, LabelState, against_labels

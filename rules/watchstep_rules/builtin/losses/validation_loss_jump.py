@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses.loss_series import NOTHING, first_steps, is_whole, loss_series
 

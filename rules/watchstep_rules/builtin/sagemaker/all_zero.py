@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.derived import zero_share
+from watchstep.format.block import Block
+from watchstep.format.statistics import zero_share
 from watchstep_rules.builtin.sagemaker.amazon import ScopedParams
 from watchstep_rules.builtin.tensors.all_zero import AllZero
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
-from watchstep.tensors import SYSTEM, TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import SYSTEM, TensorInfo
 from watchstep_rules.rule import Needs, Params, State
 from watchstep_rules.signals import name_pattern
 from watchstep_rules.signals.series import probe

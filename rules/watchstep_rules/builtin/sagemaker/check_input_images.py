@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.capture.element_probes import CHANNEL_SUM, MOST_CHANNELS, element_probe
-from watchstep.tensors import TensorInfo
+from watchstep.capture.config import CHANNEL_SUM, MOST_CHANNELS, element_probe
+from watchstep.format.block import Block
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.builtin.data.input_image_mean import InputImageMean
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, Measured, is_matched
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at

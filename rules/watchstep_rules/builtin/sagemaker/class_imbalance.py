@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.data.class_imbalance import ClassImbalance
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, Patterns, is_matched
 from watchstep_rules.builtin.sagemaker.confusion_rows import whole_matrices

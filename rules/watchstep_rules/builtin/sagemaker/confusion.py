@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.data.confusion import Confusion
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams
 from watchstep_rules.builtin.sagemaker.confusion_rows import class_of, whole_matrices

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.sort_key import sort_key
+from watchstep.format.block import Block, sort_key
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
 
 

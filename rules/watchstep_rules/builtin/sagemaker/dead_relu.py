@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.capture.element_probes import INACTIVE_UNITS, UNITS, element_probe
+from watchstep.capture.config import INACTIVE_UNITS, UNITS, element_probe
+from watchstep.format.block import Block
 from watchstep_rules.builtin.activations.dead_relu import DeadRelu
 from watchstep_rules.builtin.sagemaker.amazon import (
     AmazonParams,

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.tensors import LOSSES, TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import LOSSES, TensorInfo
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasing
 from watchstep_rules.builtin.sagemaker.amazon import ModeName, ScopedParams, is_named
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from watchstep.block import Block
-from watchstep.capture.element_probes import TOKEN_COUNT, TOKENS, element_probe
+from watchstep.capture.config import TOKEN_COUNT, TOKENS, element_probe
+from watchstep.format.block import Block
 from watchstep_rules.builtin.data.token_ratio import TokenRatio
 from watchstep_rules.builtin.sagemaker.amazon import (
     AmazonParams,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.losses.overfit import Overfit
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, Patterns, is_matched
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at

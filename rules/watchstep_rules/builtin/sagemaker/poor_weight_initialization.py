@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.capture.element_probes import INPUT_VARIANCE, PERCENTILE_RANGE, element_probe
-from watchstep.derived import quantile_bounds, variance
-from watchstep.statistics import Floats
+from watchstep.capture.config import INPUT_VARIANCE, PERCENTILE_RANGE, element_probe
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats, quantile_bounds, variance
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, Patterns, is_matched
 from watchstep_rules.builtin.weights.poor_initialization import PoorInitialization
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from watchstep.block import Block
-from watchstep.system_figures import CPUS, DATA_WORKERS, is_gpu_memory
+from watchstep.format.block import Block
+from watchstep.format.system_figures import CPUS, DATA_WORKERS, is_gpu_memory
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, ModeName, ScanInterval
 from watchstep_rules.builtin.sagemaker.translated import Translated
 from watchstep_rules.builtin.system.batch_size import BatchSize, BatchSizeParams, BatchSizeState

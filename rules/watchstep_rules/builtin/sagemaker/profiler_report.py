@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, create_model, model_validator
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams
 from watchstep_rules.builtin.sagemaker.profiler import (
     SagemakerBatchSize,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, ScanInterval
 from watchstep_rules.rule import Finding, Needs, Rule, State
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.capture.element_probes import SATURATED_UNITS, UNITS, element_probe
+from watchstep.capture.config import SATURATED_UNITS, UNITS, element_probe
+from watchstep.format.block import Block
 from watchstep_rules.builtin.activations.saturated_activation import SaturatedActivation
 from watchstep_rules.builtin.sagemaker.amazon import Measured, ScopedParams, is_output_of, percent_of
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at

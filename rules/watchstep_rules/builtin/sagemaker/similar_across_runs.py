@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, field_validator
 
-from watchstep.block import Block
-from watchstep.block_view import view
+from watchstep.format.block import Block, view
 from watchstep_rules.builtin.sagemaker.amazon import ScopedParams
 from watchstep_rules.builtin.tensors.similar_across_runs import (
     References,

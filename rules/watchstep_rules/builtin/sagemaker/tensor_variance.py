@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.derived import variance
+from watchstep.format.block import Block
+from watchstep.format.statistics import variance
 from watchstep_rules.builtin.sagemaker.amazon import ScopedParams
 from watchstep_rules.builtin.tensors.tensor_variance import TensorVariance
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at

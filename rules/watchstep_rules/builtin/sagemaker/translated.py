@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar, TypeVar
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.rule import AnyRule, Finding, Params, Rule, State
 
 P = TypeVar("P", bound=Params)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.capture.element_probes import UNCHANGED, element_probe
+from watchstep.capture.config import UNCHANGED, element_probe
+from watchstep.format.block import Block
 from watchstep_rules.builtin.sagemaker.amazon import Measured, ScopedParams
 from watchstep_rules.builtin.tensors.unchanged_tensor import UnchangedTensor
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at

@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.derived import abs_mean
+from watchstep.format.block import Block
+from watchstep.format.statistics import abs_mean
 from watchstep_rules.builtin.gradients.vanishing_gradient import VanishingGradient
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams
 from watchstep_rules.rule import Finding, Needs, Rule, State, finding_at

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.capture.element_probes import WEIGHT_CHANGE, element_probe
+from watchstep.capture.config import WEIGHT_CHANGE, element_probe
+from watchstep.format.block import Block
 from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, Measured
 from watchstep_rules.builtin.weights.weight_update_ratio import WeightUpdateRatio
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at

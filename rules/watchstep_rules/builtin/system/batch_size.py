@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.system_figures import GPU_MEMORY, NODE_CPU, is_gpu, is_gpu_memory
+from watchstep.format.block import Block
+from watchstep.format.system_figures import GPU_MEMORY, NODE_CPU, is_gpu, is_gpu_memory
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.system_samples import Recent, by_step, series_name, surely_below
 

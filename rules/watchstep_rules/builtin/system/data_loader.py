@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.system_figures import CPUS, DATA_WAIT, DATA_WORKERS, is_gpu
+from watchstep.format.block import Block
+from watchstep.format.system_figures import CPUS, DATA_WAIT, DATA_WORKERS, is_gpu
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.system_samples import Recent, by_step, means
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.system_figures import is_gpu_memory
+from watchstep.format.block import Block
+from watchstep.format.system_figures import is_gpu_memory
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.steady_growth import growth, whole_quarters
 from watchstep_rules.signals.system_samples import series_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.system_figures import NODE_IO_STALL, NODE_IOWAIT
+from watchstep.format.block import Block
+from watchstep.format.system_figures import NODE_IO_STALL, NODE_IOWAIT
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.system_samples import Limits, Recent, follow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_of_run
 
 _NANOSECONDS = 1_000_000_000

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
-from watchstep.system_figures import STEP_SECONDS
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
+from watchstep.format.system_figures import STEP_SECONDS
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.series import Trail
 from watchstep_rules.signals.system_samples import means, series_name, surely_above

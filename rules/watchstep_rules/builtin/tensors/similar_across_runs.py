@@ -8,8 +8,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, field_validator
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.ranges.reference import (
     FIGURES,

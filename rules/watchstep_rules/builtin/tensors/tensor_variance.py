@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.derived import variance
+from watchstep.format.block import Block
+from watchstep.format.statistics import variance
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 
 

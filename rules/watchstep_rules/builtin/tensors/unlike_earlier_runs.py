@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
-from watchstep.tensors import ACTIVATIONS, BIASES, GRADIENTS, LOSSES, METRICS, UPDATES, WEIGHTS
+from watchstep.format.block import Block
+from watchstep.format.tensors import ACTIVATIONS, BIASES, GRADIENTS, LOSSES, METRICS, UPDATES, WEIGHTS
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.ranges.baseline import Baseline, CatalogueRanges, phase_of, ranges_of

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from watchstep.block import Block
-from watchstep.derived import rms
-from watchstep.statistics import Floats
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats, rms
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses.loss_series import LossSeries, first_steps, is_whole, loss_series
 from watchstep_rules.signals.ranges.robust import medians, robust_spread

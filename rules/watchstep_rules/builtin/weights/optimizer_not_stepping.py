@@ -7,7 +7,7 @@ import re
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 
 _OVERDUE = re.compile(r"(.*\.)?updates:overdue(_\d+)?$")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.weights.absent_from_optimizer import AbsentFromOptimizer
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.layers import is_normalisation, is_weighted

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from watchstep.block import Block, concatenate
 from watchstep.errors import ConfigError, RuleError
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.custom.sandbox.frames import SHORT, Bounds, kept
 from watchstep_rules.custom.sandbox.isolation import Isolation, why_not
 from watchstep_rules.custom.sandbox.pool import POOL

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, MAX_MESSAGE, FoundRow, from_bytes, pack_findings
 from watchstep_rules.rule import AnyRule, Rule, State
 

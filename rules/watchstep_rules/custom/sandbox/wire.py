@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from watchstep import segment
-from watchstep.block import Block
+from watchstep.format import segment
+from watchstep.format.block import Block
 from watchstep_rules.custom.sandbox.frames import kept
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
-from watchstep.block import STAGES, Block
 from watchstep.errors import ConfigError, RuleError, WatchstepError
+from watchstep.format.block import STAGES, Block
+from watchstep.format.segment_checks import PROBE
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import OverBudgetError
 from watchstep.reading.columns import COUNTED, Columns
-from watchstep.reading.sql_tables import catalogue_table, statistics_batch, statistics_schema
-from watchstep.segment_checks import PROBE
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.reading.sql import catalogue_table, statistics_batch, statistics_schema
 from watchstep_rules.custom.sandbox.frames import SHORT, Bounds, Parts, Reply, kept
 from watchstep_rules.custom.sandbox.isolation import Isolation
 from watchstep_rules.custom.sandbox.pool import POOL

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from watchstep.tensors import LOSSES
+from watchstep.format.tensors import LOSSES
 from watchstep_rules.custom.sandbox.wire import MAX_MESSAGE, FoundRow
 from watchstep_rules.custom.sql.guard import Guarded, first_line, guarded, locked_database
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationInfo, field_validator
 
-from watchstep.block import Block, concatenate
 from watchstep.errors import RuleError
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.custom.sandbox.pool import BusyError
 from watchstep_rules.custom.sandbox.process import StartError
 from watchstep_rules.custom.sql.guard import MAX_QUERY

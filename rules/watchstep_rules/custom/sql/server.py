@@ -12,10 +12,10 @@ from decimal import Decimal
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
-from watchstep.block import STAGES
 from watchstep.errors import WatchstepError
-from watchstep.reading.sql_tables import catalogue_table, lazy_table, register_tables, statistics_schema
-from watchstep.tensors import MODES
+from watchstep.format.block import STAGES
+from watchstep.format.tensors import MODES
+from watchstep.reading.sql import catalogue_table, lazy_table, register_tables, statistics_schema
 from watchstep_rules.custom.sandbox.confinement import AddressSpace
 from watchstep_rules.custom.sandbox.frames import pack, read_blocking, write_blocking
 from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, pack_findings, table_from_bytes, table_to_bytes

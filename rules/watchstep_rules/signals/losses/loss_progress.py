@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Floats
 from watchstep_rules.signals.losses.loss_series import NOTHING, LossSeries, noise
 from watchstep_rules.signals.losses.trend import Trend
 from watchstep_rules.signals.ranges.robust import medians as medians_of_rows

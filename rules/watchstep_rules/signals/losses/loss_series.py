@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
 
 Kind = Literal["train", "eval"]

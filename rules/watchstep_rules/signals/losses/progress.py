@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.block_view import view
-from watchstep.statistics import Floats
+from watchstep.format.block import Block, view
+from watchstep.format.statistics import Floats
 from watchstep_rules.signals.series import SeriesRows
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
 

@@ -7,8 +7,8 @@ import re
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from watchstep.block import Block
-from watchstep.tensors import MODES, TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.signals.tensor_selection import rows_where
 
 _NAME = re.compile(r"(?:.*\.)?optimizer(?:_\d+)?:learning_rate/")

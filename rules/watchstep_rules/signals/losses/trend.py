@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.losses.loss_series import kind_of, loss_series
 from watchstep_rules.signals.tensor_selection import rows_where
 

@@ -24,8 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from watchstep.statistics import Floats
-from watchstep.tensors import ACTIVATIONS, BIASES, GRADIENTS, LOSSES, METRICS, UPDATES, WEIGHTS, TensorInfo
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import (
+    ACTIVATIONS,
+    BIASES,
+    GRADIENTS,
+    LOSSES,
+    METRICS,
+    UPDATES,
+    WEIGHTS,
+    TensorInfo,
+)
 
 MIN_RUNS = 3
 """Fewest runs of a baseline. The range of two runs says little about a third one."""

@@ -17,8 +17,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.derived import Derivation, abs_mean, rms
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Derivation, Floats, abs_mean, rms
 from watchstep_rules.signals.series import Column
 
 _COUNTS = ("count", "nan", "pos_inf", "neg_inf")

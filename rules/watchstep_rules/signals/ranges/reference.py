@@ -7,11 +7,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.derived import DERIVED
 from watchstep.errors import RuleError
-from watchstep.sort_key import sort_key
-from watchstep.statistics import VALUE_COLUMNS, Floats, StatisticsBatch
+from watchstep.format.block import Block, sort_key
+from watchstep.format.statistics import DERIVED, VALUE_COLUMNS, Floats, StatisticsBatch
 from watchstep_rules.signals import name_pattern
 from watchstep_rules.signals.shards import merge_shards
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Floats
 
 _NORMAL = 1.4826
 """Standard deviations of a normal distribution in its median absolute deviation."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.signals.layers import is_weighted
 
 _PART = 0.25

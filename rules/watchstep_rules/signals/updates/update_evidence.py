@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.sort_key import sort_key
-from watchstep.tensors import MODES
+from watchstep.format.block import Block, sort_key
+from watchstep.format.tensors import MODES
 from watchstep_rules.rule import Finding, is_metric
 from watchstep_rules.signals.nonfinite import nonfinite
 from watchstep_rules.signals.tensor_selection import has_role, rows_where

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.derived import rms, zero_share
-from watchstep.statistics import Floats
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats, rms, zero_share
 from watchstep_rules.signals.layers import is_weighted
 from watchstep_rules.signals.losses.progress import Progress
 from watchstep_rules.signals.rounding import short

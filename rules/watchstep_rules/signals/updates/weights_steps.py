@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import Block
-from watchstep.statistics import Floats
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.layers import is_weighted
 from watchstep_rules.signals.losses.progress import Progress

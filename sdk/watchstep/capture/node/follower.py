@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from watchstep.capture.means import Means
 from watchstep.capture.node import messages
 from watchstep.capture.node.connection import Connection
 from watchstep.capture.node.handing import Handing
 from watchstep.capture.node.messages import Message
-from watchstep.control import ControlDocument
+from watchstep.capture.upload.uploader import Means
 from watchstep.errors import FormatError
+from watchstep.format.control import ControlDocument
 
 _ALL = 1 << 62
 

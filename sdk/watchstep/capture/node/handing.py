@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from watchstep.capture.node.notice import Blocks, Doubt, Notice
-from watchstep.layout import SegmentKey, WriterId
+from watchstep.capture.upload.outgoing import Blocks, Doubt, Notice
+from watchstep.format.layout import SegmentKey, WriterId
 
 
 class Handing:

@@ -7,22 +7,21 @@ import threading
 import time
 from collections.abc import Callable
 
-from watchstep import segment
-from watchstep.block import Block
-from watchstep.capture.claims import claim_node, restore_documents
-from watchstep.capture.means import Means
 from watchstep.capture.node import messages
 from watchstep.capture.node.connection import Connection, Inbox
 from watchstep.capture.node.handing import Handing
 from watchstep.capture.node.leading import Batch, Leading
 from watchstep.capture.node.meeting import Leadership
-from watchstep.capture.node.merging import blocks_of, merge, rows_of
 from watchstep.capture.node.messages import Message
-from watchstep.capture.node.notice import Blocks
-from watchstep.capture.outgoing import Outgoing
-from watchstep.control import ControlDocument
+from watchstep.capture.upload.claims import claim_node, restore_documents
+from watchstep.capture.upload.merging import blocks_of, merge, rows_of
+from watchstep.capture.upload.outgoing import Blocks, Outgoing
+from watchstep.capture.upload.uploader import Means
 from watchstep.errors import FormatError, StoreError
-from watchstep.store import Store
+from watchstep.format import segment
+from watchstep.format.block import Block
+from watchstep.format.control import ControlDocument
+from watchstep.store.store import Store
 
 _GATHER_SECONDS = 1.0
 _ALL = 1 << 62

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from watchstep.capture.node.notice import Blocks, Notice
-from watchstep.capture.outgoing import Outgoing
-from watchstep.layout import SegmentKey, WriterId
+from watchstep.capture.upload.outgoing import Blocks, Notice, Outgoing
+from watchstep.format.layout import SegmentKey, WriterId
 
 _MAX_ROWS = 200_000  # of one object, unless one block alone has more
 _MAX_BYTES = 32 * 1024 * 1024

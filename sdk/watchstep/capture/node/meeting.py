@@ -5,7 +5,7 @@
     <private folder>/<hash>/lock      held by the leader; holds the term
                             socket    where it listens
 
-All files are opened relative to checked directories (`watchstep.private_folder`), also the socket: by way of /proc/self/fd.
+All files are opened relative to checked directories (`watchstep.platform.folders`), also the socket: by way of /proc/self/fd.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from watchstep.private_folder import PrivateFolder
+from watchstep.platform.folders import PrivateFolder
 
 _LOCK = "lock"
 _SOCKET = "socket"

@@ -6,21 +6,20 @@ import secrets
 import threading
 import time
 
-from watchstep import documents
-from watchstep.capture.bounded_queue import BoundedQueue
 from watchstep.capture.config import Bounds
-from watchstep.capture.means import Means
 from watchstep.capture.node.connection import Connection, Inbox
 from watchstep.capture.node.follower import Follower
 from watchstep.capture.node.handing import Handing
 from watchstep.capture.node.leader import ApartError, Leader
 from watchstep.capture.node.meeting import Meeting
-from watchstep.capture.node.merging import settle
 from watchstep.capture.node.messages import Message
-from watchstep.capture.node.notice import Doubt
-from watchstep.capture.upload import Uploader, put_end
+from watchstep.capture.record import BoundedQueue
+from watchstep.capture.upload.merging import settle
+from watchstep.capture.upload.outgoing import Doubt
+from watchstep.capture.upload.uploader import Means, Uploader, put_end
 from watchstep.errors import StoreError
-from watchstep.store import Store
+from watchstep.format import documents
+from watchstep.store.store import Store
 
 _ALL = 1 << 62
 _WINDOWS = (

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from watchstep import segment
-from watchstep.capture.node.notice import Blocks, Notice
-from watchstep.capture.outgoing import Outgoing, Place
+from watchstep.capture.upload.outgoing import Blocks, Notice, Outgoing, Place
 from watchstep.errors import FormatError
-from watchstep.layout import SegmentKey, WriterId, check_name
+from watchstep.format import segment
+from watchstep.format.layout import SegmentKey, WriterId, check_name
 
 VERSION = 1
 _LENGTHS = struct.Struct("!II")

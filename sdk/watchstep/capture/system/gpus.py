@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from watchstep.system_figures import GPU, GPU_MEMORY
+from watchstep.format.system_figures import GPU, GPU_MEMORY
 
 _DRIVER = Path("dev/nvidiactl")
 

@@ -1,21 +1,93 @@
-"""The sampler: a thread that looks at the process and its machine twice a second, off the training thread."""
+"""The sampler: a thread that reads the figures of the process and its machine twice a second, off the training thread.
+
+Every rank samples itself; the first rank of a machine also samples the machine.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
 
 from watchstep.capture.config import SystemSampling
 from watchstep.capture.health import Health
 from watchstep.capture.identity import Identity
-from watchstep.capture.system.alongside import Alongside
-from watchstep.capture.system.process_start import seconds_before_recording
-from watchstep.capture.system.samples import Samples
+from watchstep.capture.system.gpus import Gpus, driver_is_there, visible_count
+from watchstep.capture.system.node import NodeCpu, NodeDisks, NodeMemory, NodeNetwork
+from watchstep.capture.system.process import DataWorkers, Process, seconds_before_recording
 from watchstep.capture.system.source import Source
-from watchstep.capture.system.sources import opened
-from watchstep.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, STEP_SECONDS
+from watchstep.capture.system.step_times import Alongside, Sampled, info_of
+from watchstep.format.statistics import merge_rows, scalars
+from watchstep.format.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, STEP_SECONDS
+
+
+class Samples:
+    """By name, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[float]] = {}
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        """One sample of each."""
+        for name, value in figures.items():
+            self._held.setdefault(name, []).append(value)
+
+    def add_all(self, name: str, values: Iterable[float]) -> None:
+        """Several of one figure."""
+        self._held.setdefault(name, []).extend(values)
+
+    def as_rows(self) -> Sampled | None:
+        """A row for each figure that has samples, which are forgotten; None where none has."""
+        held, self._held = {name: values for name, values in self._held.items() if values}, {}
+        if not held:
+            return None
+        group = np.repeat(np.arange(len(held)), [len(values) for values in held.values()])
+        every = scalars([value for values in held.values() for value in values])
+        return Sampled(tuple(map(info_of, held)), merge_rows(every, group, len(held)), time.time_ns())
+
+
+_OF_PROCESS: tuple[Callable[[], Source], ...] = (Process, DataWorkers)
+_OF_NODE: tuple[Callable[[], Source], ...] = (NodeCpu, NodeMemory, NodeDisks, NodeNetwork)
+
+
+def opened(identity: Identity, health: Health, *, gpus: bool) -> list[Source]:
+    """What can be sampled here; health is told of the rest.
+
+    Args:
+        identity: of this rank.
+        health: gets a note for each kind of figures that cannot be had.
+        gpus: whether GPUs are wanted.
+    """
+    kinds = list(_OF_PROCESS)
+    if identity.local_rank == 0:
+        kinds += _OF_NODE
+    if sys.platform != "linux":
+        health.note(
+            "system", f"processor, memory and disks are not sampled on {sys.platform}: it has no /proc"
+        )
+        kinds = []
+    if gpus and driver_is_there() and _samples_gpus(identity):
+        kinds.append(Gpus)
+    found = []
+    for kind in kinds:
+        try:
+            found.append(kind())
+        except (OSError, ValueError, LookupError) as error:
+            health.note(f"system: {kind.__name__}", f"not sampled: {type(error).__name__}: {error}"[:300])
+        except ImportError:
+            health.note("system: Gpus", "not sampled: install watchstep[gpu]")
+    return found
+
+
+def _samples_gpus(identity: Identity) -> bool:
+    """Whether they are this rank's to sample: each rank's own where it is shown fewer than there are ranks."""
+    shown = visible_count()
+    return identity.local_rank == 0 or (shown is not None and shown < identity.local_size)
+
 
 _SHARE_BEFORE = 0.2  # of a row's time: a program that ends at once is not looked at at all
 _CLOSING_SECONDS = 1.0

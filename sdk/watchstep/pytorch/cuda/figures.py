@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.histogram import Histograms
-from watchstep.statistics import StatisticsBatch
+from watchstep.format.histogram import Histograms
+from watchstep.format.statistics import StatisticsBatch
 
 HEAD: Final = 16
 CODES: Final = 512

@@ -1,4 +1,4 @@
-"""Dead and saturated channels of an activation module's output.
+"""Probes of channels: dead and saturated channels of activations, and sums of the channels of images.
 
 A channel is *dead* where it is zero for every example of the step: no gradient flows back through it (Lu et al. 2019,
 "Dying ReLU and Initialization"). It is *saturated* where it lies within one percent of a bound for every example: the
@@ -8,17 +8,69 @@ Micro-batches of a step are one: each pass counts the channels that were so in a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from watchstep.pytorch.probes.on_the_way import OnTheWay
-from watchstep.statistics import Floats
-from watchstep.tensors import Mode
+from watchstep.capture.config import CHANNEL_SUM, MOST_CHANNELS, of_kind
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import Mode
+from watchstep.pytorch.probes.staging import OnTheWay, wide_float
+
+_IMAGES = 4
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """One row: a column for each probe and channel; NaN for channels that the images do not have."""
+
+    sums: dict[str, OnTheWay]
+
+    def collect(self) -> dict[str, Floats]:
+        found = {}
+        for name, sums in self.sums.items():
+            values = sums.numbers()
+            for channel in range(MOST_CHANNELS):
+                value = values[channel] if channel < len(values) else np.nan
+                found[f"{name}:{channel}"] = np.array([float(value)])
+        return found
+
+
+class ChannelSums:
+    """Looks at what a model is given."""
+
+    def __init__(self, probes: Sequence[str]) -> None:
+        self._axes = {probe.name: int(probe.arguments[0]) for probe in of_kind(probes, CHANNEL_SUM)}
+
+    @property
+    def applies(self) -> bool:
+        """Whether any such probe is wanted."""
+        return bool(self._axes)
+
+    @torch.no_grad()
+    def look(self, images: Tensor) -> _Sums | None:
+        """Add up a batch.
+
+        Args:
+            images: floats of four dimensions.
+
+        Returns:
+            None where they are no images, or have more than four channels.
+        """
+        if images.dim() != _IMAGES or not images.is_floating_point() or not images.numel():
+            return None
+        sums = {}
+        for name, axis in self._axes.items():
+            if -_IMAGES <= axis < _IMAGES and images.shape[axis] <= MOST_CHANNELS:
+                others = [place for place in range(_IMAGES) if place != axis % _IMAGES]
+                sums[name] = OnTheWay(images.detach().sum(others, dtype=wide_float(images.device)))
+        return _Sums(sums) if sums else None
+
 
 _NEAR = 0.01  # share of the range that counts as being at a bound
-_IMAGES = 4
 _ZEROED = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish)
 _NEVER_NEGATIVE = (nn.ReLU, nn.ReLU6)
 _BOUNDED: dict[type[nn.Module], tuple[float, float]] = {

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from watchstep.pytorch.probes.on_the_way import OnTheWay
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Floats
+from watchstep.pytorch.probes.staging import OnTheWay
 
 MOST = 1000
 _NO_CLASSES = (torch.bool, torch.complex64, torch.complex128)

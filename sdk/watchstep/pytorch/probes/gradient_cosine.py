@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
-from watchstep.pytorch.probes.samples import elements_of_each, views
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Floats
+from watchstep.pytorch.probes.staging import OnTheWay, elements_of_each, stacked, views
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     percentile_range = 95th percentile - 5th percentile, interpolated between elements as `numpy.percentile` does
 
-Of large gradients evenly spaced elements are taken, see `watchstep.pytorch.probes.samples`.
+Of large gradients evenly spaced elements are taken, see `watchstep.pytorch.probes.staging`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from watchstep.capture.element_probes import PERCENTILE_RANGE, of_kind
-from watchstep.pytorch.probes.on_the_way import OnTheWay
-from watchstep.pytorch.probes.samples import elements_of_each, views
-from watchstep.statistics import Floats
+from watchstep.capture.config import PERCENTILE_RANGE, of_kind
+from watchstep.format.statistics import Floats
+from watchstep.pytorch.probes.staging import OnTheWay, elements_of_each, views
 
 
 @dataclass(frozen=True)

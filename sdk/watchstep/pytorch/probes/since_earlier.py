@@ -1,7 +1,7 @@
 """Tensors held against earlier records of themselves, element by element.
 
 Tensors of up to 16,384 elements are compared whole, larger ones at so many evenly spaced places (fewer where there are many
-tensors, see `watchstep.pytorch.probes.samples`): what is kept stays small beside the model.
+tensors, see `watchstep.pytorch.probes.staging`): what is kept stays small beside the model.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from watchstep.capture.element_probes import UNCHANGED, WEIGHT_CHANGE, ElementProbe, of_kind
-from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
-from watchstep.pytorch.probes.samples import elements_of_each, views, wide_float
-from watchstep.statistics import Floats
+from watchstep.capture.config import UNCHANGED, WEIGHT_CHANGE, ElementProbe, of_kind
+from watchstep.format.statistics import Floats
+from watchstep.pytorch.probes.staging import OnTheWay, elements_of_each, stacked, views, wide_float
 
 _MOST_KEPT = 64
 """Earlier records of a weight; where STEPS spans more of them the oldest that is kept counts."""

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from watchstep.capture.element_probes import TOKEN_COUNT, TOKENS, of_kind
-from watchstep.pytorch.probes.on_the_way import OnTheWay
-from watchstep.pytorch.probes.samples import views, wide_float
-from watchstep.statistics import Floats
+from watchstep.capture.config import TOKEN_COUNT, TOKENS, of_kind
+from watchstep.format.statistics import Floats
+from watchstep.pytorch.probes.staging import OnTheWay, views, wide_float
 
 _MOST = 4096
 

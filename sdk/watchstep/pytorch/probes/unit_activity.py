@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from watchstep.capture.element_probes import (
+from watchstep.capture.config import (
     INACTIVE_UNITS,
     INPUT_VARIANCE,
     SATURATED_UNITS,
@@ -22,10 +22,9 @@ from watchstep.capture.element_probes import (
     ElementProbe,
     of_kind,
 )
-from watchstep.pytorch.probes.on_the_way import OnTheWay
-from watchstep.pytorch.probes.samples import wide_float
-from watchstep.statistics import Floats
-from watchstep.tensors import Mode
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import Mode
+from watchstep.pytorch.probes.staging import OnTheWay, wide_float
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6)
 BOUNDED: dict[str, type[nn.Module]] = {"Tanh": nn.Tanh, "Sigmoid": nn.Sigmoid}

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from watchstep.pytorch.probes.on_the_way import OnTheWay, stacked
-from watchstep.statistics import Floats
+from watchstep.format.statistics import Floats
+from watchstep.pytorch.probes.staging import OnTheWay, stacked
 
 _ELEMENTS = 64  # of each unit, at most
 _PARTED = 0.1  # of the movement

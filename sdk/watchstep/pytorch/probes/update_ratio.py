@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from watchstep.kernels.interface import Measurement
-from watchstep.statistics import Floats, StatisticsBatch
+from watchstep.format.statistics import Floats, StatisticsBatch
+from watchstep.kernels.measurement import Measurement
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from watchstep import documents
 from watchstep.errors import NotFoundError
-from watchstep.layout import RUN_DOCUMENT
+from watchstep.format import documents
+from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.run import Run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.api.problems import RefusedError
 
 _ENTRIES = 16

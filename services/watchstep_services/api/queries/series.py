@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.block import STAGES
+from watchstep.format.block import STAGES
+from watchstep.format.statistics import Floats
+from watchstep.format.tensors import MODES, Mode
 from watchstep.reading.columns import Columns
 from watchstep.reading.queries import columns_of
 from watchstep.reading.run import Run
 from watchstep.reading.scan import Want
-from watchstep.statistics import Floats
-from watchstep.tensors import MODES, Mode
 
 MAX_LINES = 64
 """Most lines of an answer: a line for each mode, worker with a whole tensor, replica and stage."""

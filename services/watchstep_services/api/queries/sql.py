@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from watchstep.reading.budget import ReadBudget
-from watchstep.reading.part import PartLostError
+from watchstep.reading.compacted import PartLostError
 from watchstep.reading.run import Run
 from watchstep.reading.sql import scan_for
 from watchstep_rules.custom.sandbox.process import StartError

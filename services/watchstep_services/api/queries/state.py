@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.run import Run
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_services.api.lookup import damaged_segments, run_store
 from watchstep_services.api.queries.opened import OpenedRuns
 from watchstep_services.api.queries.slots import Slots

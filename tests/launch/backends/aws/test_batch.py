@@ -18,12 +18,12 @@ from tests.launch.backends.aws.aws_stand_in import ACCOUNT, REGION, LostError, R
 from tests.launch.backends.aws.batch_stand_in import BatchStandIn
 from tests.launch.backends.backend_contract import TELLING, WILLING, Bench
 from tests.services.jobs import eventually
-from watchstep.control import ControlDocument
 from watchstep.errors import ConfigError
-from watchstep.launch.environment import LAUNCHED
-from watchstep.layout import CONTROL_DOCUMENT, run_prefix
+from watchstep.format.control import ControlDocument
+from watchstep.format.layout import CONTROL_DOCUMENT, run_prefix
 from watchstep.stopping import EXIT_STOPPED, EXIT_TOMBSTONE
-from watchstep.store import Store
+from watchstep.store.store import Store
+from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import JobHandle, Launch
 from watchstep_launch.backend_registry import open_backend
 from watchstep_launch.backends.aws.batch import AwsBatch

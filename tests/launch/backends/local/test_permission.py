@@ -16,8 +16,14 @@ from pathlib import Path
 import pytest
 
 from watchstep.errors import ConfigError
-from watchstep.process_identity import ProcessIdentity
-from watchstep.process_record import FOLDER, ProcessRecord, default_folder, file_name, record_process
+from watchstep.platform.process import (
+    FOLDER,
+    ProcessIdentity,
+    ProcessRecord,
+    default_folder,
+    file_name,
+    record_process,
+)
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local, job_of
 from watchstep_launch.errors import BackendError
@@ -154,8 +160,8 @@ def test_the_service_never_signals_the_leader_of_its_own_process_group(tmp_path:
     """As in a script that starts both: the job's signal would reach the service by its group."""
     check = (
         "import os, subprocess, sys\n"
-        "from watchstep.process_identity import ProcessIdentity\n"
-        "from watchstep.process_record import record_process\n"
+        "from watchstep.platform.process import ProcessIdentity\n"
+        "from watchstep.platform.process import record_process\n"
         "from watchstep_launch.backends.local.backend import Local, job_of\n"
         "job = subprocess.Popen(['sleep', '600'], process_group=0)\n"
         "try:\n"

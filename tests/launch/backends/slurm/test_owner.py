@@ -22,7 +22,7 @@ NOBODY = 65534
 ATTACHES = """
 import os, sys
 import watchstep_services.cli.launching as launching
-import watchstep.process_identity, watchstep_launch.backends.slurm.backend, watchstep_launch.attach
+import watchstep.platform.process, watchstep_launch.backends.slurm.backend, watchstep_launch.attach
 os.setgid(int(sys.argv[1]))
 os.setuid(int(sys.argv[1]))
 launching.app(sys.argv[2:])

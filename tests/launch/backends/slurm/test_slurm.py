@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from tests.launch.backends.backend_contract import SECONDS, TELLING, Bench
 from tests.launch.backends.slurm.slurm_cluster import SlurmCluster
 from tests.services.jobs import eventually
-from watchstep.control import ControlDocument
-from watchstep.launch.environment import LAUNCHED
-from watchstep.layout import CONTROL_DOCUMENT, run_prefix
+from watchstep.format.control import ControlDocument
+from watchstep.format.layout import CONTROL_DOCUMENT, run_prefix
 from watchstep.stopping import EXIT_TOMBSTONE
-from watchstep.store import Store
+from watchstep.store.store import Store
+from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import Launch
 from watchstep_launch.backends.slurm.backend import Slurm
 from watchstep_launch.errors import BackendDownError, SubmissionRejectedError

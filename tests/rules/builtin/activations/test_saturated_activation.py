@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.rules.runs import all_at_once, in_steps, steps_of
-from tests.sdk.blocks import Row, tensor
+from tests.sdk.format.blocks import Row, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 
 LOSS = tensor("loss", "losses", shape=())

@@ -11,10 +11,10 @@ from torch import nn, optim
 from tests.rules.builtin.activations.test_mixture_of_experts import Mixture
 from tests.rules.recording import EVERYTHING
 from tests.rules.runs import Event, Rows, Seal, all_at_once, follow
-from tests.sdk.blocks import Row, block_of, tensor
+from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep import Hook, open_run
-from watchstep.block import Block
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase

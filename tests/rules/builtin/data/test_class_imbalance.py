@@ -8,9 +8,9 @@ import torch
 
 from tests.rules.recording import said_of
 from tests.rules.runs import all_at_once, steps_of
-from tests.sdk.blocks import Row, block_of, tensor
+from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep import Hook
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 
 LABELS = tensor("labels", "labels", shape=(32,))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, Values, block_of, tensor
-from watchstep.tensors import TensorInfo
+from tests.sdk.format.blocks import Row, Values, block_of, tensor
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig
 
 IMAGES = tensor("model:input", "inputs", shape=(100, 1, 1, 2))

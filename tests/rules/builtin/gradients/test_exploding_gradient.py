@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.rules.runs import all_at_once, in_steps, norms, steps_of
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradientParams
 from watchstep_rules.config.rule_config import RuleConfig
 

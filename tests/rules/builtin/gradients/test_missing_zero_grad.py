@@ -6,7 +6,7 @@ from torch import nn, optim
 
 from tests.rules.recording import said_of
 from tests.rules.runs import all_at_once, in_steps
-from tests.sdk.blocks import Row, tensor
+from tests.sdk.format.blocks import Row, tensor
 from tests.sdk.training import batches, small_model
 from watchstep import Hook
 from watchstep_rules.config.rule_config import RuleConfig

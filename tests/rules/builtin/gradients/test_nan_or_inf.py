@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.rules.runs import Event, Rows, Seal, all_at_once, follow
-from tests.sdk.blocks import Row, block_of, gradient, tensor
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from tests.sdk.training import recorded
 from watchstep import Cadence, CaptureConfig, Hook
-from watchstep.block import Block
-from watchstep.tensors import TensorInfo
+from watchstep.format.block import Block
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules import nan_or_inf
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES

@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from tests.rules.runs import all_at_once, in_steps, norms
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block, Places
-from watchstep.statistics import scalars
-from watchstep.tensors import Placement, TensorInfo
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block, Places
+from watchstep.format.statistics import scalars
+from watchstep.format.tensors import Placement, TensorInfo
 from watchstep_rules.builtin.gradients.non_finite_values import (
     NonFiniteValues,
     NonFiniteValuesParams,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.rules.runs import all_at_once, steps_of
-from tests.sdk.blocks import Row, Values, block_of, gradient, tensor
-from watchstep.tensors import TensorInfo
+from tests.sdk.format.blocks import Row, Values, block_of, gradient, tensor
+from watchstep.format.tensors import TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig
 
 GRADIENT, OUTPUT = gradient("a"), tensor("a:output", "activations")

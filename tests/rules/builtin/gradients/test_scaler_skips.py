@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, tensor
+from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 
 SKIPPED = tensor("gradient_scaler:skipped", "metrics", shape=())

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.rules.runs import Rows, Said, Seal, follow
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 
 Curve = NDArray[np.floating[Any]]

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from tests.rules.builtin.losses.losses import Curve, chi_squared, falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once, steps_of
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block
 from watchstep_rules.builtin.losses.loss_not_decreasing import LossNotDecreasingParams
 from watchstep_rules.config.rule_config import RuleConfig
 

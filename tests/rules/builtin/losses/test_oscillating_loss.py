@@ -21,8 +21,8 @@ from tests.rules.builtin.losses.losses import (
     run_of,
 )
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block
 from watchstep_rules.builtin.losses.oscillating_loss import OscillatingLossParams
 from watchstep_rules.config.rule_config import RuleConfig
 

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from tests.rules.builtin.losses.losses import Curve, falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
-from watchstep.tensors import Mode
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block
+from watchstep.format.tensors import Mode
 from watchstep_rules.builtin.losses.overfit import OverfitParams
 from watchstep_rules.config.rule_config import RuleConfig
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from tests.rules.builtin.losses.losses import falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block, concatenate
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block, concatenate
 from watchstep_rules.builtin.losses.slow_convergence import SlowConvergenceParams
 from watchstep_rules.config.rule_config import RuleConfig
 

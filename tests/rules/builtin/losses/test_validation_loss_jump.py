@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from tests.rules.builtin.losses.losses import EVERY, Curve, falling, in_pieces, noisy, run_of
 from tests.rules.runs import all_at_once
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.losses.validation_loss_jump import ValidationLossJumpParams
 from watchstep_rules.config.rule_config import RuleConfig
 

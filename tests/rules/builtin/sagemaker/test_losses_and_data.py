@@ -16,7 +16,7 @@ from tests.rules.builtin.sagemaker import definitions
 from tests.rules.builtin.sagemaker.trials import EVERY_STEP, Classifier, Saved, dense, judged, numbers
 from tests.rules.runs import all_at_once
 from watchstep import Hook, open_run
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.sagemaker.stalled_training import (
     SagemakerStalledTraining,
     SagemakerStalledTrainingParams,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rules.builtin.system.system_rows import SAMPLES, system_run
 from tests.rules.runs import all_at_once
-from watchstep.system_figures import (
+from watchstep.format.system_figures import (
     CPUS,
     DATA_WORKERS,
     INITIALIZATION_SECONDS,

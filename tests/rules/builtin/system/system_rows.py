@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block
 
 SAMPLES = 20
 """In a row: ten seconds of them."""

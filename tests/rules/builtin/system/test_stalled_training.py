@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rules.runs import in_steps, norms
-from watchstep.block import Block
+from watchstep.format.block import Block
 from watchstep_rules.builtin.system.stalled_training import (
     StalledTraining,
     StalledTrainingParams,

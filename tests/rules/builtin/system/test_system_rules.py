@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.rules.builtin.losses.losses import in_pieces
 from tests.rules.builtin.system.system_rows import SAMPLES, Course, system_run
 from tests.rules.runs import all_at_once
-from watchstep.block import Block
-from watchstep.system_figures import (
+from watchstep.format.block import Block
+from watchstep.format.system_figures import (
     CPUS,
     DATA_WAIT,
     DATA_WORKERS,

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, Values, block_of, gradient, tensor
-from watchstep.tensors import Placement, TensorInfo
+from tests.sdk.format.blocks import Row, Values, block_of, gradient, tensor
+from watchstep.format.tensors import Placement, TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig
 
 OUTPUT = tensor("first:output", "activations")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, tensor
 from watchstep.errors import RuleError
+from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.signals.ranges.reference import reference_of
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, Values, block_of, tensor
+from tests.sdk.format.blocks import Row, Values, block_of, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 
 OUTPUT = tensor("a:output", "activations")

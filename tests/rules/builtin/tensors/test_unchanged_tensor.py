@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, Values, block_of, tensor
-from watchstep.tensors import Mode, TensorInfo
+from tests.sdk.format.blocks import Row, Values, block_of, tensor
+from watchstep.format.tensors import Mode, TensorInfo
 from watchstep_rules.config.rule_config import RuleConfig
 
 WEIGHT = tensor("a.weight", "weights")

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, gradient, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
+from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 
 LOSS = tensor("loss", "losses", shape=())

@@ -13,7 +13,7 @@ from tests.rules.builtin.losses.losses import Curve, falling, noisy
 from tests.rules.recording import EVERYTHING, said_of
 from tests.rules.runs import all_at_once, in_steps
 from tests.rules.training_parts import Task
-from tests.sdk.blocks import Row, tensor
+from tests.sdk.format.blocks import Row, tensor
 from watchstep import Hook
 from watchstep_rules.config.rule_config import RuleConfig
 

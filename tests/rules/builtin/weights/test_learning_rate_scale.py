@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.block import Block
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.block import Block
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule import Finding
 

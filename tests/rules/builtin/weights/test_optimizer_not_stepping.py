@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from tests.rules.recording import EVERYTHING, said_of
 from tests.rules.runs import all_at_once, in_steps
-from tests.sdk.blocks import Row, tensor
+from tests.sdk.format.blocks import Row, tensor
 from tests.sdk.training import batches, small_model
 from watchstep import Hook, open_run
 from watchstep_rules.builtin.weights.optimizer_not_stepping import OptimizerNotSteppingParams

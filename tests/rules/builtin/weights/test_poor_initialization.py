@@ -10,7 +10,7 @@ from torch import nn
 from tests.rules.recording import said_of
 from tests.rules.runs import all_at_once
 from tests.rules.training_parts import Task
-from tests.sdk.blocks import Row, block_of, gradient, tensor
+from tests.sdk.format.blocks import Row, block_of, gradient, tensor
 from watchstep import Hook
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.judge import RuleMemory

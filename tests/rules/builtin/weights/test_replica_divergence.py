@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from tests.rules.runs import all_at_once
-from tests.sdk.blocks import Row, block_of, tensor
-from watchstep.tensors import Placement
+from tests.sdk.format.blocks import Row, block_of, tensor
+from watchstep.format.tensors import Placement
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule import Finding
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.rules.runs import all_at_once, in_steps, steps_of
-from tests.sdk.blocks import Row, gradient, tensor
+from tests.sdk.format.blocks import Row, gradient, tensor
 from watchstep_rules.config.rule_config import RuleConfig
 
 LOSS = tensor("loss", "losses", shape=())

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven
 from tests.services.recording import Recording, healthy, nan_from
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.models import AlertGroup, Standing
 from watchstep_services.dispatcher.grouping.flush import due_groups, flush, flush_due

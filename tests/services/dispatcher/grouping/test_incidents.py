@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from tests.services.driving import Driven
 from tests.services.recording import NAN, Recording, Value
-from watchstep.store import Store
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.models import Alert, AlertGroup, Incident, Muted, Standing
 from watchstep_services.dispatcher.grouping.flush import flush_due

@@ -29,8 +29,8 @@ from tests.services.dispatcher.grouping.plain_life import (
 )
 from tests.services.driving import Driven, make_service
 from tests.services.recording import NAN, PROJECT, Recording
-from watchstep.layout import SegmentKey
-from watchstep.store import Store
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.database.models import AuditEntry, Run, Silence, Standing, StopGrant
 from watchstep_services.dispatcher.grants import allow, revoke

@@ -1,0 +1,251 @@
+"""What ``watchstep run`` could not do when it started the program, and the recorder does in the background.
+
+The launch hands it over by the environment: a registration that no service took (rules, the job), rules that no store took,
+and whether a tombstone was looked for. One thread of the first rank registers, and ends when that is done::
+
+    waiting ──service found, 2xx──▶ done
+       ▲ │
+       └─┴─no service, no answer, 401, 403, 429, 5xx: again after a pause
+         └─any other refusal: given up, in health
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
+from typing import Any
+
+from watchstep.capture.health import Health
+from watchstep.capture.service.client import ServiceClient, ServicePause
+from watchstep.capture.service.location import FoundService, ServiceLocation
+from watchstep.capture.stop.control_reader import ControlReader
+from watchstep.errors import ConfigError, FormatError, ServiceError
+from watchstep.format.control import ControlDocument
+from watchstep.platform.bounded_join import join_until
+from watchstep.platform.transport import RefusedError, ServiceAddress, UnreachableError
+
+LAUNCH = "WATCHSTEP_LAUNCH"
+_MOST_BYTES = 100_000  # Linux takes 128 KiB for a variable
+_JOIN_SECONDS = 1.0
+_JOB_REFUSED = {HTTPStatus.FORBIDDEN, HTTPStatus.UNPROCESSABLE_ENTITY}
+"""What a service answers where it takes the run and not its job."""
+
+
+@dataclass(frozen=True)
+class LaunchState:
+    """What a launch hands over to the recorder.
+
+    Attributes:
+        location: where a service of this machine may be found; None for one that was named, and where nothing is left to do.
+        run: of the registration; empty where there is none left.
+        attempt: of the registration: the one that the job is.
+        job: the job to bind; None where the token of the launch may not.
+        rules: for the registration, and for the run's document where the store did not take it.
+        verified: whether a tombstone was looked for.
+        warned: the user was told that the service does not answer, or refuses the token.
+    """
+
+    location: ServiceLocation | None = None
+    run: str = ""
+    attempt: str = ""
+    job: dict[str, Any] | None = None
+    rules: tuple[dict[str, Any], ...] = ()
+    verified: bool = True
+    warned: bool = False
+
+    def encode(self) -> str:
+        """As the value of an environment variable.
+
+        Raises:
+            FormatError: it is too large for one.
+        """
+        text = base64.b64encode(zlib.compress(json.dumps(asdict(self), default=str).encode())).decode()
+        if len(text) > _MOST_BYTES:
+            raise FormatError(
+                f"rules: {len(text)} bytes, over the {_MOST_BYTES} that can wait for a service",
+                "start the program again when the service answers, or use fewer rules",
+            )
+        return text
+
+    @classmethod
+    def decode(cls, text: str) -> LaunchState:
+        """Read what `encode` gave.
+
+        Raises:
+            FormatError: it is something else.
+        """
+        try:
+            data = json.loads(zlib.decompress(base64.b64decode(text)))
+            location = data.pop("location")
+            if location is not None:
+                location = ServiceLocation(location["url"], tuple(location["homes"]), location["store_url"])
+            return replace(cls(**data), location=location, rules=tuple(data["rules"]))
+        except (ValueError, KeyError, TypeError, zlib.error) as error:
+            raise FormatError(f"{LAUNCH}: not of 'watchstep run' ({error!r})", "unset it") from error
+
+    @classmethod
+    def from_environment(cls, health: Health, variables: Mapping[str, str] = os.environ) -> LaunchState:
+        """What the launch of this program left; nothing where there was none. A variable of another form is a fault in health.
+
+        Of what the launch has warned, nothing is logged again.
+        """
+        text = variables.get(LAUNCH, "")
+        if not text:
+            return cls()
+        try:
+            state = cls.decode(text)
+        except FormatError as error:
+            health.fault("launch", error)
+            return cls()
+        if state.warned:
+            for where in ("registration", "service"):
+                health.expect(where, _is_outage)
+        return state
+
+    def recorder_address(self, health: Health) -> ServiceAddress | None:
+        """Where a service of this machine answers now, for the recorder; None where none is found, or one was named.
+
+        A note of a service that is damaged, or another user's, is a fault in health.
+        """
+        try:
+            found = self.location.find() if self.location is not None and not self.location.url else None
+        except ConfigError as error:
+            health.fault("service note", error)
+            return None
+        return found.recorder if found is not None else None
+
+
+def _is_outage(error: BaseException) -> bool:
+    return isinstance(error, UnreachableError) or (isinstance(error, RefusedError) and not error.is_final)
+
+
+class Registration:
+    """Registers a run in the background, for as long as its recording goes on."""
+
+    def __init__(
+        self, state: LaunchState, project: str, client: ServiceClient, control: ControlReader, health: Health
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            state: what is to be registered.
+            project: of the run.
+            client: what announces later; it is told where the service is.
+            control: told of the document in the answer.
+            health: says what is still to be done, and what failed.
+        """
+        assert state.location is not None
+        self._location = state.location
+        self._state = state
+        self._project = project
+        self._client = client
+        self._control = control
+        self._health = health
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="watchstep-register", daemon=True)
+
+    def start(self) -> None:
+        """Register until it is done, or `close`."""
+        self._health.note("registration", "the service does not know this run's job and rules yet")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more. Waits for nothing."""
+        self._ended.set()
+
+    def join(self, is_late: Callable[[], bool]) -> None:
+        """Wait for what is being asked, until it is late."""
+        join_until(self._thread, is_late, _JOIN_SECONDS)
+
+    def _work(self) -> None:
+        pause = ServicePause()
+        while not self._ended.wait(pause.left):
+            try:
+                found = self._location.find()
+                if found is None:
+                    pause.failed(
+                        UnreachableError("service: none watches the store", "start 'watchstep serve'")
+                    )
+                    continue
+                self._register(found)
+            except RefusedError as error:
+                self._health.fault("registration", error)
+                if error.is_final:
+                    self._health.note("registration", f"given up: {error.what}"[:300])
+                    return
+                pause.failed(error)
+            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach the program
+                self._health.fault("registration", error)
+                pause.failed(UnreachableError(str(error), ""))
+            else:
+                return
+
+    def _register(self, found: FoundService) -> None:
+        state = self._state
+        answer = register(found.operator, self._project, state.run, state.attempt, state.rules, state.job)
+        control = control_in(answer.data)
+        self._client.move(found.recorder)
+        self._health.withdraw("registration")
+        if answer.job_refusal is not None:
+            self._health.fault("registration", answer.job_refusal)
+        self._control.hear(control, state.attempt)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A service's answer to a registration.
+
+    Attributes:
+        data: the answer.
+        job_refusal: why the job was not bound; None where it was, or where there is none.
+    """
+
+    data: dict[str, Any]
+    job_refusal: RefusedError | None = None
+
+
+def register(
+    operator: ServiceAddress,
+    project: str,
+    run: str,
+    attempt: str,
+    rules: tuple[dict[str, Any], ...],
+    job: dict[str, Any] | None,
+) -> Registered:
+    """Make a run known with its rules, and bind its job; without the job where the token may only record. Safe to repeat.
+
+    Raises:
+        RefusedError: the service refuses.
+        UnreachableError: it does not answer.
+    """
+    client = ServiceClient(operator, project)
+    body = {"run": run, "attempt": attempt, "rules": list(rules)}
+    if job is None:
+        return Registered(client.register(body))
+    try:
+        return Registered(client.register({**body, "job": job}))
+    except RefusedError as error:
+        if error.status not in _JOB_REFUSED:
+            raise
+        # This raises for a token that may not even record, and for rules that are not valid.
+        return Registered(client.register(body), error)
+
+
+def control_in(answer: dict[str, Any]) -> ControlDocument:
+    """The control document in the answer to a registration.
+
+    Raises:
+        ServiceError: there is none.
+    """
+    try:
+        return ControlDocument.from_data(answer["control"])
+    except (KeyError, FormatError) as error:
+        raise ServiceError(
+            "service: no control document in its answer", "see that it is of this version"
+        ) from error

@@ -1,0 +1,1 @@
+"""How a recording ends, however its process ends."""

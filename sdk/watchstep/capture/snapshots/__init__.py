@@ -1,0 +1,1 @@
+"""Full tensors of chosen steps."""

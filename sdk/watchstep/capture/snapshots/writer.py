@@ -1,0 +1,287 @@
+"""Full tensors on their way to the store: a thread of their own, for an upload of seconds must hold up no statistics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.capture.config import Snapshots
+from watchstep.capture.health import Health
+from watchstep.capture.snapshots.memory import SnapshotMemory, SnapshotRing
+from watchstep.capture.snapshots.plan import Occasion
+from watchstep.errors import StoreError
+from watchstep.format import snapshot_compression
+from watchstep.format.layout import SnapshotKey
+from watchstep.format.snapshot import Described, header, missing_metadata
+from watchstep.format.snapshot_compression import Packed
+from watchstep.format.tensors import Mode
+from watchstep.store.store import Store
+
+_FIRST_BACKOFF = 0.2
+_LONGEST_BACKOFF = 10.0
+_PIECE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class TakenSnapshot:
+    """Tensors of one step, copied, or being copied by a device.
+
+    Attributes:
+        step: the step.
+        mode: the mode.
+        occasion: why it was taken.
+        parameters: "before the update" or "after the update".
+        tensors: in the order in which they lie in the memory, one behind the other.
+        memory: at least as long as they are; belongs to the snapshot until it is given back.
+        missing: names of tensors for which there was no memory.
+        ready: waits until the copies are done.
+    """
+
+    step: int
+    mode: Mode
+    occasion: Occasion
+    parameters: str
+    tensors: tuple[Described, ...]
+    memory: NDArray[np.uint8]
+    missing: tuple[str, ...] = ()
+    ready: Callable[[], None] = field(default=lambda: None)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the object says of itself."""
+        asked = {"requests": ",".join(self.occasion.requests)} if self.occasion.requests else {}
+        return {
+            "step": str(self.step),
+            "reason": self.occasion.reason,
+            "parameters": self.parameters,
+            **asked,
+            **missing_metadata(self.missing),
+        }
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A snapshot as it is written: ``memory`` up to ``length`` follows the start."""
+
+    path: str
+    start: bytes
+    memory: NDArray[np.uint8]
+    length: int
+
+    @property
+    def size(self) -> int:
+        return len(self.start) + self.length
+
+
+class _GivenUpError(Exception):
+    """The time for writing is over."""
+
+
+class SnapshotWriter:
+    """Sees snapshots onto the store, and takes old ones of the cadence off it.
+
+    Any thread may call; the work is done by one of its own, which starts with the first snapshot.
+
+    Attributes:
+        memory: where snapshots are copied to.
+    """
+
+    def __init__(self, config: Snapshots, worker: int, health: Health) -> None:
+        self.memory = SnapshotMemory(config.memory_bytes)
+        self._compress = config.compress
+        self._worker = worker
+        self._health = health
+        self._ring = SnapshotRing(config.ring_bytes)
+        self._rotated: deque[str] = deque()
+        # Its lock may be taken again by the thread that holds it: a signal's handler may come back in.
+        self._changed = threading.Condition()
+        self._items: deque[tuple[int, TakenSnapshot]] = deque()
+        self._offered = 0
+        self._protected = 0  # snapshots offered up to this number never enter the ring
+        self._to_prepare = 0
+        self._place: tuple[Store, str] | None = None
+        self._deadline = float("inf")
+        self._given_up = False
+        self._thread: threading.Thread | None = None
+
+    def open(self, store: Store, attempt: str) -> None:
+        """Where snapshots go, once the attempt is claimed."""
+        if self._place is None:
+            with self._changed:
+                self._place = (store, attempt)
+                self._changed.notify_all()
+
+    def prepare(self, size: int) -> None:
+        """Have memory of that size ready before the first snapshot; makes it on the thread."""
+        with self._changed:
+            self._to_prepare = size
+            self._start_or_wake()
+
+    def offer(self, taken: TakenSnapshot) -> None:
+        """Hand a snapshot over; its memory is given back when it is written."""
+        with self._changed:
+            self._offered += 1
+            self._items.append((self._offered, taken))
+            self._start_or_wake()
+
+    def protect(self) -> None:
+        """Something went wrong: what the cadence wrote so far is never deleted."""
+        with self._changed:
+            self._ring.protect()
+            self._protected = self._offered
+
+    def close(self, seconds: float) -> None:
+        """Only so much time is left; a later call can only bring that forward."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to write, or the time for it is over: then what is left is given up."""
+        if self._items and time.monotonic() >= self._deadline:
+            self.settle()
+        return self._given_up or not self._items
+
+    def settle(self) -> None:
+        """Write no more; what is left is counted."""
+        with self._changed:
+            if not self._given_up:
+                self._given_up = True
+                if self._items:
+                    self._health.count("dropped_snapshots", len(self._items))
+                self._changed.notify_all()
+        if self._thread is not None and not self._items:
+            self._thread.join(1.0)  # one that ends while the interpreter is torn down may abort it
+
+    def _start_or_wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="watchstep-snapshots", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while not self._given_up:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                size, self._to_prepare = self._to_prepare, 0
+                head = self._items[0] if self._items and self._place and not self._given_up else None
+            if size:
+                self._prepare(size)
+            if head is not None:
+                self._see_off(*head)
+
+    def _has_work(self) -> bool:
+        return bool(self._to_prepare or (self._items and self._place) or self._given_up)
+
+    def _prepare(self, size: int) -> None:
+        try:
+            self.memory.prepare(size)
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            self._health.fault("snapshot", error)
+
+    def _see_off(self, number: int, taken: TakenSnapshot) -> None:
+        try:
+            self._write(number, taken)
+        except _GivenUpError:
+            pass  # counted by whoever gave up
+        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+            self._health.fault("snapshot", error)
+            self._health.count("dropped_snapshots")
+        self.memory.give_back(taken.memory)
+        with self._changed:
+            self._items.popleft()
+
+    def _write(self, number: int, taken: TakenSnapshot) -> None:
+        assert self._place is not None
+        store, attempt = self._place
+        taken.ready()
+        key = SnapshotKey(attempt, self._worker, taken.step, taken.mode)
+        made = _encoded(key.path, taken, compress=self._compress)
+        if not self._upload(store, made):
+            self._health.count("dropped_snapshots")
+            return
+        self._health.count("snapshots")
+        self._health.count("objects")
+        self._health.count("bytes", made.size)
+        if taken.occasion.reason == "cadence":
+            with self._changed:
+                if number > self._protected:
+                    self._rotated.extend(self._ring.add(made.path, made.size))
+        self._delete_rotated(store)
+
+    def _upload(self, store: Store, made: _Object) -> bool:
+        """Write until it is written; False where an earlier process of this worker wrote the same step."""
+        pause, tried = _FIRST_BACKOFF, False
+        while True:
+            try:
+                return store.create_in_parts(made.path, made.size, self._parts(made)) or tried
+            except StoreError as error:
+                if self._given_up:
+                    raise _GivenUpError from error
+                self._health.fault("store", error)
+            tried = True  # the answer may be all that was lost
+            with self._changed:
+                if self._changed.wait_for(lambda: self._given_up, pause):
+                    raise _GivenUpError
+            pause = min(_LONGEST_BACKOFF, 2 * pause)
+
+    def _parts(self, made: _Object) -> Iterator[memoryview]:
+        yield memoryview(made.start)
+        view = made.memory.data
+        for place in range(0, made.length, _PIECE):
+            if self._given_up:
+                raise _GivenUpError
+            yield view[place : min(place + _PIECE, made.length)]
+
+    def _delete_rotated(self, store: Store) -> None:
+        while self._rotated:
+            try:
+                store.delete(self._rotated[0])
+            except StoreError as error:
+                self._health.fault("store", error)
+                return  # again after the next snapshot
+            self._rotated.popleft()
+            self._health.count("rotated_snapshots")
+
+
+def fitting(sizes: Sequence[int], available: int) -> list[int]:
+    """Places of those that fit into so many bytes, the first ones first; a smaller one may follow one that does not."""
+    chosen = []
+    for place, size in enumerate(sizes):
+        if size <= available:
+            chosen.append(place)
+            available -= size
+    return chosen
+
+
+def _encoded(path: str, taken: TakenSnapshot, *, compress: bool) -> _Object:
+    if compress:
+        tensors, packed, end = _compressed(taken)
+    else:
+        tensors, packed, end = taken.tensors, {}, sum(tensor.length for tensor in taken.tensors)
+    metadata = {**taken.metadata, **snapshot_compression.to_metadata(packed)}
+    return _Object(path, header(tensors, metadata), taken.memory, end)
+
+
+def _compressed(taken: TakenSnapshot) -> tuple[tuple[Described, ...], dict[str, Packed], int]:
+    """Compress the tensors where they lie: how they stand in the file, which are compressed, and where they end."""
+    written: list[Described] = []
+    packed: dict[str, Packed] = {}
+    start = place = 0
+    for tensor in taken.tensors:
+        blocks = snapshot_compression.compress_in_place(
+            taken.memory, start, tensor.length, tensor.itemsize, place
+        )
+        if blocks is None:
+            written.append(tensor)
+        else:
+            packed[tensor.name] = Packed(tensor.dtype, tensor.shape, blocks)
+            written.append(Described(tensor.name, "U8", (sum(blocks),)))
+        start += tensor.length
+        place += written[-1].length
+    return tuple(written), packed, place

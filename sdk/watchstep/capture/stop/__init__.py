@@ -1,0 +1,1 @@
+"""Stops: reading the control document, and agreeing on a step to stop at."""

@@ -1,0 +1,221 @@
+"""The stop barrier: all workers stop at the same step, or none does.
+
+The service proposes a step. A worker that has not finished it answers that it is ready, and does not pass it from then
+on; a worker that has finished it says so, and the service proposes a later step. When all workers are ready, and only
+then, the step is agreed on. A worker that reaches the step before that waits there: if it went on, or stopped by itself,
+it would leave the others in a collective. Answers are sent by a thread that runs only during this exchange.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from watchstep.capture.health import Health
+from watchstep.capture.stop.control_reader import ControlReader
+from watchstep.errors import StoreError
+from watchstep.format.control import StopAnswer, StopRequest
+from watchstep.platform.bounded_join import join_until
+from watchstep.store.store import Store
+
+PATIENCE_SECONDS = 120.0
+"""How long a worker waits at a step that is not agreed on: longer than any other takes to hear of it, and less than collectives wait."""
+
+Wait = Literal["wait"]
+
+
+@dataclass(frozen=True)
+class _Heard:
+    request: StopRequest
+    state: Literal["hearing", "ready", "passed", "agreed"]
+
+
+class CommonStop:
+    """What a worker has heard of a stop, and whether it is to stop now.
+
+    Heard on one thread, asked of on the training thread, without a lock between them: what was heard is replaced as a whole, and a
+    step is marked as finished before it is looked whether to stop there.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        finished: Callable[[], int],
+        *,
+        takes_part: bool,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        """Nothing was heard.
+
+        Args:
+            worker: the rank.
+            finished: the last step that is finished; never too small.
+            takes_part: whether the program has agreed to be stopped.
+            patience: seconds to wait at a step that is not agreed on.
+        """
+        self._worker = worker
+        self._finished = finished
+        self._takes_part = takes_part
+        self._patience = patience
+        self._heard: _Heard | None = None
+        self._left: StopRequest | None = None
+        self._changed = threading.Event()
+        self.left: Callable[[StopAnswer], None] = lambda _: None
+        """Told when the worker goes on from a step at which it was ready to stop."""
+
+    @property
+    def request(self) -> StopRequest | None:
+        """What was heard last."""
+        return None if self._heard is None else self._heard.request
+
+    def hear(self, request: StopRequest) -> StopAnswer | None:
+        """A stop is asked for, or agreed on; the answer, where one is due. Not on the training thread."""
+        if self._heard is not None and self._heard.request == request:
+            return None
+        if request.agreed:
+            self._heard = _Heard(request, "agreed")
+            self._changed.set()
+            return None
+        if not self._takes_part:
+            return self._answer(request, "refuses")
+        # In this order: from here on whoever finishes the step waits for what is found next.
+        self._heard = _Heard(request, "hearing")
+        state: Literal["ready", "passed"] = "ready" if self._finished() < request.step else "passed"
+        self._heard = _Heard(request, state)
+        self._changed.set()
+        return self._answer(request, state)
+
+    def look(self, step: int) -> StopRequest | Wait | None:
+        """Whether to stop after a step that is finished: the request, or None to go on, or that it is to be waited for."""
+        heard = self._heard
+        if heard is None or step < heard.request.step or heard.state == "passed":
+            return None
+        if heard.state == "agreed":
+            return heard.request
+        waits = step == heard.request.step and self._left != heard.request
+        return "wait" if waits else None
+
+    def due(self, step: int) -> StopRequest | None:
+        """The stop that is due after a step that is finished. On the training thread; where one is asked for it may wait."""
+        if self._heard is None:
+            return None
+        deadline = time.monotonic() + self._patience
+        while True:
+            self._changed.clear()
+            found = self.look(step)
+            if found != "wait":
+                return found
+            if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                self.leave()
+
+    def leave(self) -> None:
+        """Wait no more at the step that is asked for now: go on, and say so. Any thread; nothing where it is not waited for."""
+        heard = self._heard
+        if heard is None or heard.state in {"agreed", "passed"} or self._left == heard.request:
+            return
+        self._left = heard.request
+        self._changed.set()
+        self.left(self._answer(heard.request, "left"))
+
+    def _answer(
+        self, request: StopRequest, state: Literal["ready", "passed", "left", "refuses"]
+    ) -> StopAnswer:
+        return StopAnswer(self._worker, request.step, state, max(0, self._finished()))
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_JOIN_SECONDS = 2.0
+
+
+class StopTalk:
+    """Writes answers to the store and looks for the control document there, often, until the stop is agreed on."""
+
+    def __init__(
+        self,
+        stops: CommonStop,
+        control: ControlReader,
+        open_attempt: Callable[[str], Store],
+        health: Health,
+    ) -> None:
+        """Nothing is said.
+
+        Args:
+            stops: what this worker makes of what it hears.
+            control: where documents are heard.
+            open_attempt: opens the store for an attempt, seen from the run.
+            health: for faults.
+        """
+        self._stops = stops
+        self._control = control
+        self._open_attempt = open_attempt
+        self._health = health
+        stops.left = self._left
+        self._answers: queue.SimpleQueue[tuple[str, StopAnswer]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._closing = False
+        self._lock = threading.RLock()  # a signal's handler may close the hook
+        self._thread: threading.Thread | None = None
+
+    def hear(self, request: StopRequest, attempt: str) -> None:
+        """A stop is asked for, or agreed on. Never waits."""
+        answer = self._stops.hear(request)
+        if answer is not None:
+            self._say(attempt, answer)
+
+    def _left(self, answer: StopAnswer) -> None:
+        self._health.note(
+            "stop", f"the ranks have not agreed to stop at step {answer.asked}: training went on"
+        )
+        self._say(self._control.attempt, answer)
+
+    def _say(self, attempt: str, answer: StopAnswer) -> None:
+        self._answers.put((attempt, answer))
+        with self._lock:
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._talk, name="watchstep-stop", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    def close(self) -> None:
+        """Say and hear no more. Waits for nothing."""
+        self._closing = True
+        self._wake.set()
+
+    def join(self, is_late: Callable[[], bool]) -> None:
+        """Wait for what is being said, until it is late."""
+        join_until(self._thread, is_late, _JOIN_SECONDS)
+
+    def _talk(self) -> None:
+        pause = _FIRST_PAUSE
+        unsaid: tuple[str, StopAnswer] | None = None
+        store: Store | None = None
+        while not self._closing:
+            self._wake.clear()
+            try:
+                while unsaid is not None or not self._answers.empty():
+                    unsaid = unsaid or self._answers.get()
+                    store = store or self._open_attempt(unsaid[0])
+                    store.create(unsaid[1].key(unsaid[0]), unsaid[1].encode())
+                    unsaid, pause = None, _FIRST_PAUSE
+                if store is not None:
+                    self._control.look(store)
+            except StoreError as error:
+                self._health.fault("stop", error)
+            except Exception as error:  # noqa: BLE001 - what cannot be said must not end what can be heard
+                self._health.fault("stop", error)
+                unsaid = None
+            with self._lock:
+                if self._settled and self._answers.empty() and unsaid is None:
+                    self._thread = None
+                    return
+            self._wake.wait(pause)
+            pause = min(_LONGEST_PAUSE, 1.5 * pause)
+
+    @property
+    def _settled(self) -> bool:
+        request = self._stops.request
+        return request is None or request.agreed

@@ -1,0 +1,164 @@
+"""The small JSON documents of a run: its identity, its attempts, and how its workers ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from watchstep.errors import FormatError
+from watchstep.format.bounded_json import parse_json
+from watchstep.format.layout import SCHEMA_VERSION
+
+MAX_BYTES = 4 * 1024 * 1024
+_MAX_MEMORY = 128 * 1024 * 1024
+TERMINATED = "SIGTERM"
+"""How the reason of an end document begins where SIGTERM ended the worker, or made its program end."""
+
+EndState = Literal["completed", "failed", "stopped"]
+OnStop = Literal["ignore", "raise", "callback"]
+
+
+@dataclass(frozen=True)
+class RunDocument:
+    """``run.json``: written once, when the run is made.
+
+    Attributes:
+        project: the project's name.
+        run: the run's id.
+        created_ns: nanoseconds since the epoch.
+        rules: rule configs, as data, that the recorder asks for. It cannot grant ``stop`` with them.
+        config: what to record, as data.
+        environment: versions and host, for people.
+        schema: of everything below the run's prefix.
+    """
+
+    project: str
+    run: str
+    created_ns: int
+    rules: tuple[dict[str, Any], ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class AttemptDocument:
+    """``attempts/<id>.json``: the claim on an attempt, written by its first worker.
+
+    Attributes:
+        attempt: the attempt's id.
+        started_ns: nanoseconds since the epoch.
+        world_size: how many workers to expect.
+        on_stop: what a cooperative stop will meet.
+        host: where the first worker runs.
+    """
+
+    attempt: str
+    started_ns: int
+    world_size: int = 1
+    on_stop: OnStop = "ignore"
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class LaunchDocument:
+    """``launches/<attempt>.json``: the process that ``watchstep run`` became, which may never record anything.
+
+    Attributes:
+        attempt: the attempt's id.
+        launched_ns: nanoseconds since the epoch.
+        pid: the process id.
+        start_ticks: when it started, as in `watchstep.platform.process.ProcessIdentity`.
+        boot: the kernel's id of that boot.
+        host: where it runs, for people.
+        namespace: the kernel's name of the PID namespace that the process id belongs to.
+    """
+
+    attempt: str
+    launched_ns: int
+    pid: int
+    start_ticks: int
+    boot: str
+    host: str
+    namespace: str
+
+
+@dataclass(frozen=True)
+class EndDocument:
+    """``end/<attempt>/<worker>.json``: how one worker ended, and how much it recorded.
+
+    Attributes:
+        worker: its rank.
+        state: completed, failed (by an exception) or stopped (by Watchstep).
+        last_step: the last finished step; -1 where there was none.
+        ended_ns: nanoseconds since the epoch.
+        segments: how many of its writer's segments it takes until all its rows are there, so that a missing one is known.
+        writer: the writer's id, as in its segments' keys; several ranks of a node may have one.
+        reason: the exception's type and message, or the stop's reason.
+        health: the recorder's counters.
+    """
+
+    worker: int
+    state: EndState
+    last_step: int
+    ended_ns: int
+    segments: int
+    writer: str
+    reason: str = ""
+    health: dict[str, Any] = field(default_factory=dict)
+
+
+Document = TypeVar("Document", RunDocument, AttemptDocument, EndDocument, LaunchDocument)
+
+
+def encode(document: RunDocument | AttemptDocument | EndDocument | LaunchDocument) -> bytes:
+    """The bytes of a document."""
+    return json.dumps(asdict(document), indent=1, default=str).encode()
+
+
+def decode(kind: type[Document], data: bytes, name: str) -> Document:
+    """Read a document; unknown keys of later versions are left out.
+
+    Args:
+        kind: which document.
+        data: its bytes.
+        name: what to call it in an error.
+
+    Raises:
+        FormatError: the bytes are something else, or of a later schema.
+    """
+    try:
+        held = parse_json(data, _MAX_MEMORY)
+        known = {entry.name: held[entry.name] for entry in fields(kind) if entry.name in held}
+        if "rules" in known:
+            known["rules"] = tuple(dict(rule) for rule in known["rules"])
+        _check_types(kind, known)
+        if known.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
+            raise FormatError(
+                f"{name}: schema {known['schema']}, this version reads up to {SCHEMA_VERSION}",
+                "read the run with a newer watchstep",
+            )
+        return kind(**known)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(
+            f"{name}: not a document of this kind ({error})", "write it anew, or remove it"
+        ) from error
+
+
+def _check_types(kind: type[Document], known: dict[str, Any]) -> None:
+    """Refuse values of another type than the field's: readers count on them, whoever wrote the object."""
+    for name, hint in get_type_hints(kind).items():
+        if name in known and not _fits(known[name], hint):
+            raise ValueError(f"{name} is {str(known[name])[:80]!r}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return value in get_args(hint)
+    if hint is int:
+        return type(value) is int and -(2**63) <= value < 2**63
+    if origin is dict and get_args(hint)[1] is str:
+        return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
+    return isinstance(value, origin or hint)

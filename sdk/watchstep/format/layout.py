@@ -1,0 +1,188 @@
+"""Where things lie on the store: every key that Watchstep writes or reads is made here.
+
+::
+
+    <project>/<run>/run.json
+      attempts/<attempt>.json    control.json    launches/<attempt>.json
+      stats/<attempt>/<node>/<writer>/<seq>-<first>-<last>.parquet
+      tensors/<attempt>/<worker>/<step>-<mode>.safetensors
+      end/<attempt>/<worker>.json
+      stops/<attempt>/<step>/<worker>-<state>-<at>.json
+      journal/<attempt>/<number>.json
+      baselines/<attempt>.json
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from watchstep.errors import BadNameError, FormatError
+from watchstep.format.tensors import MODES
+
+SCHEMA_VERSION = 1
+"""Version of everything below a run's prefix; readers refuse a higher one."""
+
+RUN_DOCUMENT = "run.json"
+CONTROL_DOCUMENT = "control.json"
+SEGMENTS = "stats/"
+ATTEMPTS = "attempts/"
+LAUNCHES = "launches/"
+ENDS = "end/"
+CHECKPOINTS = "saved/"
+STOPS = "stops/"
+SNAPSHOTS = "tensors/"
+JOURNALS = "journal/"
+BASELINES = "baselines/"
+
+_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# Numbers have one spelling, so that one object has one name: what parses prints back as it was.
+_NUMBER_PATTERN = r"0|[1-9][0-9]{0,17}"
+_SEGMENT = re.compile(
+    r"stats/(?P<attempt>[^/]+)/(?P<node>[^/]+)/(?P<writer>[^/]+)/"
+    rf"(?P<seq>[0-9]{{10}})-(?P<first>{_NUMBER_PATTERN})-(?P<last>{_NUMBER_PATTERN})\.parquet"
+)
+_SNAPSHOT = re.compile(
+    rf"tensors/(?P<attempt>[^/]+)/(?P<worker>{_NUMBER_PATTERN})/"
+    rf"(?P<step>{_NUMBER_PATTERN})-(?P<mode>{'|'.join(MODES)})\.safetensors"
+)
+_SEQ_DIGITS = 10
+
+
+def check_name(kind: str, value: str) -> str:
+    """Return ``value`` if it may be one part of a key.
+
+    Args:
+        kind: what the name is for, as the message will say it ("run", "project", …).
+        value: letters, digits, ``.``, ``_`` and ``-``; at most 128; the first a letter or digit.
+
+    Raises:
+        BadNameError: for anything else, so that no name reaches outside its prefix.
+    """
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise BadNameError(
+            f"{kind} name {value!r} cannot be used",
+            "use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, and no '..'",
+        )
+    return value
+
+
+def _are_names(*values: str) -> bool:
+    return all(_NAME.fullmatch(value) for value in values)
+
+
+def run_prefix(project: str, run: str) -> str:
+    """Prefix of all objects of a run, relative to the store's root, with a closing slash."""
+    return f"{check_name('project', project)}/{check_name('run', run)}/"
+
+
+@dataclass(frozen=True, order=True)
+class WriterId:
+    """One writer of one attempt; its segments carry contiguous sequence numbers from 0."""
+
+    attempt: str
+    node: str
+    writer: str
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the writer's segments, relative to the run.
+
+        Raises:
+            BadNameError: a part of it could leave its place.
+        """
+        attempt, node = check_name("attempt", self.attempt), check_name("node", self.node)
+        return f"{SEGMENTS}{attempt}/{node}/{check_name('writer', self.writer)}/"
+
+
+@dataclass(frozen=True, order=True)
+class SegmentKey:
+    """Name of one segment: who wrote it, its place in the sequence, and its steps (both inclusive)."""
+
+    writer: WriterId
+    seq: int
+    first: int
+    last: int
+
+    @property
+    def path(self) -> str:
+        """Key relative to the run."""
+        return f"{self.writer.prefix}{self.seq:0{_SEQ_DIGITS}d}-{self.first}-{self.last}.parquet"
+
+    @classmethod
+    def parse(cls, path: str) -> SegmentKey:
+        """Read a key relative to the run.
+
+        Raises:
+            FormatError: when it is not a segment's key.
+        """
+        found = _SEGMENT.fullmatch(path)
+        if (
+            not found
+            or not _are_names(found["attempt"], found["node"], found["writer"])
+            or int(found["first"]) > int(found["last"])
+        ):
+            raise FormatError(
+                f"object {path!r} is not a segment", "leave only Watchstep's objects under stats/"
+            )
+        writer = WriterId(found["attempt"], found["node"], found["writer"])
+        return cls(writer, int(found["seq"]), int(found["first"]), int(found["last"]))
+
+
+@dataclass(frozen=True, order=True)
+class SnapshotKey:
+    """Name of the full tensors of one step of one worker."""
+
+    attempt: str
+    worker: int
+    step: int
+    mode: str
+
+    @property
+    def path(self) -> str:
+        """Key relative to the run."""
+        return f"{SNAPSHOTS}{check_name('attempt', self.attempt)}/{self.worker}/{self.step}-{self.mode}.safetensors"
+
+    @classmethod
+    def parse(cls, path: str) -> SnapshotKey:
+        """Read a key relative to the run.
+
+        Raises:
+            FormatError: when it is not a snapshot's key.
+        """
+        found = _SNAPSHOT.fullmatch(path)
+        if not found or not _are_names(found["attempt"]):
+            raise FormatError(
+                f"object {path!r} is not a snapshot", "leave only Watchstep's objects under tensors/"
+            )
+        return cls(found["attempt"], int(found["worker"]), int(found["step"]), found["mode"])
+
+
+def attempt_document(attempt: str) -> str:
+    """Key of an attempt's document, relative to the run."""
+    return f"{ATTEMPTS}{check_name('attempt', attempt)}.json"
+
+
+def launch_document(attempt: str) -> str:
+    """Key of the document that says which process was launched as an attempt, relative to the run."""
+    return f"{LAUNCHES}{check_name('attempt', attempt)}.json"
+
+
+def end_document(attempt: str, worker: int) -> str:
+    """Key of the document that says how a worker of an attempt ended, relative to the run."""
+    return f"{ENDS}{check_name('attempt', attempt)}/{worker}.json"
+
+
+def baseline_document(attempt: str) -> str:
+    """Key of the baseline that an attempt is compared with, relative to the run."""
+    return f"{BASELINES}{check_name('attempt', attempt)}.json"
+
+
+def journal_prefix(attempt: str) -> str:
+    """Prefix of the parts of an attempt's journal, relative to the run."""
+    return f"{JOURNALS}{check_name('attempt', attempt)}/"
+
+
+def journal_part(attempt: str, number: int) -> str:
+    """Key of one part of an attempt's journal, relative to the run."""
+    return f"{journal_prefix(attempt)}{number:0{_SEQ_DIGITS}d}.json"

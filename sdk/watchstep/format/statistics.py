@@ -1,0 +1,420 @@
+"""Statistics of one tensor at one step as columns, how rows merge, and the figures derived from them.
+
+Sums and extremes are over *finite* elements; ``count`` is over all. Rows of disjoint shards merge without the
+data: they form a commutative monoid whose counts, extremes and histograms are exact and whose sums carry float64
+rounding. Means and second moments merge by Chan, Golub, LeVeque (1979), "Updating formulae and a pairwise algorithm
+for computing sample variances".
+
+Derived figures have one definition, for saving, reading and judging. Their functions take a batch of n rows and return
+float64 of shape (n,); NaN where the figure does not exist because no element is finite or the tensor is empty. A stored
+sum over no finite element is 0, a derived norm is NaN: a gradient of NaNs has not vanished. Norms of an empty tensor are 0,
+as in numpy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.format.histogram import Histograms, exponent_of_bin, is_negative_bin, sum_rows
+
+Counts = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Number = TypeVar("Number", Counts, Floats)
+
+COUNT_COLUMNS = ("count", "nan", "pos_inf", "neg_inf", "zero", "negative")
+EXTREME_COLUMNS = ("min", "max", "abs_min")
+SUM_COLUMNS = ("mean", "m2", "abs_sum", "square_sum")
+VALUE_COLUMNS = (*EXTREME_COLUMNS, *SUM_COLUMNS)
+
+
+@dataclass(frozen=True)
+class StatisticsBatch:
+    """Statistics of n tensors, one array of shape (n,) for each figure.
+
+    Attributes:
+        count: elements, of any kind.
+        nan: elements that are NaN.
+        pos_inf: elements that are +inf.
+        neg_inf: elements that are -inf.
+        zero: elements equal to zero, of either sign.
+        negative: finite elements below zero.
+        min: smallest finite element; NaN where there is none.
+        max: largest finite element; NaN where there is none.
+        abs_min: smallest magnitude of a finite, non-zero element; NaN where there is none.
+        mean: mean of the finite elements; NaN where there is none.
+        m2: sum of squared differences of the finite elements from their mean.
+        abs_sum: sum of magnitudes of the finite elements.
+        square_sum: sum of squares of the finite elements.
+        histogram: signed exponent histograms of the finite, non-zero elements.
+    """
+
+    count: Counts
+    nan: Counts
+    pos_inf: Counts
+    neg_inf: Counts
+    zero: Counts
+    negative: Counts
+    min: Floats
+    max: Floats
+    abs_min: Floats
+    mean: Floats
+    m2: Floats
+    abs_sum: Floats
+    square_sum: Floats
+    histogram: Histograms
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+    @classmethod
+    def from_matrices(cls, counts: Counts, values: Floats, histogram: Histograms) -> StatisticsBatch:
+        """Build from matrices.
+
+        Args:
+            counts: int64, shape (n, 6), in the order of `COUNT_COLUMNS`.
+            values: float64, shape (n, 7), in the order of `VALUE_COLUMNS`.
+            histogram: n rows.
+        """
+        named = dict(zip(COUNT_COLUMNS, counts.T, strict=True))
+        valued = dict(zip(VALUE_COLUMNS, values.T, strict=True))
+        return cls(**named, **valued, histogram=histogram)
+
+    @classmethod
+    def empty(cls) -> StatisticsBatch:
+        """Statistics of no tensor."""
+        return cls.from_matrices(np.empty((0, 6), np.int64), np.empty((0, 7)), Histograms.empty(0))
+
+    @classmethod
+    def neutral(cls, rows: int) -> StatisticsBatch:
+        """The monoid's neutral element: the statistics of tensors with no elements."""
+        values = np.zeros((rows, len(VALUE_COLUMNS)))
+        values[:, : len(EXTREME_COLUMNS) + 1] = np.nan
+        return cls.from_matrices(np.zeros((rows, 6), np.int64), values, Histograms.empty(rows))
+
+    @classmethod
+    def concatenate(cls, parts: list[StatisticsBatch]) -> StatisticsBatch:
+        """Several batches, one after the other."""
+        if not parts:
+            return cls.empty()
+        columns = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in (*COUNT_COLUMNS, *VALUE_COLUMNS)
+        }
+        return cls(**columns, histogram=Histograms.concatenate([part.histogram for part in parts]))
+
+    def take(self, rows: NDArray[np.intp]) -> StatisticsBatch:
+        """Some rows, in that order."""
+        columns = {
+            field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "histogram"
+        }
+        return StatisticsBatch(**columns, histogram=self.histogram.take(rows))
+
+    @property
+    def bytes(self) -> int:
+        """Of memory, about."""
+        columns = len(COUNT_COLUMNS) + len(VALUE_COLUMNS)
+        return 8 * columns * len(self) + self.histogram.bytes
+
+    @functools.cached_property
+    def finite(self) -> Counts:
+        """Elements that are neither NaN nor infinite."""
+        return self.count - self.nan - self.pos_inf - self.neg_inf
+
+    @functools.cached_property
+    def nonfinite(self) -> Counts:
+        """Elements that are NaN or infinite."""
+        return self.nan + self.pos_inf + self.neg_inf
+
+
+def scalars(values: list[float]) -> StatisticsBatch:
+    """Statistics of one-element tensors."""
+    if len(values) == 1:
+        return _scalar(float(values[0]))
+    x = np.asarray(values, np.float64)
+    finite = np.isfinite(x)
+    held = np.where(finite, x, np.nan)
+    nonzero = finite & (x != 0)
+    some = np.where(finite, x, 0.0)
+    exponents = np.frexp(x[nonzero])[1] - 1
+    histogram = Histograms(
+        np.concatenate([[0], np.cumsum(nonzero)]).astype(np.int64),
+        (2 * exponents + (x[nonzero] < 0)).astype(np.int16),
+        np.ones(int(nonzero.sum()), np.int64),
+    )
+    with np.errstate(over="ignore"):
+        square = some * some
+    return StatisticsBatch(
+        count=np.ones(len(x), np.int64),
+        nan=np.isnan(x).astype(np.int64),
+        pos_inf=np.isposinf(x).astype(np.int64),
+        neg_inf=np.isneginf(x).astype(np.int64),
+        zero=(x == 0).astype(np.int64),
+        negative=(finite & (x < 0)).astype(np.int64),
+        min=held,
+        max=held,
+        abs_min=np.where(nonzero, np.abs(x), np.nan),
+        mean=held,
+        m2=np.zeros(len(x)),
+        abs_sum=np.abs(some),
+        square_sum=square,
+        histogram=histogram,
+    )
+
+
+def _scalar(value: float) -> StatisticsBatch:
+    """As `scalars` of one: every step has losses, and two dozen operations on arrays of one number take tenfold the time."""
+    finite = math.isfinite(value)
+    held, some = (value, value) if finite else (math.nan, 0.0)
+    bins, size = np.empty(0, np.int16), math.nan
+    if some != 0:
+        bins, size = np.array([2 * (math.frexp(value)[1] - 1) + (value < 0)], np.int16), abs(value)
+    counts = (1, math.isnan(value), value == math.inf, value == -math.inf, value == 0, finite and value < 0)
+    figures = (held, held, size, held, 0.0, abs(some), some * some)
+    histogram = Histograms(np.array([0, len(bins)], np.int64), bins, np.ones(len(bins), np.int64))
+    return StatisticsBatch.from_matrices(np.array([counts], np.int64), np.array([figures]), histogram)
+
+
+def merge_rows(batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> StatisticsBatch:
+    """Merge rows by group, in the order in which they stand.
+
+    Args:
+        batch: n rows, those of one group from disjoint parts of one tensor.
+        group: int, shape (n,), the group of each row, 0 … groups - 1.
+        groups: how many rows the result has; a group with no row is neutral.
+    """
+    merge = Merge(batch, group, groups)
+    return StatisticsBatch(**{field.name: merge.column(field.name) for field in fields(StatisticsBatch)})
+
+
+class Merge:
+    """The merge of rows by group, column by column: as `merge_rows` does all."""
+
+    def __init__(self, batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> None:
+        self._batch = batch
+        self._group = group
+        self._groups = groups
+
+    def column(self, name: str) -> Any:
+        """One column of the merged rows; ``histogram``: their histograms."""
+        if name == "histogram":
+            return sum_rows(self._batch.histogram, self._group, self._groups)
+        if name in {"mean", "m2"}:
+            return self._moments[name == "m2"]
+        values = getattr(self._batch, name)
+        if name in COUNT_COLUMNS:
+            return _added(values, self._group, np.zeros(self._groups, np.int64))
+        if name in EXTREME_COLUMNS:
+            best = np.full(self._groups, np.nan)
+            (np.fmax if name == "max" else np.fmin).at(best, self._group, values)
+            return best
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _added(values, self._group, np.zeros(self._groups))
+
+    @functools.cached_property
+    def _moments(self) -> tuple[Floats, Floats]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _moments(self._batch, self._group, self._groups)
+
+
+def _added(values: Number, group: NDArray[np.intp], zeros: Number) -> Number:
+    np.add.at(zeros, group, values)
+    return zeros
+
+
+def _moments(batch: StatisticsBatch, group: NDArray[np.intp], groups: int) -> tuple[Floats, Floats]:
+    """Mean and m2 of the union: with d the parts' distance from its mean, m2 = sum(m2_i + n_i * d_i**2)."""
+    sizes = batch.finite.astype(np.float64)
+    some = sizes > 0
+    group, sizes = group[some], sizes[some]
+    total = np.zeros(groups)
+    np.add.at(total, group, sizes)
+    share = sizes / total[group]
+    mean = np.zeros(groups)
+    np.add.at(mean, group, batch.mean[some] * share)
+    # A second pass over the parts takes out the rounding of the first; near float64's limit it would overflow.
+    rest = np.zeros(groups)
+    np.add.at(rest, group, (batch.mean[some] - mean[group]) * share)
+    mean += np.where(np.isfinite(rest), rest, 0.0)
+    distance = batch.mean[some] - mean[group]
+    m2 = np.zeros(groups)
+    np.add.at(m2, group, batch.m2[some] + sizes * distance * distance)
+    mean[total == 0] = np.nan
+    return mean, m2
+
+
+Derivation = Callable[[StatisticsBatch], Floats]
+
+_FORMATS = {
+    # smallest subnormal's exponent, largest finite's exponent: IEEE 754, bfloat16, OCP FP8 E4M3
+    "fp16": (-24, 15),
+    "bf16": (-133, 127),
+    "fp8_e4m3": (-9, 8),
+}
+"""Exponents that a number format can hold; magnitudes below are lost to zero, above to infinity or saturation."""
+
+
+def _over(numerator: Floats, denominator: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(denominator > 0, numerator / denominator, np.nan)
+
+
+def _of_finite(batch: StatisticsBatch, norm: Floats) -> Floats:
+    """NaN where there are elements, and none is finite."""
+    return np.where((batch.finite == 0) & (batch.count > 0), np.nan, norm)
+
+
+def variance(batch: StatisticsBatch) -> Floats:
+    """Population variance (ddof 0) of the finite elements."""
+    return _over(batch.m2, batch.finite.astype(np.float64))
+
+
+def std(batch: StatisticsBatch) -> Floats:
+    """Population standard deviation (ddof 0) of the finite elements."""
+    return np.sqrt(variance(batch))
+
+
+def l1(batch: StatisticsBatch) -> Floats:
+    """Sum of magnitudes of the finite elements (the vector norm, whatever the tensor's shape)."""
+    return _of_finite(batch, batch.abs_sum.astype(np.float64))
+
+
+def l2(batch: StatisticsBatch) -> Floats:
+    """Root of the sum of squares of the finite elements (the vector norm)."""
+    return _of_finite(batch, np.sqrt(batch.square_sum))
+
+
+def rms(batch: StatisticsBatch) -> Floats:
+    """Root of the mean square of the finite elements."""
+    return np.sqrt(_over(batch.square_sum, batch.finite.astype(np.float64)))
+
+
+def abs_mean(batch: StatisticsBatch) -> Floats:
+    """Mean magnitude of the finite elements."""
+    return _over(batch.abs_sum, batch.finite.astype(np.float64))
+
+
+def abs_max(batch: StatisticsBatch) -> Floats:
+    """Largest magnitude of a finite element."""
+    return np.fmax(np.abs(batch.min), np.abs(batch.max))
+
+
+def zero_share(batch: StatisticsBatch) -> Floats:
+    """Share of all elements that are zero."""
+    return _over(batch.zero.astype(np.float64), batch.count.astype(np.float64))
+
+
+def nonfinite_share(batch: StatisticsBatch) -> Floats:
+    """Share of all elements that are NaN or infinite."""
+    return _over(batch.nonfinite.astype(np.float64), batch.count.astype(np.float64))
+
+
+DERIVED: dict[str, Derivation] = {
+    function.__name__: function
+    for function in (variance, std, l1, l2, rms, abs_mean, abs_max, zero_share, nonfinite_share)
+}
+"""The derived figures by name."""
+
+
+def underflow_share(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> Floats:
+    """Share of the finite, non-zero elements below a format's smallest subnormal.
+
+    Args:
+        batch: n rows.
+        number_format: ``fp16``, ``bf16`` or ``fp8_e4m3``.
+        powers: each row is multiplied by two to this power before, a whole number; one number, or shape (n,).
+    """
+    lowest, _ = _FORMATS[number_format]
+    return _share_of_bins(batch, lambda exponents: exponents < lowest, powers)
+
+
+def overflow_share(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> Floats:
+    """Share of the finite, non-zero elements at or above the power of two over a format's largest.
+
+    Args:
+        batch: n rows.
+        number_format: ``fp16``, ``bf16`` or ``fp8_e4m3``.
+        powers: each row is multiplied by two to this power before, a whole number; one number, or shape (n,).
+    """
+    _, highest = _FORMATS[number_format]
+    return _share_of_bins(batch, lambda exponents: exponents > highest, powers)
+
+
+def may_leave(batch: StatisticsBatch, number_format: str, powers: Floats | int = 0) -> NDArray[np.bool_]:
+    """Whether some element is too small or too large for a format: told by the extremes, histograms are not read.
+
+    Args:
+        batch: n rows.
+        number_format: as above.
+        powers: as above.
+    """
+    lowest, highest = _FORMATS[number_format]
+    smallest, largest = (np.frexp(figure)[1] - 1 + powers for figure in (batch.abs_min, abs_max(batch)))
+    left: NDArray[np.bool_] = (batch.abs_min > 0) & ((smallest < lowest) | (largest > highest))
+    return left
+
+
+def _share_of_bins(batch: StatisticsBatch, chosen: Callable[..., np.ndarray], powers: Floats | int) -> Floats:
+    held = batch.histogram
+    exponents = exponent_of_bin(held.bins)
+    if np.any(powers):
+        of_row = np.broadcast_to(powers, len(batch)).astype(np.int64)
+        exponents = exponents + np.repeat(of_row, np.diff(held.offsets))
+    part = _sums_of_rows(held.counts * chosen(exponents), held.offsets)
+    whole = _sums_of_rows(held.counts, held.offsets)
+    return _over(part, whole)
+
+
+def _sums_of_rows(counts: NDArray[np.int64], offsets: NDArray[np.int64]) -> Floats:
+    """Sums over the bins of each row: exact, as the counts are."""
+    until = np.concatenate([[0], np.cumsum(counts)])
+    sums: Floats = (until[offsets[1:]] - until[offsets[:-1]]).astype(np.float64)
+    return sums
+
+
+def quantile_bounds(batch: StatisticsBatch, q: float) -> tuple[Floats, Floats]:
+    """Bounds between which the q-quantile of the finite elements lies.
+
+    The element of rank ``ceil(q * n)`` (at least 1) in ascending order falls into one power-of-two bin, or is zero;
+    the bin's edges, narrowed by the smallest and largest element, are returned.
+
+    Args:
+        batch: n rows.
+        q: 0 … 1.
+
+    Returns:
+        Lower and upper bounds; NaN where there is no finite element.
+    """
+    lower, upper = np.full(len(batch), np.nan), np.full(len(batch), np.nan)
+    finite = batch.finite
+    for row in range(len(batch)):
+        if finite[row] == 0:
+            continue
+        low, high = _bin_of_rank(batch, row, max(1, int(np.ceil(q * finite[row]))))
+        lower[row], upper[row] = max(low, batch.min[row]), min(high, batch.max[row])
+    return lower, upper
+
+
+def _bin_of_rank(batch: StatisticsBatch, row: int, rank: int) -> tuple[float, float]:
+    bins, counts = batch.histogram.row(row)
+    negative = is_negative_bin(bins)
+    powers = exponent_of_bin(bins).astype(np.int64)
+    below = np.flatnonzero(negative)[::-1]
+    above = np.flatnonzero(~negative)
+    with np.errstate(over="ignore"):
+        edges = [(-np.ldexp(1.0, powers[i] + 1), -np.ldexp(1.0, powers[i]), counts[i]) for i in below]
+        edges.append((0.0, 0.0, batch.zero[row]))
+        edges.extend((np.ldexp(1.0, powers[i]), np.ldexp(1.0, powers[i] + 1), counts[i]) for i in above)
+    seen = 0
+    for low, high, held in edges:
+        seen += int(held)
+        if seen >= rank:
+            return float(low), float(high)
+    # The histogram was not recorded, or not wholly: what is known are the extremes.
+    return -np.inf, np.inf

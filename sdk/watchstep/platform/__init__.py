@@ -1,0 +1,1 @@
+"""What the machine and its network provide: processes, folders, HTTP."""

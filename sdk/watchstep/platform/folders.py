@@ -1,0 +1,220 @@
+"""Folders: paths as users write them, folder names that can be part of a key, and the private folder of a user.
+
+Processes of one machine find each other's locks and sockets in the private folder. It is the first of these places that
+can be trusted:
+
+1. ``$XDG_RUNTIME_DIR/watchstep``
+2. ``<temporary folder>/watchstep-<user id>``
+3. ``/dev/shm/watchstep-<user id>``
+4. ``$XDG_CACHE_HOME/watchstep/run``, or ``~/.cache/watchstep/run``
+
+Any user may create names in the second and third place first. A folder is therefore used only if this user owns it and
+nobody else may enter it, and files in it are opened relative to the checked directory, never by their path.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import stat
+import tempfile
+import unicodedata
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from watchstep.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """A path as a user writes it: with ``~`` expanded, from the working directory where it is relative.
+
+    Raises:
+        ConfigError: it begins with ``~`` and the home folder is not known, or it is relative and the working directory is gone.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"path {os.fspath(path)}: the home folder of user {os.geteuid()} is not known", "set HOME"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"path {os.fspath(path)}: the working directory cannot be read: {error.strerror}",
+            "use an absolute path",
+        ) from error
+
+
+def usable_folders(path: str) -> list[str]:
+    """Names of the folders in a folder, sorted, without those with control characters, of which the log tells once.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    with os.scandir(path) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+    for name in names:
+        if not is_usable(name):
+            _tell(path, name)
+    return sorted(filter(is_usable, names))
+
+
+def is_usable(name: str) -> bool:
+    """Whether a name can be part of a key."""
+    return not any(unicodedata.category(character) in {"Cc", "Cs"} for character in name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tell(path: str, name: str) -> None:
+    _log.warning("folder %r in %s is left out: rename it to a name without control characters", name, path)
+
+
+_OTHERS = 0o077
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is opened in it is checked
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass
+class PrivateFolder:
+    """An open directory that this user owns and nobody else may enter. `close` it.
+
+    Attributes:
+        path: for messages.
+        descriptor: of the directory; -1 once it is closed.
+        refused: why the places before it were not used; empty for the first.
+    """
+
+    path: Path
+    descriptor: int
+    refused: str = ""
+
+    @classmethod
+    def open(cls) -> PrivateFolder:
+        """The user's folder on this machine; it is created where it is missing.
+
+        Raises:
+            OSError: no place can be used; the message names each.
+        """
+        refused: list[str] = []
+        for place in _places():
+            try:
+                return cls(place, _opened(place), "; ".join(refused))
+            except OSError as error:
+                refused.append(_reason(place, error))
+        raise PermissionError("; ".join(refused) or "this system has no temporary folder")
+
+    def child(self, name: str) -> PrivateFolder:
+        """A folder in this one; it is created where it is missing.
+
+        Raises:
+            OSError: it cannot be created, or is not this user's alone.
+        """
+        return PrivateFolder(self.path / name, _opened_in(self.descriptor, name, self.path / name))
+
+    def open_file(self, name: str) -> int:
+        """The descriptor of a regular file in it, for reading and writing; it is created where it is missing.
+
+        Raises:
+            OSError: it cannot be opened, or is no regular file.
+        """
+        handle = os.open(name, _FILE, 0o600, dir_fd=self.descriptor)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise FileExistsError(f"{self.path / name} is not a regular file")
+        return handle
+
+    def inode(self, name: str) -> int:
+        """The inode of a file in it.
+
+        Raises:
+            OSError: there is none.
+        """
+        return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_ino
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file; a missing one is no error.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    def close(self) -> None:
+        """Close the directory. May be called again."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def cache_folder() -> Path | None:
+    """The user's cache folder; None where it cannot be written or is not absolute."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - it never raises
+    if cache.is_absolute() and os.access(cache if cache.is_dir() else cache.parent, os.W_OK):
+        return cache
+    return None
+
+
+def temporary_folder() -> Path | None:
+    """The folder for temporary files; None where no folder can be written."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return None
+
+
+def _places() -> Iterator[Path]:
+    if (runtime := os.environ.get("XDG_RUNTIME_DIR", "")) and _is_runtime_folder(runtime):
+        yield Path(runtime) / "watchstep"
+    for folder in (temporary_folder(), _SHARED_MEMORY):
+        if folder is not None and folder.is_dir():
+            yield folder / f"watchstep-{os.geteuid()}"
+    if (cache := cache_folder()) is not None:
+        yield cache / "watchstep" / "run"
+
+
+def _is_runtime_folder(path: str) -> bool:
+    """Whether the variable names what the XDG specification asks for.
+
+    `su`, `sudo` and batch systems pass on the variable of another user, or of another machine: that is no fault to report.
+    """
+    try:
+        facts = os.stat(path)  # noqa: PTH116 - beside the other calls of its kind
+    except (OSError, ValueError):
+        return False
+    return os.path.isabs(path) and _is_private(facts)  # noqa: PTH117 - as above
+
+
+def _opened(path: Path) -> int:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return _opened_in(parent, path.name, path)
+    finally:
+        os.close(parent)
+
+
+def _opened_in(parent: int, name: str, path: Path) -> int:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    handle = os.open(name, _DIRECTORY, dir_fd=parent)
+    facts = os.fstat(handle)
+    if not _is_private(facts):
+        os.close(handle)
+        raise PermissionError(
+            f"{path} is not this user's alone (owner {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o})"
+        )
+    return handle
+
+
+def _is_private(facts: os.stat_result) -> bool:
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & _OTHERS
+
+
+def _reason(place: Path, error: OSError) -> str:
+    return str(error) if error.errno is None else f"{place}: {error.strerror}"

@@ -1,0 +1,1 @@
+"""Weights, gradients, updates and the optimizer."""

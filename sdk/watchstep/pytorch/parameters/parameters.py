@@ -1,0 +1,433 @@
+"""What has been measured in a step already, where several updates are one step.
+
+A critic steps five times for one step of its generator; an optimizer may step inside another's, as Lookahead's and
+SAM's do. Weights and gradients are then those of the first update: rows of one tensor and step merge, and would tell
+of a tensor five times as large.
+
+What an optimizer updates: weights, gradients, updates and its own state, measured when they are due.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from watchstep.capture.record import Condition, Group, Probe
+from watchstep.capture.session import Session
+from watchstep.format.tensors import Placement, TensorInfo
+from watchstep.kernels.measurement import Kernel, Measurement, Once
+from watchstep.pytorch.checksum import Checksums
+from watchstep.pytorch.names import NamedParameter, Names
+from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled
+from watchstep.pytorch.probes.gradient_cosine import GradientCosine
+from watchstep.pytorch.probes.percentile_range import PercentileRange
+from watchstep.pytorch.probes.since_earlier import Unchanged, WeightChange
+from watchstep.pytorch.probes.staging import elements_of_each, views
+from watchstep.pytorch.probes.unit_spread import UnitSpread
+from watchstep.pytorch.probes.update_ratio import UpdateRatio
+
+Kind = tuple[str, Hashable]
+
+
+class FirstOfStep:
+    """Ids of what was measured in the step under way, by kind."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._measured: dict[Kind, set[int] | Collection[int]] = {}
+
+    def left(self, kind: Kind, ids: Collection[int], step: int) -> Collection[int]:
+        """Those that have not been measured in this step; they count as measured from now on.
+
+        Args:
+            kind: what is measured of them.
+            ids: the same object at each step, or else a short one: of the first update it is kept, and not copied.
+            step: of the run.
+        """
+        if step != self._step:
+            self.forget()
+            self._step = step
+        known = self._measured.get(kind)
+        if known is None:
+            self._measured[kind] = ids
+            return ids
+        if not isinstance(known, set):
+            known = self._measured[kind] = set(known)
+        left = [one for one in ids if one not in known]
+        known.update(left)
+        return left
+
+    def forget(self) -> None:
+        """Measure all again: something is wrong that the first update did not show."""
+        self._measured.clear()
+
+
+_MOST_CLIPPED = 64  # different sets of parameters that are clipped together, as they are kept
+
+Collections = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors of the same collections: they are due together."""
+
+    collections: Collections
+    members: list[NamedParameter]
+
+    @functools.cached_property
+    def ids(self) -> tuple[int, ...]:
+        """Of the parameters."""
+        return tuple(id(named.parameter) for named in self.members)
+
+    def only(self, ids: Collection[int]) -> _Part:
+        """Those of some ids, which are of this part."""
+        if len(ids) == len(self.members):
+            return self
+        wanted = set(ids)
+        return _Part(self.collections, [named for named in self.members if id(named.parameter) in wanted])
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The watched parameters that one optimizer updates.
+
+    Attributes:
+        ids: of all its parameters, in its order: when they change, this is made anew.
+        parameters: those that are watched.
+        weights, gradients, updates: those of them that this worker records, by collections.
+        checksums: those that other workers hold as well.
+        is_recorded: whether this worker records something of it: of replicas one does.
+    """
+
+    ids: list[int]
+    parameters: list[NamedParameter]
+    weights: list[_Part]
+    gradients: list[_Part]
+    updates: list[_Part]
+    checksums: list[_Part]
+    is_recorded: bool
+
+
+@dataclass(frozen=True)
+class MeasuredGradients:
+    """Gradients that are measured, and not yet recorded."""
+
+    group: Group
+    measurement: Measurement
+    probes: tuple[Probe, ...]
+
+
+@dataclass
+class _Before:
+    """Samples of weights before an update."""
+
+    charged: str
+    part: _Part
+    condition: Condition | None
+    samples: list[Tensor] = field(default_factory=list)
+
+
+class Parameters:
+    """Measures what the optimizers of one model see and do. On the training thread."""
+
+    def __init__(self, session: Session, names: Names, kernel: Kernel) -> None:
+        self._config = session.config
+        self._keeps_state = session.config.keeps_state
+        self._recorder = session.recorder
+        self._schedule = session.schedule
+        self._names = names
+        self._kernel = kernel
+        self._named = names.parameters()
+        self._updated: MutableMapping[Optimizer, Updated] = WeakIdKeyDictionary()
+        self._before: MutableMapping[Optimizer, list[_Before]] = WeakIdKeyDictionary()
+        self._groups: dict[tuple[str, Collections], Group] = {}
+        self._states: dict[tuple[int, str], TensorInfo] = {}
+        self._clipped: dict[tuple[int, ...], Updated] = {}
+        self._first = FirstOfStep()
+        self._cosine = GradientCosine() if "gradient_cosine" in session.config.probes else None
+        self._spread = UnitSpread() if "unit_spread" in session.config.probes else None
+        self._unchanged_weights = Unchanged(session.config.probes)
+        self._unchanged_gradients = Unchanged(session.config.probes)
+        self._change = WeightChange(session.config.probes)
+        self._range = PercentileRange(session.config.probes)
+
+    def of(self, optimizer: Optimizer) -> Updated:
+        """The watched parameters among the optimizer's; looked up anew when it holds others than before."""
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids = list(map(id, held))
+        known = self._updated.get(optimizer)
+        if known is not None and known.ids == ids:
+            return known
+        if known is not None or any(i not in self._named for i in ids):
+            self._look_again()  # some were added or taken away since
+        updated = self._updated[optimizer] = _arranged(ids, [self._named[i] for i in ids if i in self._named])
+        return updated
+
+    def _look_again(self) -> None:
+        self._named = self._names.parameters()
+        self._states.clear()
+        self._clipped.clear()
+        for probe in (
+            self._cosine,
+            self._spread,
+            self._unchanged_weights,
+            self._unchanged_gradients,
+            self._change,
+        ):
+            if probe is not None:
+                probe.forget()
+
+    @property
+    def named(self) -> Iterable[NamedParameter]:
+        """All of the model, whether an optimizer holds them or not."""
+        return self._named.values()
+
+    def held(self) -> frozenset[int]:
+        """Ids of the parameters of every optimizer that has stepped, and is still there."""
+        return frozenset(i for updated in self._updated.values() for i in updated.ids)
+
+    def measure_again(self) -> None:
+        """Something is wrong: measure what is due although an earlier update of this step has been measured."""
+        self._first.forget()
+
+    def measure_weights(self, updated: Updated, step: int) -> None:
+        """Weights and biases that are due."""
+        for charged, part in self._due(updated.weights, step, "weight"):
+            since = self._schedule.now()
+            found: list[Tensor] = [named.parameter for named in part.members]
+            probes = self._probes_of_weights(part, found, step)
+            self._record("weight", part.collections, _described(part, _weight), found, probes)
+            self._schedule.spent(charged, since)
+
+    def _probes_of_weights(self, part: _Part, found: list[Tensor], step: int) -> tuple[Probe, ...]:
+        among = len(self._named)
+        looked = (
+            None if self._spread is None else self._spread.look(found),
+            self._unchanged_weights.look(part.ids, found, among) if self._unchanged_weights.applies else None,
+            self._change.look(part.ids, found, among, step) if self._change.applies else None,
+        )
+        return tuple(probe for probe in looked if probe is not None)
+
+    def measure_checksums(self, updated: Updated, step: int) -> None:
+        """Checksums of weights that several workers hold, where they are due: a rule compares them."""
+        for charged, part in self._due(updated.checksums, step, "checksum"):
+            since = self._schedule.now()
+            group = self._group("checksum", part.collections, _described(part, _checksum))
+            self._recorder.add(group, Checksums.of([named.parameter for named in part.members]))
+            self._schedule.spent(charged, since)
+
+    def measure_gradients(
+        self, updated: Updated, step: int, scaling: Scaling = PLAIN, but: Collection[int] = ()
+    ) -> None:
+        """Gradients that are due, as they are now.
+
+        Args:
+            updated: whose.
+            step: at which step.
+            scaling: what a gradient scaler did to them; the record is of the gradients without it.
+            but: ids of parameters whose gradients have been measured already.
+        """
+        held = (
+            [part.only([i for i in part.ids if i not in but]) for part in updated.gradients] if but else None
+        )
+        for found in self._gradients(updated.gradients if held is None else held, step, scaling, "gradient"):
+            self._recorder.add(found.group, found.measurement, probes=found.probes, condition=scaling.updates)
+
+    def watched(self, parameters: Iterable[Tensor]) -> frozenset[int]:
+        """The ids of those parameters that are this model's."""
+        return frozenset(id(parameter) for parameter in parameters if id(parameter) in self._named)
+
+    def gradients_of(self, parameters: Sequence[Tensor], step: int) -> list[MeasuredGradients]:
+        """Measure gradients of some watched parameters that are due, as they are now, without recording them."""
+        ids = tuple(map(id, parameters))
+        updated = self._clipped.get(ids)
+        if updated is None:
+            if len(self._clipped) >= _MOST_CLIPPED:
+                self._clipped.clear()
+            updated = self._clipped[ids] = _arranged(list(ids), [self._named[i] for i in ids])
+        return list(self._gradients(updated.gradients, step))
+
+    def _gradients(
+        self, parts: list[_Part], step: int, scaling: Scaling = PLAIN, kind: str = ""
+    ) -> Iterator[MeasuredGradients]:
+        for charged, part in self._due(parts, step, kind):
+            since = self._schedule.now()
+            members = [named for named in part.members if named.parameter.grad is not None]
+            found = [n.parameter.grad for n in members if n.parameter.grad is not None]
+            if found:
+                probes = self._probes_of_gradients(members, found, step, scaling)
+                described = _described(_Part(part.collections, members), _gradient)
+                yield MeasuredGradients(
+                    self._group("gradient", part.collections, described),
+                    self._measure_gradients(found, scaling),
+                    probes,
+                )
+            self._schedule.spent(charged, since)
+
+    def _probes_of_gradients(
+        self, members: list[NamedParameter], found: list[Tensor], step: int, scaling: Scaling
+    ) -> tuple[Probe, ...]:
+        owners, among = [named.parameter for named in members], len(self._named)
+        looked: list[Probe | None] = []
+        if self._cosine is not None:
+            looked.append(self._cosine.look(owners, found, among))
+        if scaling.scale is None:  # else their elements are not those of the record
+            ids = list(map(id, owners))
+            if self._unchanged_gradients.applies:
+                looked.append(self._unchanged_gradients.look(ids, found, among))
+            if self._range.applies:
+                looked.append(self._range.look(ids, found, among, step))
+        return tuple(probe for probe in looked if probe is not None)
+
+    def _measure_gradients(self, found: list[Tensor], scaling: Scaling) -> Measurement:
+        if scaling.scale is None:
+            return self._kernel.measure(found)
+        return measure_unscaled(self._kernel, found, scaling.scale, powers_of_two=scaling.powers_of_two)
+
+    def before_update(self, optimizer: Optimizer, step: int, condition: Condition | None = None) -> None:
+        """Keep samples of the weights whose update is due, if a condition holds that is known later.
+
+        Parameters that do not require a gradient have no update to speak of: they are frozen on purpose.
+        """
+        kept = []
+        most = elements_of_each(len(self._named))
+        for charged, whole in self._due(self.of(optimizer).updates, step, "update"):
+            since = self._schedule.now()
+            part = _Part(whole.collections, [n for n in whole.members if n.parameter.requires_grad])
+            samples = [view.clone() for view in views([n.parameter for n in part.members], most)]
+            kept.append(_Before(charged, part, condition, samples))
+            self._schedule.spent(charged, since)
+        self._before[optimizer] = kept
+
+    def after_update(self, optimizer: Optimizer, step: int) -> None:
+        """What the update changed, and what the optimizer keeps."""
+        most = elements_of_each(len(self._named))
+        for before in self._before.pop(optimizer, []):
+            since = self._schedule.now()
+            part = before.part
+            if not part.members:
+                continue
+            after = views([named.parameter for named in part.members], most)
+            with torch.no_grad():
+                changes = [
+                    new.to(torch.float32) - old.to(torch.float32)
+                    for new, old in zip(after, before.samples, strict=True)
+                ]
+            update = Once(self._kernel.measure(changes))
+            probes: tuple[Probe, ...] = ()
+            if "update_ratio" in self._config.probes:
+                probes = (UpdateRatio(update, self._kernel.measure(before.samples)),)
+            group = self._group("update", part.collections, _described(part, _update))
+            self._recorder.add(group, update, probes=probes, condition=before.condition)
+            self._schedule.spent(before.charged, since)
+        self._measure_state(optimizer, step)
+
+    def _measure_state(self, optimizer: Optimizer, step: int) -> None:
+        if not self._keeps_state:
+            return
+        by_collections: dict[Collections, list[tuple[TensorInfo, Placement, Tensor]]] = {}
+        for named in self.of(optimizer).parameters:
+            if named.standing.records:
+                for key, held in optimizer.state.get(named.parameter, {}).items():
+                    if isinstance(held, Tensor) and held.dim() > 0 and self._is_first(key, named, step):
+                        info = self._state(named, str(key), held)
+                        by_collections.setdefault(info.collections, []).append(
+                            (info, named.standing.weight, held)
+                        )
+        for collections, entries in by_collections.items():
+            charged = self._schedule.due(collections, step)
+            if charged is not None:
+                since = self._schedule.now()
+                described = [(info, place) for info, place, _ in entries]
+                self._record("state", collections, described, [held for _, _, held in entries])
+                self._schedule.spent(charged, since)
+
+    def _state(self, named: NamedParameter, key: str, held: Tensor) -> TensorInfo:
+        place = (id(named.parameter), key)
+        if place not in self._states:
+            self._states[place] = self._names.state(named, key, held)
+        return self._states[place]
+
+    def _is_first(self, key: object, named: NamedParameter, step: int) -> bool:
+        return bool(self._first.left(("state", str(key)), (id(named.parameter),), step))
+
+    def _due(self, parts: list[_Part], step: int, kind: str) -> Iterator[tuple[str, _Part]]:
+        """What is due, and not measured in this step already; of an empty kind, whether it is or not."""
+        for part in parts:
+            charged = self._schedule.due(part.collections, step)
+            if charged is not None:
+                left = part.only(self._first.left((kind, part.collections), part.ids, step)) if kind else part
+                if left.members:
+                    yield charged, left
+
+    def _record(
+        self,
+        kind: str,
+        collections: Collections,
+        described: list[tuple[TensorInfo, Placement]],
+        found: list[Tensor],
+        probes: tuple[Probe, ...] = (),
+    ) -> None:
+        if described:
+            group = self._group(kind, collections, described)
+            self._recorder.add(group, self._kernel.measure(found), probes=probes)
+
+    def _group(
+        self, kind: str, collections: Collections, described: list[tuple[TensorInfo, Placement]]
+    ) -> Group:
+        infos, places = tuple(info for info, _ in described), tuple(place for _, place in described)
+        group = self._groups.get((kind, collections))
+        if group is None or group.tensors != infos or group.places != places:
+            group = self._groups[kind, collections] = Group(infos, places)
+        return group
+
+
+def _weight(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.weight, named.standing.weight
+
+
+def _gradient(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.gradient, named.standing.gradient
+
+
+def _update(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.update, named.standing.weight
+
+
+def _checksum(named: NamedParameter) -> tuple[TensorInfo, Placement]:
+    return named.checksum, Placement(replica=named.standing.weight.replica)
+
+
+Describe = Callable[[NamedParameter], tuple[TensorInfo, Placement]]
+
+
+def _described(part: _Part, describe: Describe) -> list[tuple[TensorInfo, Placement]]:
+    return [describe(named) for named in part.members]
+
+
+def _arranged(ids: list[int], parameters: list[NamedParameter]) -> Updated:
+    recorded = [named for named in parameters if named.standing.records]
+    return Updated(
+        ids,
+        parameters,
+        weights=_parts(recorded, _weight),
+        gradients=_parts(recorded, _gradient),
+        updates=_parts(recorded, _update),
+        checksums=_parts([named for named in parameters if named.standing.replicas > 1], _checksum),
+        is_recorded=bool(recorded),
+    )
+
+
+def _parts(parameters: list[NamedParameter], describe: Describe) -> list[_Part]:
+    found: dict[Collections, list[NamedParameter]] = {}
+    for named in parameters:
+        collections = describe(named)[0].collections
+        if collections:
+            found.setdefault(collections, []).append(named)
+    return [_Part(collections, members) for collections, members in found.items()]

@@ -1,0 +1,339 @@
+"""Compacted runs: the manifest, the parts that it lists, and the generation that readers follow.
+
+The manifest lists which objects hold which rows. It is written last, so that it lists complete objects only. Readers follow the newest
+complete generation that was not found damaged. The footer of a part is read when one of its columns is first requested.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.format.arrow_arrays import from_codes, from_numbers
+from watchstep.format.block import STAGES
+from watchstep.format.bounded_json import parse_json
+from watchstep.format.layout import SCHEMA_VERSION
+from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS
+from watchstep.format.tensors import MODES, TensorInfo
+from watchstep.reading.budget import ReadBudget
+from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
+from watchstep.store.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+COMPACTED = "compacted/"
+MAX_MANIFEST = 256 * 1024 * 1024
+_MAX_MEMORY = 768 * 1024 * 1024
+_GENERATION = re.compile(r"compacted/([0-9]{10})/(.+)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One object, by (tensor, step), worker and mode.
+
+    Attributes:
+        key: of the object, relative to the run.
+        size: its bytes.
+        first: its smallest step.
+        last: its largest step.
+        tensors: (place in the attempt's catalogue, rows) of each tensor, in the order in which they stand.
+        columns: names of its columns.
+        constant: columns with one value in all rows, and the value; they need not be read.
+    """
+
+    key: str
+    size: int
+    first: int
+    last: int
+    tensors: tuple[tuple[int, int], ...]
+    columns: tuple[str, ...]
+    constant: Mapping[str, int]
+
+    @property
+    def rows(self) -> int:
+        """Its rows."""
+        return sum(rows for _, rows in self.tensors)
+
+
+@dataclass(frozen=True)
+class CompactedAttempt:
+    """One attempt's objects.
+
+    Attributes:
+        attempt: its id.
+        started_ns: its first record's time.
+        catalogue: as `watchstep.format.segment.catalogue_bytes` packs it.
+        parts: all rows.
+        recent: the rows of the last steps once more, so that the newest step is one object; from its ``first`` on.
+    """
+
+    attempt: str
+    started_ns: int
+    catalogue: str
+    parts: tuple[Part, ...]
+    recent: Part | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one compaction made.
+
+    Attributes:
+        generation: its number.
+        created_ns: nanoseconds since the epoch.
+        sources: keys of the segments whose rows are in it.
+        attempts: in the order in which they started.
+    """
+
+    generation: int
+    created_ns: int
+    sources: tuple[str, ...]
+    attempts: tuple[CompactedAttempt, ...]
+    schema: int = SCHEMA_VERSION
+
+
+def manifest_key(generation: int) -> str:
+    """Key of a generation's manifest, relative to the run."""
+    return f"{COMPACTED}{generation:010d}/manifest.json"
+
+
+def generation_of(key: str) -> tuple[int, str] | None:
+    """Generation and name of an object below ``compacted/``; None for what is none."""
+    found = _GENERATION.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """A manifest's bytes."""
+    return json.dumps(asdict(manifest), separators=(",", ":")).encode()
+
+
+def decode(data: bytes, name: str) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        FormatError: it is none, or of a later version.
+    """
+    try:
+        held = parse_json(data, _MAX_MEMORY)
+        if int(held["schema"]) > SCHEMA_VERSION:
+            raise FormatError(f"{name}: schema {held['schema']}", "read the run with a newer watchstep")
+        attempts = tuple(_attempt(entry) for entry in held["attempts"])
+        return Manifest(
+            int(held["generation"]),
+            int(held["created_ns"]),
+            tuple(str(source) for source in held["sources"]),
+            attempts,
+        )
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise FormatError(f"{name}: not a manifest ({error})", "compact the run again") from error
+
+
+def _attempt(held: dict[str, Any]) -> CompactedAttempt:
+    recent = held["recent"]
+    return CompactedAttempt(
+        str(held["attempt"]),
+        int(held["started_ns"]),
+        str(held["catalogue"]),
+        tuple(_part(entry) for entry in held["parts"]),
+        None if recent is None else _part(recent),
+    )
+
+
+def _part(held: dict[str, Any]) -> Part:
+    part = Part(
+        str(held["key"]),
+        int(held["size"]),
+        int(held["first"]),
+        int(held["last"]),
+        tuple((int(place), int(rows)) for place, rows in held["tensors"]),
+        tuple(str(name) for name in held["columns"]),
+        {str(name): int(value) for name, value in held["constant"].items()},
+    )
+    impossible = any(place < 0 or rows < 1 for place, rows in part.tensors)
+    if impossible or part.rows > MAX_ROWS or not 0 < part.size <= MAX_BYTES:
+        raise ValueError(f"part {part.key[:80]!r} has an impossible size")
+    if generation_of(part.key) is None or ".." in part.key:
+        raise ValueError(f"part {part.key[:80]!r} lies elsewhere")
+    if len({place for place, _ in part.tensors}) < len(part.tensors):
+        raise ValueError(f"part {part.key[:80]!r} names a tensor twice")
+    return part
+
+
+_WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
+
+
+class PartLostError(StoreError):
+    """A part that its manifest names is gone or damaged: the run is to be read by another generation."""
+
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(what, "compact the run again")
+        self.key = key
+
+
+class PartObject:
+    """The same to a reader as a segment's `ParquetObject`."""
+
+    def __init__(
+        self, store: Store, part: Part, catalogue: tuple[TensorInfo, ...], catalogues: Catalogues
+    ) -> None:
+        self._store, self._part, self._catalogues = store, part, catalogues
+        self._opened: ParquetObject | None = None
+        self._lock = threading.Lock()
+        self.key, self.rows, self.first, self.last = part.key, part.rows, part.first, part.last
+        self.columns = frozenset(part.columns)
+        self.constant = part.constant
+        self.catalogue = tuple(catalogue[place] for place, _ in part.tensors)
+
+    def decoded_bytes(self, columns: Iterable[str]) -> int:
+        """Memory that some columns take once they are read.
+
+        Raises:
+            PartLostError: the object is gone, damaged, or another than the manifest says.
+            StoreError: it cannot be read.
+        """
+        with self._found():
+            return self._open().decoded_bytes(columns)
+
+    def fetch(self, columns: Iterable[str]) -> Callable[[], pa.Table]:
+        """Fetch some columns from the store.
+
+        Returns:
+            decodes them; raises `PartLostError` where the object is damaged.
+
+        Raises:
+            PartLostError: the object is gone, damaged, or another than the manifest says.
+            StoreError: it cannot be read.
+        """
+        known = {*self._part.constant, "tensor"}
+        wanted = set(columns)
+        with self._found():
+            decode = self._open().fetch((wanted - known) or {"step"})
+
+        def table() -> pa.Table:
+            with self._found():
+                decoded = decode()
+            for name in sorted(wanted & known):
+                decoded = decoded.append_column(name, self._constant(name))
+            return decoded
+
+        return table
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
+        try:
+            yield
+        except (FormatError, NotFoundError) as error:
+            raise PartLostError(self.key, error.what) from error
+
+    def places(self) -> NDArray[np.int32]:
+        """Place in the part's own catalogue of each row's tensor; nothing is read."""
+        counts = [rows for _, rows in self._part.tensors]
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    def _open(self) -> ParquetObject:
+        with self._lock:
+            if self._opened is None:
+                opened = open_object(self._store, self.key, self._part.size, self._catalogues)
+                if opened.rows != self.rows or not self.columns <= opened.columns:
+                    raise FormatError(f"part {self.key}: not as the manifest says", "compact the run again")
+                self._opened = opened
+            return self._opened
+
+    def _constant(self, name: str) -> Any:
+        if name == "tensor":
+            return from_codes(self.places(), [info.name for info in self.catalogue])
+        values = np.full(self.rows, self.constant[name], np.int32)
+        return from_codes(values, _WORDS[name]) if name in _WORDS else from_numbers(values)
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """One attempt of the generation that is followed."""
+
+    started_ns: int
+    parts: list[PartObject]
+    recent: PartObject | None
+
+
+_MOST_TRIED = 3
+"""Manifests that are read at one look. A compaction writes its manifest last and deletes older generations, so that the newest is almost always whole."""
+
+
+class Generations:
+    """The manifest in use, and its attempts.
+
+    Attributes:
+        manifest: None where no compaction is followed.
+        attempts: attempt → its objects.
+    """
+
+    def __init__(self, store: Store, catalogues: Catalogues) -> None:
+        self._store = store
+        self._catalogues = catalogues
+        self._distrusted: set[int] = set()
+        self.manifest: Manifest | None = None
+        self.attempts: dict[str, Compacted] = {}
+        self.sources: frozenset[str] = frozenset()
+
+    def refresh(self, budget: ReadBudget | None = None) -> bool:
+        """Look for a newer one; whether another is followed now.
+
+        Of manifests that cannot be read only the newest three are tried; the next look tries the next three.
+
+        Args:
+            budget: of the question; looked at between two manifests.
+
+        Raises:
+            StoreError: the store cannot be read.
+            OverBudgetError: the time is up.
+        """
+        before = self.manifest and self.manifest.generation
+        whole = [
+            found[0]
+            for entry in self._store.entries(COMPACTED)
+            if (found := generation_of(entry.key)) and found[1] == "manifest.json"
+        ]
+        newest = sorted(set(whole) - self._distrusted, reverse=True)
+        for generation in newest[:_MOST_TRIED]:
+            if budget is not None:
+                budget.check()
+            if generation == before or self._follow(generation):
+                return generation != before
+            self._distrusted.add(generation)
+        self.manifest, self.attempts, self.sources = None, {}, frozenset()
+        return before is not None
+
+    def distrust(self) -> None:
+        """Never follow the present one again."""
+        if self.manifest is not None:
+            self._distrusted.add(self.manifest.generation)
+
+    def _follow(self, generation: int) -> bool:
+        key = manifest_key(generation)
+        try:
+            manifest = decode(self._store.get(key, limit=MAX_MANIFEST), key)
+            attempts = {}
+            for held in manifest.attempts:
+                catalogue = self._catalogues.read(held.catalogue.encode())
+                parts = [PartObject(self._store, part, catalogue, self._catalogues) for part in held.parts]
+                recent = None
+                if held.recent is not None:
+                    recent = PartObject(self._store, held.recent, catalogue, self._catalogues)
+                attempts[held.attempt] = Compacted(held.started_ns, parts, recent)
+        except (FormatError, NotFoundError, ValueError, TypeError, LookupError, zlib.error):
+            return False
+        self.manifest, self.attempts, self.sources = manifest, attempts, frozenset(manifest.sources)
+        return True

@@ -1,0 +1,579 @@
+"""Object stores: a local folder, S3, GCS or Azure by URL, through obstore, behind one class.
+
+A `WriteGate` ends what a recording writes, for threads that may still wait in a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from watchstep.errors import (
+    ConfigError,
+    FormatError,
+    MissingStoreError,
+    NotFoundError,
+    RecordingEndedError,
+    StoreError,
+)
+from watchstep.platform.folders import absolute_path, usable_folders
+from watchstep.store.errors import FailedCall, Verb, is_denied, not_found, refusal_of_folder, translate
+from watchstep.store.identity import MARKER, StoreIdentity
+from watchstep.store.local import (
+    create_file,
+    descend,
+    is_regular,
+    opened_object,
+    put_file,
+    read_range,
+    size_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from watchstep.store.cloud import S3Access
+
+
+class WriteGate:
+    """Open until a recording has ended; from then on its stores write nothing. Thread-safe.
+
+    A request that was sent before cannot be taken back: each thread of the recording has one under way at the most, and the store may
+    still do what it asks for.
+    """
+
+    def __init__(self) -> None:
+        self._closed = False
+
+    def close(self) -> None:
+        """Let nothing more be written. Waits for nothing; may be called again."""
+        self._closed = True
+
+    def check(self, name: str) -> None:
+        """See that something may still be written.
+
+        Args:
+            name: what is to be written, for the message.
+
+        Raises:
+            RecordingEndedError: the recording has ended.
+        """
+        if self._closed:
+            raise RecordingEndedError(
+                f"{name}: not written, for the recording has ended", "'watchstep sync' uploads what is left"
+            )
+
+
+_CLOUD_SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss"}
+_PART = 5 * 1024 * 1024  # S3's least; two at a time pass through a slow line before a request's time is up
+_MOST_PARTS = 9_000  # S3 takes 10,000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object in a listing: its key, relative to the store, and its size in bytes."""
+
+    key: str
+    size: int
+
+
+class Store:
+    """Objects under one prefix. Keys are relative to it; objects are written whole and never changed.
+
+    Thread-safe; obstore releases the GIL while it waits.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        backend: Any,
+        prefix: str = "",
+        *,
+        hides_missing: bool = False,
+        identity: StoreIdentity | None = None,
+        gate: WriteGate | None = None,
+    ) -> None:
+        self.url = url
+        self._backend = backend
+        self._prefix = prefix
+        self._hides_missing = hides_missing
+        self._identity = identity
+        self._gate = gate
+
+    @classmethod
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        access: S3Access | None = None,
+        identity: StoreIdentity | None = None,
+    ) -> Store:
+        """Open the store at a URL or a local path; nothing is read yet.
+
+        Args:
+            url: ``s3://``, ``gs://``, ``az://``, ``file://`` or a path.
+            create: make a missing local folder, and its marker where an identity is given.
+            access: how a bucket on S3 is reached; as the environment says where it is left out.
+            identity: of a local store. Where it is known the folder is not made, and must be the same store, now and whenever
+                something is written to it or not found in it.
+
+        Raises:
+            ConfigError: the URL is empty, its scheme is not one of these, or ``access`` is for another.
+            MissingStoreError: a local folder is missing, or another store than the known one.
+            StoreError: a local folder cannot be made.
+        """
+        text = os.fspath(url)
+        scheme = checked_scheme(text)
+        if scheme in _CLOUD_SCHEMES:
+            from watchstep.store.cloud import cloud_backend
+
+            hides = access is not None and access.hides_missing
+            return cls(text.rstrip("/"), cloud_backend(text, scheme, access), hides_missing=hides)
+        if scheme == "file":
+            return cls._open_folder(_folder_of(text), identity, create=create)
+        return cls._open_folder(absolute_path(text), identity, create=create)
+
+    @classmethod
+    def _open_folder(cls, folder: Path, identity: StoreIdentity | None, *, create: bool) -> Store:
+        from obstore.store import LocalStore
+
+        try:
+            if create and not (identity is not None and identity.is_known):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"store {folder}: the folder cannot be made ({error.strerror})",
+                "name a folder that you may write to",
+            ) from error
+        if not folder.is_dir():
+            raise MissingStoreError(
+                f"store {folder}: no such folder", "check the path, or make the folder first"
+            )
+        if identity is not None:
+            identity.attach(folder, create=create)
+        return cls(folder.as_uri(), LocalStore(folder), identity=identity)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the store is a folder on this machine."""
+        return self.url.startswith("file:")
+
+    @property
+    def location(self) -> str:
+        """The URL of this prefix, or the path where the store is local; `Store.open` takes either."""
+        root = unquote(urlsplit(self.url).path) if self.is_local else self.url
+        return f"{root}/{self._prefix}".rstrip("/")
+
+    def child(self, prefix: str) -> Store:
+        """The same store seen from a prefix below this one."""
+        return self._seen_from(f"{self._prefix}{prefix.rstrip('/')}/", self._gate)
+
+    def gated(self, gate: WriteGate) -> Store:
+        """The same store, which writes and deletes only as long as a gate is open."""
+        return self._seen_from(self._prefix, gate)
+
+    def _seen_from(self, prefix: str, gate: WriteGate | None) -> Store:
+        return Store(
+            self.url,
+            self._backend,
+            prefix,
+            hides_missing=self._hides_missing,
+            identity=self._identity,
+            gate=gate,
+        )
+
+    def check_identity(self) -> None:
+        """See that a local store that was opened with an identity is still there, and the same.
+
+        Raises:
+            MissingStoreError: it is not.
+        """
+        if self._identity is not None:
+            self._identity.check()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object whole, replacing one of the same key.
+
+        Raises:
+            StoreError: it could not be written; nothing of it is visible.
+        """
+        import obstore
+
+        with self._writing(key):
+            if self._identity is None:
+                obstore.put(self._backend, self._prefix + key, data)
+                return
+            with self._written_folder(self._identity, key) as (folder, name):
+                put_file(folder, name, (data,))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object only if the key is free; False where it was taken.
+
+        Raises:
+            StoreError: it could not be written.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            with self._writing(key):
+                if self._identity is not None:
+                    with self._written_folder(self._identity, key) as (folder, name):
+                        return create_file(folder, name, (data,))
+                obstore.put(self._backend, self._prefix + key, data, mode="create")
+        except AlreadyExistsError:
+            return False
+        return True
+
+    def create_in_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> bool:
+        """Write a large object from memory that stays where it is, only if the key is free; False where it was taken.
+
+        It becomes visible whole, when the last part has arrived. Of two that write one large object at the same
+        time the later one stays. A process that is killed leaves parts that no listing shows; a bucket's rule for
+        incomplete uploads removes them.
+
+        Args:
+            key: relative to this store.
+            size: bytes of the object.
+            parts: its bytes in order; unchanged until this returns. An exception in here stops the upload.
+
+        Raises:
+            StoreError: it could not be written, or a part raised; nothing of it is visible.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        part = max(_PART, -(-size // _MOST_PARTS))
+        try:
+            with self._writing(key):
+                if self._identity is not None:
+                    with self._written_folder(self._identity, key) as (folder, name):
+                        return create_file(folder, name, parts)
+                if size <= part:  # one request, which makes sure by itself that the key is free
+                    obstore.put(self._backend, self._prefix + key, b"".join(parts), mode="create")
+                elif self._is_taken(key):
+                    return False
+                else:
+                    chunks = iter(parts)
+                    obstore.put(self._backend, self._prefix + key, chunks, chunk_size=part, max_concurrency=2)
+        except AlreadyExistsError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        """Translates what fails inside.
+
+        Raises:
+            AlreadyExistsError: obstore's, as it came.
+            StoreError: for all else.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        self._check_gate(key)
+        try:
+            yield
+        except (AlreadyExistsError, StoreError):
+            raise
+        except Exception as error:
+            raise self._translated("write", key, error) from error
+
+    def _check_gate(self, key: str) -> None:
+        if self._gate is not None:
+            self._gate.check(f"object {self._named(key)}")
+
+    @contextlib.contextmanager
+    def _written_folder(self, identity: StoreIdentity, key: str) -> Iterator[tuple[int, str]]:
+        """The folder of an object in a local store, made where it is missing, and the object's name in it.
+
+        obstore would make the store itself where it is missing, too.
+
+        Raises:
+            MissingStoreError: the store is not there, or another.
+            OSError: the folder cannot be made.
+        """
+        *parts, name = self._parts_of(key)
+        with identity.opened() as root:
+            folder = descend(root, parts, create=True)
+            try:
+                yield folder, name
+            finally:
+                os.close(folder)
+
+    def _parts_of(self, key: str) -> list[str]:
+        parts = (self._prefix + key).split("/")
+        if any(part in {"", ".", ".."} or "\0" in part for part in parts):
+            raise StoreError(
+                f"object {self._named(key)}: not a key", "use names between single slashes, and no '..'"
+            )
+        return parts
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[str]:
+        """The path of an object in a folder, which is read within; translates what fails."""
+        self._parts_of(key)
+        try:
+            yield self._path(key)
+        except OSError as error:
+            raise self._translated("read", key, error) from error
+
+    def _is_taken(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except NotFoundError:
+            return False
+        return True
+
+    def get(self, key: str, *, limit: int | None = None) -> bytes:
+        """Read an object whole.
+
+        Args:
+            key: relative to this store.
+            limit: refuse objects of more bytes than this, before memory is taken.
+
+        Raises:
+            NotFoundError: there is no such object.
+            FormatError: it is over the limit.
+            StoreError: it could not be read.
+        """
+        if self.is_local:
+            with self._reading(key) as path, opened_object(path) as (file, size):
+                if limit is None or size <= limit:
+                    return read_range(file, 0, size)
+            raise oversized(self._named(key), size, limit)
+        import obstore
+
+        try:
+            found = obstore.get(self._backend, self._prefix + key)
+            size = int(found.meta["size"])
+            if limit is None or size <= limit:
+                return bytes(found.bytes())
+        except Exception as error:
+            raise self._translated("read", key, error) from error
+        raise oversized(self._named(key), size, limit)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Read ``length`` bytes (at least 1) of an object from ``start``; fewer where the object ends before.
+
+        Raises:
+            NotFoundError: there is no such object.
+            StoreError: it could not be read, or ends at ``start`` or before.
+        """
+        if self.is_local:
+            with self._reading(key) as path, opened_object(path) as (file, size):
+                if start < size:
+                    return read_range(file, start, min(length, size - start))
+            raise StoreError(
+                f"store {self.url}: cannot read {key!r} ({size} bytes, none from {start} on)",
+                "read it anew: it may have changed",
+            )
+        import obstore
+
+        try:
+            return bytes(obstore.get_range(self._backend, self._prefix + key, start=start, length=length))
+        except Exception as error:
+            raise self._translated("read", key, error) from error
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Read several ranges (start, length) of an object at once; in a bucket, near ones by one request.
+
+        A range has fewer bytes where the object ends before.
+
+        Raises:
+            NotFoundError: there is no such object.
+            StoreError: it could not be read.
+        """
+        if self.is_local:
+            with self._reading(key) as path, opened_object(path) as (file, size):
+                return [
+                    memoryview(read_range(file, start, max(0, min(length, size - start))))
+                    for start, length in ranges
+                ]
+        import obstore
+
+        starts, lengths = [start for start, _ in ranges], [length for _, length in ranges]
+        try:
+            found = obstore.get_ranges(self._backend, self._prefix + key, starts=starts, lengths=lengths)
+            return [memoryview(held) for held in found]
+        except Exception as error:
+            raise self._translated("read", key, error) from error
+
+    def size(self, key: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+            NotFoundError: there is no such object.
+            StoreError: the store did not answer.
+        """
+        if self.is_local:
+            with self._reading(key) as path:
+                return size_of(path)
+        import obstore
+
+        try:
+            return int(obstore.head(self._backend, self._prefix + key)["size"])
+        except Exception as error:
+            raise self._translated("read", key, error) from error
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """All objects whose key starts with whole path segments of ``prefix``, in no order. What is not a regular file is left out.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        import obstore
+
+        skip = len(self._prefix)
+        found = False
+        try:
+            for batch in obstore.list(self._backend, (self._prefix + prefix) or None):
+                for meta in batch:
+                    if not self._prefix and meta["path"] == MARKER:
+                        continue
+                    if self.is_local and not meta["size"] and not is_regular(self._path_of(meta["path"])):
+                        continue  # pipes, sockets and devices have no size
+                    found = True
+                    yield Entry(str(meta["path"])[skip:], int(meta["size"]))
+        except Exception as error:
+            if self._is_below_a_file(prefix):
+                return
+            raise self._translated("list", prefix, error) from error
+        if not found:
+            self.check_identity()
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Names of the "folders" directly below a prefix, sorted. One that cannot be part of a key is left out and logged.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        import obstore
+
+        try:
+            found = obstore.list_with_delimiter(self._backend, (self._prefix + prefix) or None)
+        except obstore.exceptions.InvalidPathError as error:
+            if not self.is_local:
+                raise self._translated("list", prefix, error) from error
+            return self._usable_folders(prefix)
+        except Exception as error:
+            if self._is_below_a_file(prefix):
+                return []
+            raise self._translated("list", prefix, error) from error
+        if not found["common_prefixes"]:
+            self.check_identity()
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+
+    def changed_ns(self, prefix: str) -> int:
+        """When objects directly below a prefix of a local store were last added or removed; 0 where there are none.
+
+        Nanoseconds since the epoch, by the clock of the machine that has the folder.
+        """
+        try:
+            return Path(f"{self.location}/{prefix}").stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _usable_folders(self, prefix: str) -> list[str]:
+        try:
+            return usable_folders(f"{self.location}/{prefix}")
+        except OSError as error:
+            raise self._translated("list", prefix, error) from error
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error.
+
+        Raises:
+            StoreError: the store refused.
+        """
+        import obstore
+
+        self._check_gate(key)
+        self.check_identity()
+        try:
+            obstore.delete(self._backend, self._prefix + key)
+        except Exception as error:
+            told = self._translated("delete", key, error)
+            if not isinstance(told, NotFoundError):
+                raise told from error
+
+    def check_writable(self) -> None:
+        """Write and remove a small object, so that a bad store is told before training starts.
+
+        Raises:
+            StoreError: with the store's own reason.
+        """
+        probe = f".watchstep-probe-{os.getpid()}"
+        self.put(probe, b"")
+        self.delete(probe)
+
+    def _is_below_a_file(self, key: str) -> bool:
+        """Whether what was asked for would lie below an object: in a folder nothing can, in a bucket nothing does."""
+        return self.is_local and refusal_of_folder(self._path(key), "list") == errno.ENOTDIR
+
+    def _is_hidden(self, key: str, error: Exception) -> bool:
+        """Whether a refusal only says that there is no such object: who may list its folder can tell."""
+        if not self._hides_missing or not is_denied(error):
+            return False
+        import obstore
+
+        whole = self._prefix + key
+        try:
+            # From just before it: the first page of names has it, if it is there.
+            found = obstore.list(self._backend, whole.rpartition("/")[0] or None, offset=whole[:-1])
+            return all(str(meta["path"]) != whole for meta in next(iter(found), []))
+        except Exception:  # noqa: BLE001 - it may not list either: then the refusal stands
+            return False
+
+    def _named(self, key: str) -> str:
+        return f"{self.location}/{key}"
+
+    def _path(self, key: str) -> str:
+        return f"{self.location}/{key}".rstrip("/")
+
+    def _path_of(self, whole: str) -> str:
+        """In a folder, of a key with its prefix."""
+        return f"{unquote(urlsplit(self.url).path)}/{whole}"
+
+    def _translated(self, verb: Verb, key: str, error: Exception) -> StoreError:
+        self.check_identity()
+        path = self._path(key) if self.is_local else None
+        call = FailedCall(verb, key, self.url, self._named(key), path)
+        if verb == "read" and self._is_hidden(key, error):
+            return not_found(call)
+        return translate(error, call)
+
+
+def oversized(name: str, size: int, limit: int) -> FormatError:
+    """The error for an object over a reader's limit."""
+    return FormatError(
+        f"object {name}: {size} bytes, over the limit of {limit}",
+        "nothing that Watchstep writes is so large: remove the object",
+    )
+
+
+def checked_scheme(url: str) -> str:
+    """The scheme of a store's URL; empty for a path.
+
+    Raises:
+        ConfigError: there is no such store.
+    """
+    scheme = urlsplit(url).scheme
+    if not url or (scheme and scheme != "file" and scheme not in _CLOUD_SCHEMES):
+        raise ConfigError(
+            f"store {url!r}: unknown scheme {scheme!r}" if url else "store: no URL given",
+            "use a path, file://, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
+        )
+    return scheme
+
+
+def _folder_of(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in {"", "localhost"} or not parts.path:
+        raise ConfigError(f"store {url!r}: no absolute path", "write file:///absolute/path, or a plain path")
+    return Path(unquote(parts.path))

@@ -1,0 +1,1 @@
+"""``watchstep run``: recording a program without changes to it."""

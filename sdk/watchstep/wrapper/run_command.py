@@ -1,0 +1,382 @@
+"""``watchstep run``: start a program so that it records itself, with no change to it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from watchstep import hook_arguments
+from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
+from watchstep.capture.service.client import ServiceClient
+from watchstep.capture.service.credentials import lent, open_recorded
+from watchstep.capture.service.location import FoundService, ServiceLocation
+from watchstep.capture.service.registration import LaunchState, Registered, control_in, register
+from watchstep.capture.upload.claims import earlier_attempts, reuse_warning
+from watchstep.errors import (
+    ConfigError,
+    FormatError,
+    NotFoundError,
+    ServiceError,
+    StoreError,
+    WatchstepError,
+)
+from watchstep.format import documents
+from watchstep.format.control import MAX_BYTES, ControlDocument
+from watchstep.format.layout import CONTROL_DOCUMENT, RUN_DOCUMENT, check_name, launch_document, run_prefix
+from watchstep.hook import STORE
+from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS
+from watchstep.platform.folders import absolute_path
+from watchstep.platform.process import ProcessIdentity, pid_namespace, record_process
+from watchstep.platform.terminal_text import printable
+from watchstep.platform.transport import SERVICE, RefusedError, ServiceAddress, UnreachableError
+from watchstep.stopping import EXIT_TOMBSTONE
+from watchstep.store.identity import StoreIdentity
+from watchstep.store.store import Store, checked_scheme
+from watchstep.wrapper.environment import LAUNCHED, Launch, environment, launched_attempt
+
+_ISOLATING = {"I", "S", "E"}
+_STORE_SECONDS = 15.0
+"""How long a store may keep the program from starting."""
+_SERVICE_SECONDS = 15.0
+"""How long a service may: two requests, and finding its address."""
+
+_Result = TypeVar("_Result")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parsed = argparse.ArgumentParser(
+        prog="watchstep run",
+        description="Start a program so that it records itself. Its arguments, exit code, signals and output are its own.",
+    )
+    parsed.add_argument("--store", help=f"where runs lie: a folder or s3://, gs://, az:// (or {STORE})")
+    parsed.add_argument("--project", help=f"the project (or {PROJECT}; else 'default')")
+    parsed.add_argument("--run", dest="run_id", help=f"the run's id (or {RUN}; else a new one)")
+    parsed.add_argument(
+        "--resume",
+        action="store_true",
+        help="the program goes on with the run that --run names: its earlier attempts are expected",
+    )
+    parsed.add_argument("--rules", help="a rule file to judge this run by")
+    parsed.add_argument(
+        "--service", help=f"URL of the service (or {SERVICE}; else the one that serves the store here)"
+    )
+    parsed.add_argument(
+        "--on-stop",
+        choices=ON_STOP_WORDS,
+        default=os.environ.get(ON_STOP) or "raise",
+        help="when a rule stops the run: raise StopTraining at the end of a step (default, or 'stop'); the same once the "
+        "program has saved a new checkpoint, or 20 s later; or leave it to the job's end (ignore)",
+    )
+    parsed.add_argument(
+        "--require-service",
+        action="store_true",
+        help="do not start the program unless a service takes the run; without it, the recorder registers the run once one answers",
+    )
+    parsed.add_argument(
+        "--require-store",
+        action="store_true",
+        help="do not start the program unless the store can be written; without it, what is recorded waits on this machine",
+    )
+    parsed.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM …", help="what to start")
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Settle the run, make it known, and become the program.
+
+    A service or a store that does not answer keeps no program from starting, unless an option says so: the recorder goes on with
+    what could not be done.
+
+    Raises:
+        WatchstepError: an option is wrong, the service says that the request is, or a service or store that is required fails.
+    """
+    options = parser().parse_args(arguments)
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        raise ConfigError("watchstep run: no program", "watchstep run [options] -- python train.py")
+    executable = shutil.which(program[0])
+    if executable is None:
+        raise ConfigError(f"watchstep run: program {program[0]!r} not found", "check its name and PATH")
+    launch, location = _settle(options)
+    asked = hook_arguments.load_rule_file(options.rules) if options.rules else hook_arguments.AskedRules()
+    rules = asked.configs
+    state = LaunchState(None if location.url else location)
+    found = _find(location, required=options.require_service)
+    launch = replace(launch, service=found.recorder if found else ServiceAddress.from_environment())
+    identity = StoreIdentity.of_launch(launch.store_url)
+    if not _make_run(launch, rules, identity, required=options.require_store, resumes=options.resume):
+        state = replace(state, verified=False, rules=rules)
+    operator = found.operator if found else None
+    if not os.environ.get(LAUNCHED):  # else its launcher has registered it, bound its job and told who asked
+        left = _register(launch, operator, rules, required=options.require_service)
+        if left is not None:
+            warned = operator is not None
+            state = replace(left, location=location, verified=state.verified, warned=warned)
+        elif operator is not None:
+            state = replace(state, verified=True)
+        judged = (
+            ""
+            if operator
+            else "; no service watches it yet: it is recorded, and judged once one does (watchstep serve)"
+        )
+        sys.stderr.write(f"watchstep: run {launch.project}/{launch.run} in {launch.store_url}{judged}\n")
+    _warn_if_isolated(program)
+    sys.stderr.flush()
+    launch = replace(launch, state=_encoded(state), store_id=identity.id, probes=asked.probes)
+    os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - it is what the user asked for
+
+
+def _settle(options: argparse.Namespace) -> tuple[Launch, ServiceLocation]:
+    """The launch, and where its service is to be found."""
+    url = options.store or os.environ.get(STORE) or "watchstep-runs"
+    if not checked_scheme(url):
+        url = absolute_path(url).as_uri()
+    launch = Launch(
+        store_url=url,
+        project=check_name("project", options.project or os.environ.get(PROJECT) or "default"),
+        run=check_name("run", options.run_id or os.environ.get(RUN) or new_run_id()),
+        attempt=launched_attempt(os.environ) or new_nonce(),
+        on_stop=options.on_stop,
+    )
+    return launch, ServiceLocation.of(options.service or "", url)
+
+
+def _find(location: ServiceLocation, *, required: bool) -> FoundService | None:
+    try:
+        found = (
+            location.find()
+            if required
+            else _within(_STORE_SECONDS, location.find, _silent_store(location.store_url))
+        )
+    except (ConfigError, StoreError) as error:
+        if required:
+            raise
+        _warn(error, "The program starts without a service")
+        return None
+    if found is None and required:
+        raise ServiceError(
+            f"store {location.store_url}: no service watches it",
+            "start 'watchstep serve' on it, name one by --service, or leave out --require-service",
+        )
+    return found
+
+
+def _make_run(
+    launch: Launch,
+    rules: tuple[dict[str, Any], ...],
+    identity: StoreIdentity,
+    *,
+    required: bool,
+    resumes: bool,
+) -> bool:
+    """Make the run, unless it is there; refuse one that was stopped for good. Whether the store allowed that.
+
+    Raises:
+        ConfigError: the store's URL cannot be used.
+        StoreError, FormatError: the store is required, and failed.
+    """
+    try:
+        if required:
+            earlier = _make_run_now(launch, rules, identity)
+        else:
+            earlier = _within(
+                _STORE_SECONDS,
+                lambda: _make_run_now(launch, rules, identity),
+                _silent_store(launch.store_url),
+            )
+    except (StoreError, FormatError) as error:
+        if required:
+            raise
+        _warn(
+            error,
+            "The program starts. What it records waits on this machine until the store answers; whether the run was stopped for"
+            " good is looked for then",
+        )
+        return False
+    if earlier and not resumes:
+        sys.stderr.write(
+            f"watchstep: {reuse_warning(launch.project, launch.run, earlier)}\n"
+            "  hint: add --resume if the program goes on with this run, or name another by --run\n"
+        )
+    return True
+
+
+def _make_run_now(launch: Launch, rules: tuple[dict[str, Any], ...], identity: StoreIdentity) -> int:
+    """Make the run on its store, unless it is there; the number of its earlier attempts."""
+    root = open_recorded(
+        launch.store_url,
+        (launch.project, launch.run, launch.attempt),
+        ServiceClient(launch.service, launch.project) if launch.service else None,
+        lambda where, error: print(f"watchstep: {where}: {printable(error)}", file=sys.stderr),  # noqa: T201 - to the user
+        identity=identity,
+    )
+    if not lent():  # lent credentials write the attempt only, as the run's document shows
+        root.check_writable()
+    store = root.child(run_prefix(launch.project, launch.run))
+    try:
+        control = ControlDocument.decode(store.get(CONTROL_DOCUMENT, limit=MAX_BYTES))
+    except NotFoundError:
+        control = ControlDocument()
+    _refuse_stopped(launch, control)
+    document = documents.RunDocument(launch.project, launch.run, time.time_ns(), rules)
+    is_new = store.create(RUN_DOCUMENT, documents.encode(document))
+    if lent() or os.environ.get(LAUNCHED):
+        return 0
+    _note_launch(store, launch.attempt)
+    return 0 if is_new else len(earlier_attempts(store, launch.attempt))
+
+
+def _note_launch(store: Store, attempt: str) -> None:
+    """Note which process this is: `exec` keeps its id and start time. A program that records nothing can then be seen to be over."""
+    try:
+        me = ProcessIdentity.of(os.getpid())
+    except ConfigError:
+        return  # no Linux
+    document = documents.LaunchDocument(
+        attempt, time.time_ns(), me.pid, me.start_ticks, me.boot, me.host, pid_namespace()
+    )
+    store.create(launch_document(attempt), documents.encode(document))
+
+
+def _refuse_stopped(launch: Launch, control: ControlDocument) -> None:
+    if control.admits(launch.attempt):
+        return
+    sys.stderr.write(
+        f"watchstep: run {launch.run} was stopped ({printable(control.tombstone)}) and does not start again.\n"
+        "  mend: start it under a new run id, or let it by 'watchstep runs allow-restart "
+        f"{launch.project}/{launch.run}'\n"
+    )
+    raise SystemExit(EXIT_TOMBSTONE)
+
+
+def _silent_store(url: str) -> StoreError:
+    return StoreError(
+        f"store {url}: no answer within {_STORE_SECONDS:.0f} s",
+        "see that it answers, or use --require-store",
+    )
+
+
+def _within(seconds: float, work: Callable[[], _Result], late: WatchstepError) -> _Result:
+    """Do something that may hang, on a thread that is left behind if it does: it ends when this process becomes the program.
+
+    Raises:
+        WatchstepError: ``late``: it took too long.
+        BaseException: whatever it raised.
+    """
+    results: list[_Result] = []
+    raised: list[BaseException] = []
+
+    def caught() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            raised.append(error)
+
+    thread = threading.Thread(target=caught, name="watchstep-launch", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not results:
+        raise late
+    return results[0]
+
+
+def _register(
+    launch: Launch, operator: ServiceAddress | None, rules: tuple[dict[str, Any], ...], *, required: bool
+) -> LaunchState | None:
+    """Register the run. What is left for the recorder to register; None for nothing.
+
+    Raises:
+        RefusedError: the service says that the request is wrong, or the service is required, and refuses.
+        ServiceError: it is required, and does not answer, or with something else.
+    """
+    job = _own_job()
+    left = LaunchState(run=launch.run, attempt=launch.attempt, job=job, rules=rules)
+    if operator is None:
+        if rules:
+            sys.stderr.write(
+                "watchstep: no service: the rules are kept with the run, and judged when one watches this store"
+                f" (watchstep serve --store {launch.store_url})\n"
+            )
+        return left
+
+    def registered() -> tuple[Registered, ControlDocument]:
+        answer = register(operator, launch.project, launch.run, launch.attempt, rules, job)
+        return answer, control_in(answer.data)
+
+    late = UnreachableError(
+        f"service {operator.url}: no answer within {_SERVICE_SECONDS:.0f} s",
+        "check the URL, and that 'watchstep serve' runs there",
+    )
+    try:
+        answer, control = _within(_SERVICE_SECONDS, registered, late)
+    except ServiceError as error:
+        if required or (isinstance(error, RefusedError) and error.is_final):
+            raise
+        denied = isinstance(error, RefusedError) and error.is_denial
+        _warn(
+            error,
+            "The program starts and records. No rule judges it and nothing stops it until the service takes its token"
+            if denied
+            else "The program starts. The recorder registers the run when the service answers",
+        )
+        return left
+    _refuse_stopped(launch, control)
+    if answer.job_refusal is not None:
+        refusal = answer.job_refusal
+        sys.stderr.write(
+            f"watchstep: {printable(refusal.what)}: the run is judged, and a stop asks the program alone, which no job's end follows\n"
+            f"  mend: {printable(refusal.mend)}; 'watchstep attach --job local:{os.getpid()}' does it now\n"
+        )
+    return None
+
+
+def _own_job() -> dict[str, Any] | None:
+    """This process as a job; exec keeps its id and its start time. None on a system where processes cannot be told apart."""
+    try:
+        process = record_process(os.getpid()).identity
+    except (ConfigError, OSError) as error:
+        _warn(error, "The program starts. A stop asks it, and cannot end it")
+        return None
+    return {"backend": "local", "id": str(process.pid), "identity": asdict(process)}
+
+
+def _encoded(state: LaunchState) -> str:
+    if state == LaunchState():
+        return ""
+    try:
+        return state.encode()
+    except FormatError as error:
+        _warn(error, "The program starts, and these rules do not judge it")
+        return replace(state, rules=()).encode()
+
+
+def _warn(error: Exception, consequence: str) -> None:
+    what, mend = (error.what, error.mend) if isinstance(error, WatchstepError) else (str(error), "")
+    hint = f"\n  mend: {printable(mend)}" if mend else ""
+    sys.stderr.write(f"watchstep: {printable(what)}\n  {consequence}.{hint}\n")
+
+
+def _warn_if_isolated(program: Sequence[str]) -> None:
+    """Python's -I, -S and -E keep the injected code from running: say so, rather than record nothing in silence."""
+    if not Path(program[0]).name.startswith("python"):
+        return
+    for argument in program[1:]:
+        if not argument.startswith("-") or argument.startswith("--") or argument[1:2] in {"c", "m"}:
+            return
+        if found := _ISOLATING & set(argument[1:]):
+            sys.stderr.write(
+                f"watchstep: not attached: python -{found.pop()} ignores what watchstep run adds."
+                " Leave the flag out, or use watchstep.Hook in the program.\n"
+            )
+            return

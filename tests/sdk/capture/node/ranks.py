@@ -1,0 +1,195 @@
+"""Ranks of one node as processes, each told over its input what to do; and what they left on a store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from watchstep.capture.upload.merging import blocks_of
+from watchstep.format.block import Block
+from watchstep.format.layout import SegmentKey
+from watchstep.format.segment import decode
+from watchstep.store.store import Store
+
+_PROGRAM = """
+import os, sys
+from watchstep import Bounds, CaptureConfig, Hook
+
+bounds = Bounds(**eval(os.environ["TEST_BOUNDS"]))
+hook = Hook(run="r", config=CaptureConfig(bounds=bounds), on_stop="raise")
+rank, step = int(os.environ["RANK"]), 0
+for line in sys.stdin:
+    word, *numbers = line.split()
+    if word == "record":
+        for _ in range(int(numbers[0])):
+            hook.log(loss=1000.0 * step + rank)
+            hook.step()
+            step += 1
+    elif word == "bad":
+        hook.log(loss=float("nan"))
+        hook.step()
+        step += 1
+    elif word == "wait":  # until so many rows are on the store
+        import time
+        while hook.health["counts"].get("rows", 0) < int(numbers[0]):
+            time.sleep(0.005)
+    elif word == "role":
+        import time
+        role = None
+        while role is None:
+            role = hook._ending._writer._uploader._role
+            time.sleep(0.005)
+        print(type(role).__name__, flush=True)
+        continue
+    elif word == "train":  # at a pace, until it is stopped
+        import time
+        while True:
+            hook.log(loss=1.0)
+            hook.step()
+            time.sleep(0.01)
+    elif word == "fork":
+        if os.fork() == 0:
+            import signal, time
+            os.close(0), os.close(1), os.close(2)
+            signal.alarm(30)
+            while True:
+                time.sleep(1)
+    elif word == "close":
+        hook.close()
+        print(hook.health, flush=True)
+        continue
+    print("done", flush=True)
+"""
+
+
+class Rank:
+    """One process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def say(self, words: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(words + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, self.errors()
+        return line
+
+    def errors(self) -> str:
+        assert self.process.stderr is not None
+        self.process.kill()
+        return self.process.stderr.read()
+
+    def do(self, words: str) -> str:
+        self.say(words)
+        return self.answer()
+
+
+def do_all(ranks: list[Rank], words: str) -> list[str]:
+    """Tell all, then hear all."""
+    for rank in ranks:
+        rank.say(words)
+    return [rank.answer() for rank in ranks]
+
+
+@contextmanager
+def node(
+    count: int, environment: Mapping[str, str], *, local: int | None = None, **bounds: float
+) -> Iterator[list[Rank]]:
+    """So many ranks that record."""
+    base = {
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count if local is None else local),
+        "WATCHSTEP_ATTEMPT": "a1",
+        "TEST_BOUNDS": repr({"flush_seconds": 0.05, "control_seconds": 0.05, **bounds}),
+        **environment,
+    }
+    ranks = [
+        Rank(
+            subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+        )
+        for rank in range(count)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.communicate(timeout=60)
+
+
+def leader_of(ranks: list[Rank]) -> int:
+    """Which of them leads, once one does and the others follow: after a leader's death that takes them a moment."""
+    deadline = time.monotonic() + 60
+    while True:
+        roles = do_all(ranks, "role")
+        leaders = [place for place, role in enumerate(roles) if role == "Leader"]
+        if len(leaders) == 1 and roles.count("Follower") == len(ranks) - 1:
+            return leaders[0]
+        assert time.monotonic() < deadline, roles
+
+
+class Written:
+    """All segments of a run."""
+
+    def __init__(self, objects: Mapping[str, bytes]) -> None:
+        self.keys = sorted(SegmentKey.parse(path) for path in objects)
+        self.blocks: list[Block] = [decode(objects[key.path], key.path) for key in self.keys]
+        self.held = {key: blocks_of(objects[key.path], key.path) for key in self.keys}
+        self.rows: Counter[tuple[int, int, float]] = Counter()
+        for block in self.blocks:
+            self.rows.update(
+                zip(block.worker.tolist(), block.step.tolist(), block.statistics.mean.tolist(), strict=True)
+            )
+
+    @classmethod
+    def of(cls, store: Store) -> Written:
+        run = store.child("default/r")
+        return cls({entry.key: run.get(entry.key, limit=1 << 30) for entry in run.entries("stats/")})
+
+    @property
+    def writers(self) -> list[str]:
+        return sorted({key.writer.writer for key in self.keys})
+
+    def assert_contiguous(self) -> None:
+        """No writer's numbers have a gap, and none comes twice."""
+        by_writer: dict[str, list[int]] = {}
+        for key in self.keys:
+            by_writer.setdefault(key.writer.writer, []).append(key.seq)
+        assert by_writer == {writer: list(range(len(seqs))) for writer, seqs in by_writer.items()}
+
+    def assert_whole(self, steps: Mapping[int, int]) -> None:
+        """Each row of so many steps of each rank is there once, and no other."""
+        wanted = {
+            (rank, step, 1000.0 * step + rank) for rank, count in steps.items() for step in range(count)
+        }
+        assert set(self.rows) == wanted
+        assert set(self.rows.values()) <= {1}
+        self.assert_contiguous()
+
+
+def meeting_files(temporary: Path) -> list[str]:
+    """What is left of meetings in a temporary folder."""
+    return sorted(
+        str(file.relative_to(temporary))
+        for file in temporary.glob("watchstep-*/**/*")
+        if file.is_file() or file.is_socket()
+    )

@@ -1,0 +1,225 @@
+"""Recordings with figures of the system in them: real ones, sampled far more often than is the default."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.detection.recording import FixedClock
+from tests.sdk.training import Training, recorded
+from watchstep import Bounds, CaptureConfig, Hook, Run, SystemSampling, open_run
+from watchstep.capture.system.sampler import Samples
+from watchstep.capture.system.step_times import Waiting
+from watchstep.errors import ConfigError, StoreError
+from watchstep.format.system_figures import (
+    CPU,
+    DATA_WAIT,
+    DATA_WORKERS,
+    FIGURES,
+    INITIALIZATION_SECONDS,
+    MEMORY,
+    NODE_MEMORY,
+    STEP_SECONDS,
+)
+from watchstep.reading.diff import diff
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+OFTEN = CaptureConfig(
+    overhead_budget=None,
+    system=SystemSampling(seconds=0.01, row_seconds=0.02, share=1.0),
+    bounds=Bounds(flush_seconds=0.01),
+)
+
+
+def sampled(hook: Hook) -> list[str]:
+    """Figures of the system that are on the store."""
+    try:
+        return open_run(hook.run_url).tensors("system")
+    except StoreError:  # nothing has been written yet
+        return []
+
+
+def train_until(name: str, hook: Hook) -> Training:
+    """Train until a figure is on the store, and a few steps more."""
+    training = Training()
+    hook.watch(training.model, training.optimizer)
+    while name not in sampled(hook):
+        training.run(5)
+    training.run(5)
+    return training
+
+
+def figures(run: Run) -> dict[str, list[float]]:
+    return {name: run.series(name, "mean")["mean"].to_pylist() for name in run.tensors("system")}
+
+
+def test_a_recording_has_rows_of_the_process_and_its_machine(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=OFTEN)
+    train_until(DATA_WAIT, hook)
+    run = recorded(hook)
+    found = figures(run)
+    assert {CPU, MEMORY, NODE_MEMORY, STEP_SECONDS, DATA_WAIT} <= set(found)
+    assert set(found) <= {figure.name for figure in FIGURES}
+    assert all(0 <= share <= 1 for name in (NODE_MEMORY, DATA_WAIT) for share in found[name])
+    assert all(value > 2**20 for value in found[MEMORY])
+    row = run.series(MEMORY, "count")
+    assert set(row["mode"].to_pylist()) == {"global"}
+    assert set(run.steps("global")) <= set(run.steps("train"))
+    assert not hook.health["notes"]
+
+
+def test_each_step_is_sampled_once(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=OFTEN)
+    train_until(STEP_SECONDS, hook)
+    run = recorded(hook)
+    steps = sum(run.series(STEP_SECONDS, "count")["count"].to_pylist())
+    assert 0 < steps <= run.steps("train")[-1]
+
+
+def test_what_is_sampled_while_a_step_lasts_is_one_row() -> None:
+    samples, waiting = Samples(), Waiting()
+    assert samples.as_rows() is None
+    assert waiting.take() is None
+    for names in ((CPU, MEMORY), (MEMORY, STEP_SECONDS)):
+        for name in names:
+            samples.add({name: 1.0})
+            samples.add({name: 3.0})
+        rows = samples.as_rows()
+        assert rows is not None
+        waiting.give(rows)
+    held = waiting.take()
+    assert held is not None
+    assert rows is not None
+    assert waiting.take() is None
+    assert [info.name for info in held.tensors] == [CPU, MEMORY, STEP_SECONDS]
+    assert held.statistics.count.tolist() == [2, 4, 2]
+    assert held.statistics.mean.tolist() == [2.0, 2.0, 2.0]
+    assert held.time_ns == rows.time_ns
+
+
+def test_a_short_recording_has_none(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=CaptureConfig(overhead_budget=None, system=SystemSampling(row_seconds=3600)))
+    training = Training()
+    hook.watch(training.model, training.optimizer)
+    training.run(3)
+    assert recorded(hook).tensors("system") == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CaptureConfig(system=None),
+        CaptureConfig(clock=FixedClock(0.01), system=SystemSampling(0.01, 0.01)),
+    ],
+    ids=["switched off", "reproducible by its clock"],
+)
+def test_where_it_is_off_nothing_samples(config: CaptureConfig, tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=config)
+    assert "watchstep-system" not in {thread.name for thread in threading.enumerate()}
+    hook.close()
+
+
+def test_its_thread_ends_with_the_recording(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=OFTEN)
+    assert "watchstep-system" in {thread.name for thread in threading.enumerate()}
+    hook.close()
+    assert "watchstep-system" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=OFTEN)
+    training = Training()
+    hook.watch(training.model, training.optimizer)
+    losses = training.run(30)
+    hook.close()
+    assert losses == Training().run(30)
+
+
+def test_two_runs_differ_by_what_they_learnt_alone(tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        hook = Hook(tmp_path / name, config=OFTEN)
+        train_until(MEMORY, hook)
+        runs.append(recorded(hook))
+    found = diff(runs[0], runs[1])
+    assert not any(name.startswith("system/") for name in (*found.only_a, *found.only_b))
+    assert not any(name.startswith("system/") for name in found.table["tensor"].to_pylist())
+
+
+def test_its_cost_is_told(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=CaptureConfig(system=SystemSampling(0.01, 0.02, share=1.0)))
+    train_until(MEMORY, hook)
+    hook.close()
+    assert hook.health["overhead"]["spent_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seconds": 0},
+        {"seconds": 2.0, "row_seconds": 1.0},
+        {"row_seconds": float("inf")},
+        {"seconds": float("nan")},
+        {"share": 0},
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        SystemSampling(**wrong)  # type: ignore[arg-type]  # numbers that are none
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_samples_nothing_and_ends(tmp_path: Path) -> None:
+    hook = Hook(tmp_path, config=OFTEN)
+    train_until(MEMORY, hook)
+    child = os.fork()
+    if child == 0:
+        hook.close()
+        os._exit(len([thread for thread in threading.enumerate() if thread.name == "watchstep-system"]))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    recorded(hook)
+
+
+WORKERS = """
+import sys
+sys.path[:0] = {path!r}
+import contextlib, torch, watchstep
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8, num_workers=2, persistent_workers=True)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+settings = watchstep.SystemSampling(seconds=0.01, row_seconds=0.02, share=1.0)
+with watchstep.Hook({store!r}, run="r", config=watchstep.CaptureConfig(overhead_budget=None, system=settings)) as hook:
+    hook.watch(model, optimizer)
+    seen = False
+    while not seen:
+        for (x,) in loader:
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+        with contextlib.suppress(watchstep.WatchstepError):  # nothing has been written yet
+            run = watchstep.open_run(hook.run_url)
+            seen = 2.0 in run.series("system/data_workers", "max")["max"].to_pylist()
+    assert not hook.health["faults"], hook.health
+"""
+
+
+def test_workers_that_load_data_are_counted_and_sample_nothing_themselves(tmp_path: Path) -> None:
+    if not hasattr(torch.multiprocessing, "_set_thread_name"):
+        pytest.skip("before PyTorch 2.6 workers have no name")
+    program = WORKERS.format(path=sys.path, store=str(tmp_path))
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+    run = open_run(str(tmp_path / "default" / "r"))
+    assert run.workers == [0]
+    assert max(run.series(DATA_WORKERS, "max")["max"].to_pylist()) == 2.0
+    (seconds,) = run.series(INITIALIZATION_SECONDS, "mean")["mean"].to_pylist()
+    assert 0 < seconds < 120

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from watchstep.errors import FormatError
+from watchstep.format.control import MOST_SNAPSHOTS, ControlDocument, SnapshotRequest, StopRequest
+
+whole = st.integers(0, 2**63 - 1)
+stops = st.builds(StopRequest, st.text(max_size=8), whole, st.text(max_size=8), st.text(max_size=8))
+documents = st.builds(
+    ControlDocument,
+    whole,
+    st.none() | stops,
+    st.lists(st.builds(SnapshotRequest, st.text(max_size=8), whole, st.text(max_size=8)), max_size=3).map(
+        tuple
+    ),
+    st.lists(st.tuples(st.text(max_size=8), st.integers(1, 10**6)), max_size=3).map(tuple),
+    st.text(max_size=8),
+)
+
+
+@given(documents)
+def test_a_document_reads_back(document: ControlDocument) -> None:
+    assert ControlDocument.decode(document.encode()) == document
+    assert ControlDocument.from_data(document.as_data()) == document
+
+
+def test_a_stop_is_the_next_version_and_bars_new_attempts() -> None:
+    stop = StopRequest("a1", 120, "NaN in conv1", "event-1")
+    document = ControlDocument(version=4).with_stop(stop)
+    assert document == ControlDocument(version=5, stop=stop, tombstone="NaN in conv1")
+
+
+def test_a_snapshot_is_asked_for_once_and_of_its_attempt() -> None:
+    document = ControlDocument(version=4)
+    for number in range(MOST_SNAPSHOTS + 2):
+        document = document.with_snapshot(SnapshotRequest(f"s{number}", number, "a1" if number % 2 else "a2"))
+    assert document.with_snapshot(document.snapshots[-1]) is document
+    assert (document.version, len(document.snapshots)) == (4 + MOST_SNAPSHOTS + 2, MOST_SNAPSHOTS)
+    document = document.with_snapshot(SnapshotRequest("all", 9))
+    assert {one.id for one in document.asked_of("a1")} == {
+        "all",
+        *(f"s{number}" for number in range(3, MOST_SNAPSHOTS + 2, 2)),
+    }
+
+
+def test_what_changes_nothing_is_no_new_version() -> None:
+    stop = StopRequest("a1", 120, "NaN in conv1", "event-1")
+    document = ControlDocument(version=4).with_stop(stop).with_cadence({"weights": 5, "biases": 7})
+    assert document.cadence == (("biases", 7), ("weights", 5))
+    assert document.with_cadence({"biases": 7, "weights": 5}) is document
+    again = document.without_tombstone()
+    assert (again.version, again.tombstone, again.stop) == (7, "", stop)
+    assert again.without_tombstone() is again
+
+
+def test_what_is_left_out_asks_nothing() -> None:
+    assert ControlDocument.decode(b'{"version": 3}') == ControlDocument(version=3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"{",
+        b"[]",
+        b"3",
+        b"[" * 50_000,
+        b"{}",
+        *(
+            json.dumps({"version": 1, **lie}).encode()
+            for lie in (
+                {"version": -1},
+                {"version": 1.5},
+                {"version": float("inf")},
+                {"version": True},
+                {"version": "1"},
+                {"version": 2**63},
+                {"stop": "now"},
+                {"stop": {"attempt": "a"}},
+                {"stop": {"attempt": "a", "step": -1, "reason": ""}},
+                {"snapshots": [{"id": "x"}]},
+                {"snapshots": 3},
+                {"cadence": [["weights"]]},
+                {"cadence": [["weights", 0]]},
+            )
+        ),
+    ],
+)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(FormatError, match=r"control document: .*\n  mend: let the service write it anew"):
+        ControlDocument.decode(data)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(vars(ControlDocument()))), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(vars(ControlDocument()))), json_values))
+def test_any_json_is_read_or_refused(data: dict[str, Any]) -> None:
+    try:
+        document = ControlDocument.decode(json.dumps(data).encode())
+    except FormatError:
+        return
+    assert ControlDocument.decode(document.encode()) == document
+
+
+def test_a_tombstone_lets_one_attempt_pass_until_it_is_stopped_itself() -> None:
+    stopped = ControlDocument().with_stop(StopRequest("a1", 3, "NaN"))
+    assert ControlDocument().admits("a2")
+    assert not stopped.admits("a2")
+    admitting = stopped.with_admitted("a2")
+    assert (admitting.version, admitting.with_admitted("a2")) == (stopped.version + 1, admitting)
+    passing = [name for name in ("a1", "a1-r1", "a2", "a2-r1", "a22", "a3") if admitting.admits(name)]
+    assert passing == ["a2", "a2-r1"]
+    assert ControlDocument.decode(admitting.encode()) == admitting
+    assert not admitting.with_stop(StopRequest("a2", 9, "NaN again")).admits("a2")
+    assert admitting.without_tombstone() == ControlDocument(admitting.version + 1, stop=stopped.stop)
+
+
+def test_a_document_of_before_there_were_agreements_is_agreed_on() -> None:
+    data = {"version": 1, "stop": {"attempt": "a1", "step": 3, "reason": "NaN"}}
+    held = ControlDocument.from_data(data)
+    assert held.stop == StopRequest("a1", 3, "NaN")
+    assert held.stop.agreed

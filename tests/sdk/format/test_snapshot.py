@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from watchstep.errors import ConfigError, FormatError, NotFoundError, StoreError
+from watchstep.format import snapshot
+from watchstep.format.snapshot import (
+    DTYPES,
+    MOST_NAMES,
+    Described,
+    NamedArray,
+    Snapshot,
+    encode,
+    missing_metadata,
+    open_snapshot,
+)
+from watchstep.store.store import Store
+
+Header = dict[str, Any]
+GOOD: Header = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "U8", "shape": [4], "data_offsets": [24, 28]},
+}
+
+
+class MemoryStore(Store):
+    """One object in memory, and a log of the requests for it."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("memory:", None)
+        self.data = data
+        self.requests: list[tuple[str, int]] = []
+
+    def size(self, key: str) -> int:
+        self.requests.append(("size", 0))
+        return len(self.data)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self.requests.append(("range", length))
+        if start >= len(self.data):
+            raise StoreError("out of range", "none")
+        return self.data[start : start + length]
+
+
+def named(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> NamedArray:
+    return NamedArray(Described(name, dtype, shape), data)
+
+
+def opened(data: bytes) -> Snapshot:
+    return open_snapshot(MemoryStore(data), "snap")
+
+
+def raw(header: Any, body: bytes = bytes(28)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(FormatError, match=r"snapshot snap: .*\n  mend: ") as caught:
+        opened(data)
+    return caught.value.what
+
+
+@st.composite
+def tensor_lists(draw: st.DrawFn) -> list[NamedArray]:
+    names = draw(
+        st.lists(st.text(max_size=8).filter(lambda name: name != "__metadata__"), unique=True, max_size=5)
+    )
+    made = []
+    for name in names:
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+        length = int(np.prod(shape, dtype=int)) * DTYPES[dtype].itemsize
+        made.append(named(name, dtype, shape, draw(st.binary(min_size=length, max_size=length))))
+    return made
+
+
+@given(tensor_lists(), st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
+def test_what_was_encoded_is_read(tensors: list[NamedArray], metadata: dict[str, str]) -> None:
+    data = encode(tensors, metadata)
+    held = opened(data)
+    assert held.metadata == metadata
+    assert set(held.tensors) == {tensor.described.name for tensor in tensors}
+    for tensor in tensors:
+        described = tensor.described
+        read = held.read(described.name)
+        assert read.shape == described.shape
+        assert read.dtype == DTYPES[described.dtype]
+        assert read.tobytes() == bytes(tensor.data)
+        assert held.tensors[described.name].dtype == described.dtype
+
+
+@given(tensor_lists())
+def test_safetensors_reads_the_same(tensors: list[NamedArray]) -> None:
+    read = dict(safetensors.deserialize(encode(tensors, {"step": "7"})))  # type: ignore[no-untyped-call]
+    assert {
+        name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in read.items()
+    } == {
+        tensor.described.name: (tensor.described.dtype, tensor.described.shape, bytes(tensor.data))
+        for tensor in tensors
+    }
+
+
+def test_what_safetensors_wrote_is_read() -> None:
+    arrays = {
+        "x": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "y": np.array(True),
+        "z": np.zeros((0, 2), np.int64),
+    }
+    held = opened(safetensors.numpy.save(arrays, {"by": "them"}))
+    assert held.metadata == {"by": "them"}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(held.read(name), array)
+
+
+def test_every_tensor_is_aligned_to_its_elements() -> None:
+    tensors = [
+        named("a", "U8", (3,), b"abc"),
+        named("b", "F64", (1,), bytes(8)),
+        named("c", "BF16", (1,), bytes(2)),
+    ]
+    for stored in opened(encode(tensors, {})).tensors.values():
+        assert stored.start % DTYPES[stored.dtype].itemsize == 0
+
+
+def test_one_tensor_costs_a_size_and_two_ranged_reads() -> None:
+    tensors = [named(f"layer{index}", "F32", (100_000,), bytes(400_000)) for index in range(3)]
+    store = MemoryStore(encode(tensors, {}))
+    open_snapshot(store, "snap").read("layer1")
+    assert [kind for kind, _ in store.requests] == ["size", "range", "range"]
+    assert sum(length for _, length in store.requests) < 500_000
+
+
+def test_a_long_header_is_read_in_two_parts() -> None:
+    tensors = [named(f"layer{index}" * 20, "U8", (1,), b"x") for index in range(2000)]
+    held = opened(encode(tensors, {}))
+    assert len(held.tensors) == 2000
+    assert held.read("layer7" * 20).tobytes() == b"x"
+
+
+def test_it_works_on_every_store(store: Store) -> None:
+    store.put("snap", encode([named("w", "F16", (2,), np.array([1, -2], np.float16).tobytes())], {}))
+    held = open_snapshot(store, "snap")
+    assert held.read("w").tolist() == [1.0, -2.0]
+    with pytest.raises(NotFoundError):
+        open_snapshot(store, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "values"),
+    [
+        ("BF16", [0x3F80, 0xC040, 0x7F80, 0x0001], [1.0, -3.0, np.inf, 2.0**-133]),
+        ("F8_E4M3", [0x38, 0xFE, 0x7F, 0x01], [1.0, -448.0, np.nan, 2.0**-9]),
+        ("F8_E5M2", [0x3C, 0xFB, 0x7C, 0x01], [1.0, -57344.0, np.inf, 2.0**-16]),
+        ("F8_E8M0", [0x7F, 0x00, 0xFF, 0xFE], [1.0, 2.0**-127, np.nan, 2.0**127]),
+        ("U16", [0, 1, 2, 65535], [0, 1, 2, 65535]),
+    ],
+)
+def test_narrow_floats_keep_their_bits_and_have_exact_values(
+    dtype: str, bits: list[int], values: list[float]
+) -> None:
+    held = opened(encode([named("x", dtype, (2, 2), np.array(bits, DTYPES[dtype]).tobytes())], {}))
+    assert held.read("x").ravel().tolist() == bits
+    np.testing.assert_array_equal(held.values("x"), np.array(values).reshape(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("BF16", "bfloat16"),
+        ("F8_E4M3", "float8_e4m3fn"),
+        ("F8_E5M2", "float8_e5m2"),
+        ("F8_E8M0", "float8_e8m0fnu"),
+    ],
+)
+def test_every_bit_pattern_has_the_value_that_torch_gives_it(dtype: str, name: str) -> None:
+    torch = pytest.importorskip("torch")
+    bits = np.arange(65536 if dtype == "BF16" else 256).astype(DTYPES[dtype])
+    held = opened(encode([named("x", dtype, bits.shape, bits.tobytes())], {}))
+    wanted = torch.from_numpy(bits.copy()).view(getattr(torch, name)).float().numpy()
+    np.testing.assert_array_equal(held.values("x"), wanted)
+    assert held.values("x").dtype == np.float32
+
+
+def test_a_single_narrow_float_is_an_array_too() -> None:
+    held = opened(encode([named("x", "BF16", (), b"\x80\x3f"), named("y", "F8_E4M3", (), b"\x38")], {}))
+    assert held.values("x").shape == held.values("y").shape == ()
+    assert held.values("x") == held.values("y") == 1
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ([named("x", "F32", (2,), bytes(7))], "has 7 bytes, its shape and dtype need 8"),
+        ([named("x", "F4", (2,), bytes(1))], "unknown dtype 'F4'"),
+        ([named("x", "U8", (1,), b"a"), named("x", "F32", (0,), b"")], "'x' is taken"),
+        ([named("__metadata__", "U8", (1,), b"a")], "'__metadata__' is taken"),
+    ],
+)
+def test_what_cannot_be_written_is_told(tensors: list[NamedArray], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        encode(tensors, {})
+
+
+def test_a_missing_tensor_is_told() -> None:
+    held = opened(raw(GOOD))
+    assert list(held.tensors) == ["a", "b"]
+    with pytest.raises(NotFoundError, match="tensor 'c': not in snapshot snap"):
+        held.read("c")
+
+
+def test_a_tensor_that_the_writer_left_out_is_told_with_the_reason() -> None:
+    metadata = missing_metadata(["c", "d"])
+    held = opened(raw({**GOOD, "__metadata__": metadata}))
+    assert (held.missing, held.missing_names) == (2, ("c", "d"))
+    with pytest.raises(NotFoundError, match=r"no memory for 2 tensors\n  mend: raise Snapshots.memory_bytes"):
+        held.read("c")
+    with pytest.raises(NotFoundError, match="see its tensors for the names"):
+        held.read("e")
+
+
+def test_of_very_many_missing_tensors_the_number_is_told() -> None:
+    held = opened(raw({**GOOD, "__metadata__": missing_metadata([f"layer{n}" for n in range(5000)])}))
+    assert held.missing == 5000
+    assert len(held.missing_names) == MOST_NAMES
+    with pytest.raises(NotFoundError, match="no memory for 5000 tensors"):
+        held.read("layer4999")
+
+
+def test_a_snapshot_that_is_deleted_after_it_was_opened_is_told(folder_store: Store) -> None:
+    folder_store.put("snap", raw(GOOD))
+    held = open_snapshot(folder_store, "snap")
+    folder_store.delete("snap")
+    for read in (lambda: held.read("a"), lambda: open_snapshot(folder_store, "snap")):
+        with pytest.raises(
+            NotFoundError, match=r"snap: not there, or not any more\n  mend: list the snapshots"
+        ):
+            read()
+
+
+def test_an_object_that_shrinks_after_it_was_opened_is_told() -> None:
+    store = MemoryStore(raw(GOOD))
+    held = open_snapshot(store, "snap")
+    store.data = store.data[:-2]
+    with pytest.raises(FormatError, match="tensor 'b' ends after 2 of 4 bytes"):
+        held.read("b")
+
+
+def changed(name: str, **entry: Any) -> Header:
+    return {**GOOD, name: {**GOOD[name], **entry}}
+
+
+LIES: list[tuple[Any, str]] = [
+    (b"{", "header is not valid"),
+    (b"\xff", "header is not valid"),
+    (b"[]", "header is not valid"),
+    (b"null", "header is not valid"),
+    (b"[" * 50_000, "header is not valid"),
+    (b'{"a":' * 50_000, "header is not valid"),
+    (b'{"a": {}, "a": {}}', "stands twice"),
+    ({**GOOD, "__metadata__": {"step": 3}}, "metadata"),
+    ({**GOOD, "__metadata__": []}, "metadata"),
+    ({**GOOD, "__metadata__": {"watchstep.missing": "many"}}, "header is not valid"),
+    ({**GOOD, "__metadata__": {"watchstep.missing_names": "[3]"}}, "not a list of names"),
+    ({**GOOD, "__metadata__": {"watchstep.missing_names": "{"}}, "header is not valid"),
+    ({"a": []}, "is not described"),
+    ({"a": {"dtype": "F32", "shape": [7]}}, "is not described"),
+    (changed("a", more=1), "is not described"),
+    (changed("a", dtype="F12"), "unknown dtype 'F12'"),
+    (changed("a", dtype=["F32"]), "header is not valid"),
+    (changed("a", dtype=None), "unknown dtype"),
+    (changed("a", shape=[2, -3]), "not a list of whole numbers"),
+    (changed("a", shape=[2, 3.0]), "not a list of whole numbers"),
+    (changed("a", shape=[True, 6]), "not a list of whole numbers"),
+    (changed("a", shape=6), "not a list of whole numbers"),
+    (changed("a", shape=[2, 2]), "do not fit"),
+    (changed("a", shape=[2**62, 2**62]), "impossible shape"),
+    (changed("a", shape=[0, 2**62], data_offsets=[0, 0]), "impossible shape"),
+    (changed("a", shape=[1] * 65), "impossible shape"),
+    (changed("a", data_offsets=[0, 24, 28]), "do not fit"),
+    (changed("a", data_offsets=[24, 0]), "do not fit"),
+    (changed("a", data_offsets=[-24, 0]), "not a list of whole numbers"),
+    (changed("a", data_offsets=[4, 28]), "overlap or leave gaps"),
+    (changed("b", data_offsets=[20, 24]), "overlap or leave gaps"),
+    (changed("b", data_offsets=[25, 29]), "overlap or leave gaps"),
+    (changed("b", shape=[5], data_offsets=[24, 29]), "end at byte"),
+    ({"a": GOOD["a"]}, "end at byte"),
+    ({}, "end at byte"),
+]
+
+
+@pytest.mark.parametrize(("header", "reason"), LIES)
+def test_a_header_that_lies_is_refused(header: Any, reason: str) -> None:
+    assert reason in refused(raw(header))
+
+
+@pytest.mark.parametrize("data", [b"", bytes(7)])
+def test_an_object_without_room_for_a_header_is_refused(data: bytes) -> None:
+    assert "too short for a header" in refused(data)
+
+
+@pytest.mark.parametrize("length", [29, 2**40, 2**64 - 1])
+def test_a_header_longer_than_the_object_is_refused_before_it_is_read(length: int) -> None:
+    store = MemoryStore(struct.pack("<Q", length) + bytes(28))
+    with pytest.raises(FormatError, match=f"claims a header of {length} bytes in an object of 36"):
+        open_snapshot(store, "snap")
+    assert sum(asked for _, asked in store.requests) <= 36
+
+
+def test_a_header_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_HEADER", 10)
+    assert "at most 10 are read" in refused(raw(GOOD))
+
+
+WHOLE = raw(GOOD)
+damages: dict[str, Callable[[bytes, int], bytes]] = {
+    "cut": lambda data, place: data[:place],
+    "flip": lambda data, place: data[:place] + bytes([data[place] ^ 0x11]) + data[place + 1 :],
+    "grow": lambda data, place: data + bytes(place + 1),
+    "slide": lambda data, place: data[place:] + bytes(place),
+}
+
+
+@given(st.sampled_from(sorted(damages)), st.integers(0, len(WHOLE) - 1))
+def test_damage_is_refused_or_leaves_tensors_that_can_be_read(kind: str, place: int) -> None:
+    try:
+        held = opened(damages[kind](WHOLE, place))
+    except FormatError:
+        return
+    for name, stored in held.tensors.items():
+        assert held.read(name).nbytes == stored.length

@@ -1,0 +1,438 @@
+"""What every store must do, on a local folder and on S3."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import S3
+from tests.sdk.store.parts_server import PartsServer
+from watchstep.errors import ConfigError, FormatError, MissingStoreError, NotFoundError, StoreError
+from watchstep.store.store import Entry, Store
+
+
+def test_what_was_put_is_read_back(store: Store) -> None:
+    store.put("a/b", b"one")
+    assert store.get("a/b") == b"one"
+    assert store.size("a/b") == 3
+
+
+def test_put_replaces(store: Store) -> None:
+    store.put("a", b"one")
+    store.put("a", b"two")
+    assert store.get("a") == b"two"
+
+
+def test_create_takes_a_free_key_once(store: Store) -> None:
+    assert store.create("claim", b"first")
+    assert not store.create("claim", b"second")
+    assert store.get("claim") == b"first"
+
+
+def test_a_range_is_read_by_itself(store: Store) -> None:
+    store.put("a", b"0123456789")
+    assert store.get_range("a", 2, 3) == b"234"
+    assert store.get_range("a", 8, 100) == b"89"
+    with pytest.raises(StoreError, match="cannot read 'a'"):
+        store.get_range("a", 10, 1)
+
+
+def test_ranges_are_read_at_once(store: Store) -> None:
+    store.put("a", b"0123456789")
+    assert store.get_ranges("a", [(2, 3), (9, 1), (0, 4)]) == [b"234", b"9", b"0123"]
+    assert store.get_ranges("a", [(0, 1), (8, 100)]) == [b"0", b"89"]
+
+
+def test_a_limit_refuses_a_large_object(store: Store) -> None:
+    store.put("a", b"0123456789")
+    assert store.get("a", limit=10) == b"0123456789"
+    with pytest.raises(FormatError, match="10 bytes, over the limit of 9"):
+        store.get("a", limit=9)
+
+
+def test_a_missing_object_is_named(store: Store) -> None:
+    for read in (
+        store.get,
+        store.size,
+        lambda key: store.get_range(key, 0, 1),
+        lambda key: store.get_ranges(key, [(0, 1)]),
+    ):
+        with pytest.raises(NotFoundError, match="run/nothing: not found"):
+            read("run/nothing")
+
+
+def test_entries_lists_whole_path_segments(store: Store) -> None:
+    for key in ("run/a", "run/b/c", "runs/d"):
+        store.put(key, b"12")
+    assert sorted(store.entries("run/"), key=lambda entry: entry.key) == [
+        Entry("run/a", 2),
+        Entry("run/b/c", 2),
+    ]
+    assert {entry.key for entry in store.entries()} == {"run/a", "run/b/c", "runs/d"}
+    assert list(store.entries("nothing/")) == []
+
+
+def test_folders_lists_one_level(store: Store) -> None:
+    for key in ("p/run2/x/y", "p/run1/z", "p/file", "q/run3/z"):
+        store.put(key, b"")
+    assert store.folders() == ["p", "q"]
+    assert store.folders("p/") == ["run1", "run2"]
+    assert store.folders("nothing/") == []
+
+
+def test_delete_removes_and_misses_nothing(store: Store) -> None:
+    store.put("a", b"")
+    store.delete("a")
+    store.delete("a")
+    assert list(store.entries()) == []
+
+
+def test_below_an_object_there_is_nothing(store: Store) -> None:
+    store.put("a", b"1")
+    for read in (store.get, store.size, lambda key: store.get_range(key, 0, 1)):
+        with pytest.raises(NotFoundError):
+            read("a/b")
+    store.delete("a/b")
+    assert (list(store.entries("a/b/")), store.folders("a/b/")) == ([], [])
+    assert store.get("a") == b"1"
+
+
+def test_in_a_folder_nothing_is_written_below_an_object(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.put("a", b"1")
+    for write in (store.put, store.create):
+        with pytest.raises(StoreError, match="is an object already") as refused:
+            write("a/b", b"2")
+        assert not isinstance(refused.value, NotFoundError)
+
+
+def test_a_child_sees_only_what_is_below_it(store: Store) -> None:
+    store.put("p/run/a", b"1")
+    store.put("p/run-2/a", b"2")
+    child = store.child("p").child("run/")
+    assert [entry.key for entry in child.entries()] == ["a"]
+    assert child.get("a") == b"1"
+    child.put("b", b"3")
+    assert store.get("p/run/b") == b"3"
+
+
+def test_a_location_opens_the_same_place(store: Store) -> None:
+    store.child("p/run").put("a", b"1")
+    assert Store.open(store.child("p/run").location).get("a") == b"1"
+    assert store.child("p").location == f"{store.location}/p"
+
+
+def test_check_writable_leaves_nothing_behind(store: Store) -> None:
+    store.check_writable()
+    assert list(store.entries()) == []
+
+
+@pytest.mark.parametrize("key", ["../outside", "a//b", "a/../../b"])
+def test_no_key_leaves_the_store(store: Store, key: str) -> None:
+    inner = store.child("inner")
+    for act in (inner.get, inner.delete, lambda key: inner.put(key, b"")):
+        with pytest.raises(StoreError):
+            act(key)
+    assert list(store.entries()) == []
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "schrittmaß", "100%", "a#b?c"])
+def test_a_folder_of_any_name_opens_by_path_url_and_location(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    store = Store.open(folder, create=True)
+    store.put("a", b"1")
+    assert (folder / "a").read_bytes() == b"1"
+    assert store.is_local
+    assert store.location == str(folder)
+    assert Store.open(folder.as_uri()).get("a") == b"1"
+    assert Store.open(store.location).get("a") == b"1"
+    assert Store.open(store.url).get("a") == b"1"
+
+
+def test_a_relative_path_and_a_home_path_are_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    assert Store.open("runs").location == str(tmp_path / "runs")
+    assert Store.open("~/runs").location == str(tmp_path / "runs")
+
+
+def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MissingStoreError, match=r"nowhere: no such folder\n  mend: check the path"):
+        Store.open(tmp_path / "nowhere")
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"cannot be made \(Not a directory\)"):
+        Store.open(tmp_path / "file" / "runs", create=True)
+    with pytest.raises(StoreError, match="cannot be made"):
+        Store.open(tmp_path / "file", create=True)
+
+
+def test_a_folder_that_cannot_be_written_is_told(folder_store: Store) -> None:
+    folder_store.put("file", b"")
+    with pytest.raises(StoreError, match="cannot write 'file/object'"):
+        folder_store.put("file/object", b"")
+    with pytest.raises(StoreError, match="cannot write"):
+        folder_store.child("file").check_writable()
+    with pytest.raises(StoreError, match="cannot write"):
+        folder_store.child("file").create("object", b"")
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [3, 0, 2**20, 7], [6 * 2**20, 1, 7 * 2**20]])
+def test_an_object_in_parts_is_read_back(store: Store, sizes: list[int]) -> None:
+    parts = [bytes([place]) * size for place, size in enumerate(sizes)]
+    assert store.create_in_parts("a", sum(sizes), map(memoryview, parts))
+    assert store.get("a") == b"".join(parts)
+    assert not store.create_in_parts("a", 5, iter([memoryview(b"other")]))
+    assert store.get("a") == b"".join(parts)
+
+
+@pytest.mark.parametrize("complete_parts", [0, 1, 3])
+def test_an_upload_that_is_interrupted_leaves_nothing(store: Store, complete_parts: int) -> None:
+    def interrupted() -> Iterator[memoryview]:
+        for _ in range(complete_parts):
+            yield memoryview(bytes(5 * 2**20))
+        yield memoryview(b"a bit")
+        raise ConnectionError("the line is cut")
+
+    with pytest.raises(StoreError, match=r"cannot write 'run/a' \(the line is cut\)"):
+        store.create_in_parts("run/a", 20 * 2**20, interrupted())
+    assert list(store.entries()) == []
+    if store.is_local:
+        assert [path for path in Path(store.location).rglob("*") if path.is_file()] == []
+    else:
+        with urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/runs?uploads") as answer:
+            assert b"<UploadId>" not in answer.read()
+    assert store.create_in_parts("run/a", 1, iter([memoryview(b"1")]))
+
+
+def test_a_part_that_the_server_refuses_ends_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PartsServer(good_parts=1).serving() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            monkeypatch.setenv(name, "us-east-1")
+        store = Store.open("s3://runs")
+        parts = [bytes(5 * 2**20)] * 3
+        with pytest.raises(StoreError, match="cannot write 'a'"):
+            store.create_in_parts("a", sum(map(len, parts)), map(memoryview, parts))
+        assert server.began == 1
+        assert server.aborted == 1
+        assert server.completed == 0
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.put("p/run/a", b"1")
+    store.put("p/run/empty", b"")
+    os.mkfifo(tmp_path / "p" / "run" / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "p" / "run" / "socket"))
+    run = store.child("p/run")
+    for key in ("pipe", "socket"):
+        for read in (
+            run.get,
+            run.size,
+            lambda key: run.get_range(key, 0, 1),
+            lambda key: run.get_ranges(key, [(0, 1)]),
+        ):
+            with pytest.raises(StoreError, match=f"p/run/{key}: not a regular file") as refused:
+                read(key)
+            assert not isinstance(refused.value, NotFoundError)
+    assert {entry.key for entry in run.entries()} == {"a", "empty"}
+    assert {entry.key for entry in store.entries("p/")} == {"p/run/a", "p/run/empty"}
+
+
+def test_a_folder_is_no_object(folder_store: Store) -> None:
+    folder_store.put("p/a", b"1")
+    for read in (folder_store.get, folder_store.size, lambda key: folder_store.get_range(key, 0, 1)):
+        with pytest.raises(NotFoundError):
+            read("p")
+        with pytest.raises(StoreError, match="not a key"):
+            read("p/../p/a")
+
+
+def test_a_denied_folder_is_told_as_denied(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("obstore.put", deny)
+    with pytest.raises(StoreError, match=r"access denied, cannot write 'a'\n  mend: check the credentials"):
+        folder_store.put("a", b"")
+
+
+def test_a_half_written_file_is_never_visible(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(folder_store.location)
+    folder_store.put("run/old", b"old")
+    seen: list[set[str]] = []
+
+    class Slow:
+        """Bytes that come in pieces, with a look at the folder between them."""
+
+        def __iter__(self) -> Slow:
+            self.left = 40
+            return self
+
+        def __next__(self) -> bytes:
+            if not self.left:
+                raise ConnectionError("the writer died")
+            self.left -= 1
+            seen.append({path.name for path in folder.rglob("*") if "#" not in path.name})
+            return bytes(1024 * 1024)
+
+    with pytest.raises(StoreError, match="cannot write 'run/new'"):
+        folder_store.put("run/new", Slow())  # type: ignore[arg-type]
+    assert seen
+    assert set.union(*seen) == {"run", "old"}
+    assert not (folder / "run" / "new").exists()
+    # What a killed writer leaves behind is a temporary name, and no listing shows it.
+    (folder / "run" / "new#1").write_bytes(b"half")
+    assert {entry.key for entry in folder_store.entries()} == {"run/old"}
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "no URL"),
+        ("ftp://host/runs", "unknown scheme 'ftp'"),
+        ("http://host/runs", "unknown scheme 'http'"),
+        ("file://runs", "no absolute path"),
+        ("file:", "no absolute path"),
+        ("s3://", "s3://"),
+    ],
+)
+def test_a_url_that_names_no_store_is_told(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        Store.open(url)
+    assert caught.value.mend
+
+
+def test_a_missing_bucket_is_told(s3: S3) -> None:
+    store = Store.open("s3://nowhere/runs")
+    acts: tuple[Callable[[], object], ...] = (
+        lambda: store.put("a", b""),
+        lambda: store.create("a", b""),
+        lambda: store.create_in_parts("a", 6 * 2**20, iter([memoryview(bytes(6 * 2**20))])),
+        lambda: store.get("a"),
+        lambda: store.get_range("a", 0, 1),
+        lambda: store.delete("a"),
+        store.folders,
+        lambda: list(store.entries()),
+        store.check_writable,
+    )
+    for act in acts:
+        with pytest.raises(
+            MissingStoreError, match=r"store s3://nowhere/runs: no such bucket\n  mend: create the bucket"
+        ):
+            act()
+
+
+def test_wrong_credentials_are_told(s3: S3) -> None:
+    s3.make_bucket("runs")
+    s3.require_known_keys()
+    store = Store.open("s3://runs/x")
+    acts: dict[str, Callable[[], object]] = {
+        "write": lambda: store.put("a", b""),
+        "read": lambda: store.get("a"),
+        "list": lambda: list(store.entries()),
+        "delete": lambda: store.delete("a"),
+    }
+    for verb, act in acts.items():
+        with pytest.raises(StoreError, match=f"store s3://runs/x: access denied, cannot {verb}"):
+            act()
+
+
+def test_a_server_that_does_not_answer_is_not_taken_for_a_denial(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    store = Store.open("s3://runs-403/x")
+    with pytest.raises(StoreError, match="cannot write '0000000403-401'") as caught:
+        store.put("0000000403-401", b"")
+    assert "denied" not in str(caught.value)
+
+
+def test_without_boto3_obstore_finds_the_credentials_itself(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_store.put("a", b"1")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    assert Store.open(s3_store.location).get("a") == b"1"
+
+
+@pytest.mark.parametrize("endpoint", ["", "https://127.0.0.1:9"])
+def test_opening_needs_no_region_credentials_or_answer(
+    s3: S3, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    for name in ("AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    assert not Store.open("s3://runs/x").is_local
+
+
+def test_missing_credentials_are_told(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object, **__: object) -> None:
+        raise OSError("Error performing PUT http://169.254.169.254/latest/api/token in 5s")
+
+    monkeypatch.setattr("obstore.put", ask)
+    with pytest.raises(
+        StoreError, match=r"no credentials found, cannot write 'a'\n  mend: set AWS_ACCESS_KEY_ID"
+    ):
+        s3_store.put("a", b"")
+
+
+def test_an_error_without_words_is_named_by_its_type(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("obstore.put", fail)
+    with pytest.raises(StoreError, match=r"cannot write 'a' \(MemoryError\)"):
+        s3_store.put("a", b"")
+
+
+def test_a_folder_whose_name_is_no_key_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("good", "a\nb", "\x1b[2Jevil"):
+        (tmp_path / "p" / name).mkdir(parents=True)
+    store = Store.open(tmp_path)
+    assert store.folders("p/") == store.folders("p/") == ["good"]
+    told = sorted(record.getMessage() for record in caplog.records)
+    assert len(told) == 2
+    assert "'\\x1b[2Jevil' in" in told[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["NoSuchBucket", "status-code-403", "os-error-20", "AccessDenied", "169.254.169.254"]
+)
+def test_names_are_never_taken_for_errors(store: Store, name: str) -> None:
+    run = store.child(f"{name}/{name}")
+    with pytest.raises(NotFoundError, match="not found"):
+        run.get(name)
+    assert run.create(name, b"1")
+    assert run.get(name) == b"1"
+    assert [entry.key for entry in run.entries()] == [name]
+    with pytest.raises(StoreError, match=f"cannot read '{name}'") as refused:
+        run.get_range(name, 5, 1)
+    assert type(refused.value) is StoreError
+
+
+def test_a_prefix_of_any_text_is_never_taken_for_an_error(s3: S3) -> None:
+    s3.make_bucket("runs")
+    store = Store.open("s3://runs/ - Server returned non-2xx status code: 403 <Code>NoSuchBucket</Code>")
+    with pytest.raises(NotFoundError, match="not found"):
+        store.get("a")
+    store.put("a", b"1")
+    assert store.get("a") == b"1"

@@ -1,0 +1,424 @@
+"""``watchstep run``: a program that knows nothing of Watchstep records itself, and otherwise runs as ever."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from watchstep import Run, open_run
+from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES
+from watchstep.reading.catalogue import find_runs
+from watchstep.store.identity import MARKER
+from watchstep.store.store import Store
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+model = Net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+losses = []
+for step in range(20):
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 8)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print(losses, sys.argv[1:])
+"""
+
+
+def watchstep(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [Path(sys.executable).with_name("watchstep"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        env={**os.environ, "WATCHSTEP_OVERHEAD_BUDGET": "none", **environment},
+    )
+
+
+def run_program(
+    tmp_path: Path, body: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(body))
+    return watchstep(
+        "run",
+        "--store",
+        tmp_path / "runs",
+        "--run",
+        "r",
+        "--",
+        sys.executable,
+        program,
+        *arguments,
+        **environment,
+    )
+
+
+def recorded(tmp_path: Path) -> Run:
+    return open_run(tmp_path / "runs" / "default" / "r")
+
+
+def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None:
+    done = run_program(tmp_path, PROGRAM, "--lr", "1 2")
+    plain = subprocess.run(
+        [sys.executable, tmp_path / "train.py", "--lr", "1 2"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == plain.stdout
+    told = f"watchstep: run default/r in file://{tmp_path}/runs; no service watches it yet: it is recorded, and judged once one does (watchstep serve)\n"
+    assert done.stderr == told
+    run = recorded(tmp_path)
+    assert run.steps() == list(range(20))
+    assert run.losses()["value"].to_pylist() == json.loads(done.stdout.split("]")[0] + "]")
+    assert run.tensors("weights") == ["body.weight", "head.weight"]
+    assert run.tensor("body:output").steps() == list(range(1, 20))
+    assert [end.state for end in run.ends()] == ["completed"]
+
+
+def test_the_exit_code_is_the_programs(tmp_path: Path) -> None:
+    assert run_program(tmp_path, "raise SystemExit(7)").returncode == 7
+
+
+def test_a_program_starts_where_the_marker_of_its_store_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / MARKER).symlink_to(MARKER)  # to itself
+    done = run_program(tmp_path, "print('it runs')")
+    assert (done.returncode, done.stdout) == (0, "it runs\n")
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_exit_code_of_the_program_is_how_its_run_ended(tmp_path: Path) -> None:
+    ending = "if __name__ == '__main__':\n    import sys\n    sys.exit(3)\n"
+    assert run_program(tmp_path, PROGRAM + ending).returncode == 3
+    assert [(end.state, end.reason) for end in recorded(tmp_path).ends()] == [("failed", "SystemExit: 3")]
+
+
+def state_of_the_run(folder: Path) -> str:
+    (entry,) = find_runs(Store.open(folder))
+    return entry.state
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
+def test_a_program_that_is_over_and_recorded_nothing_has_ended(tmp_path: Path) -> None:
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("watchstep"),
+        "run",
+        "--store",
+        tmp_path,
+        "--run",
+        "r",
+        "--",
+        sys.executable,
+        "-c",
+        "input(print('up', flush=True))",
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"up\n"
+        assert state_of_the_run(tmp_path) == "created"
+        program.communicate(b"\n")
+    assert state_of_the_run(tmp_path) == "ended"
+    store = Store.open(tmp_path).child("default/r")
+    (entry,) = store.entries(LAUNCHES)
+    other = {"attempt": "later", "namespace": "pid:[1]", "launched_ns": 2**62}
+    elsewhere = json.loads(store.get(entry.key)) | other
+    store.put(f"{LAUNCHES}later.json", json.dumps(elsewhere).encode())
+    assert state_of_the_run(tmp_path) == "created"  # another machine's process cannot be seen
+
+
+def test_a_program_that_does_not_train_is_left_alone(tmp_path: Path) -> None:
+    done = run_program(tmp_path, "import torch\nprint(torch.ones(2).sum().item())")
+    assert done.stdout == "2.0\n"
+    assert recorded(tmp_path).steps() == []
+
+
+def test_a_program_with_a_hook_of_its_own_is_recorded_once(tmp_path: Path) -> None:
+    own = PROGRAM.replace(
+        "losses = []", "import watchstep\nhook = watchstep.Hook()\nhook.watch(model, optimizer)\nlosses = []"
+    )
+    assert run_program(tmp_path, own).returncode == 0
+    run = recorded(tmp_path)
+    assert len(run.attempts) == 1
+    assert len(run.ends()) == 1
+    assert run.steps() == list(range(20))
+
+
+def test_a_sitecustomize_that_was_there_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = 'here'\n")
+    done = run_program(tmp_path, "print(mine)", PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout == "here\n"
+
+
+def test_data_loader_workers_do_not_record(tmp_path: Path) -> None:
+    body = PROGRAM.replace(
+        "losses = []",
+        "losses = []\nfrom torch.utils.data import DataLoader\n"
+        "for _ in DataLoader(list(range(8)), num_workers=2): pass",
+    )
+    assert run_program(tmp_path, body).returncode == 0
+    assert len(recorded(tmp_path).ends()) == 1
+
+
+def test_torchrun_records_one_worker_a_rank(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        PROGRAM.replace(
+            "model = Net()",
+            "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+            "model = nn.parallel.DistributedDataParallel(Net())",
+        )
+        + "dist.destroy_process_group()\n"
+    )
+    torchrun = Path(sys.executable).with_name("torchrun")
+    done = watchstep(
+        "run",
+        "--store",
+        tmp_path / "runs",
+        "--run",
+        "r",
+        "--",
+        torchrun,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        program,
+    )
+    assert done.returncode == 0, done.stderr
+    run = recorded(tmp_path)
+    assert (run.workers, len(run.attempts), run.steps()) == ([0, 1], 1, list(range(20)))
+    table = run.tensor("body.weight:gradient").statistics()
+    assert set(table["replica"].to_pylist()) == {0}  # of equal replicas one records
+    assert run.tensor("body:output").workers == [0, 1]
+    assert set(table["stage"].to_pylist()) == {"reduced"}
+
+
+def test_an_isolated_python_says_that_it_is_not_attached(tmp_path: Path) -> None:
+    done = watchstep("run", "--store", tmp_path / "runs", "--", sys.executable, "-I", "-c", "print(1)")
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert "not attached: python -I" in done.stderr
+
+
+def test_what_was_stopped_does_not_start_again(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "runs", create=True).child("default/r")
+    store.put(
+        CONTROL_DOCUMENT, ControlDocument().with_stop(StopRequest("a", 3, "NaN at step 2\x1b[2J\nx")).encode()
+    )
+    done = run_program(tmp_path, "print('started')")
+    assert (done.returncode, done.stdout) == (87, "")
+    first, mend = done.stderr.splitlines()
+    assert "NaN at step 2" in first
+    assert first.isprintable()
+    assert mend.startswith("  mend: ")
+
+
+def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules:\n  - rule: nan_or_inf\n")
+    done = watchstep("run", "--store", tmp_path / "runs", "--run", "r", "--rules", rules, "--", "true")
+    assert done.returncode == 0
+    assert "no service" in done.stderr
+    assert [rule["rule"] for rule in recorded(tmp_path).document.rules] == ["nan_or_inf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--"], "no program"),
+        (["run", "--", "no-such-program"], "'no-such-program' not found"),
+        (["run", "--run", "../x", "--", "true"], "run name '../x'"),
+        (["run", "--store", "ftp://x", "--", "true"], "unknown scheme 'ftp'"),
+        (["run", "--require-store", "--store", "/dev/null/x", "--", "true"], "cannot be made"),
+        (["run", "--require-service", "--", "true"], "no service watches it"),
+        (["run", "--rules", "missing.yaml", "--", "true"], "rule file missing.yaml"),
+        (["run", "--service", "localhost:80", "--", "true"], "no http or https URL"),
+        (
+            ["run", "--require-service", "--service", "http://127.0.0.1:9", "--", "true"],
+            "service http://127.0.0.1:9: no answer",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_told_in_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = watchstep(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "mend: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_service_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
+    body = """
+        import watchstep
+        with watchstep.Hook() as hook:
+            hook.log(loss=1.0)
+        print(hook.health["faults"]["service"])
+        """
+    done = run_program(tmp_path, body, WATCHSTEP_SERVICE="http://127.0.0.1:9", WATCHSTEP_TOKEN="t")
+    assert done.returncode == 0
+    assert done.stderr.count("no answer") == 1, done.stderr
+    assert done.stderr.startswith("watchstep: service http://127.0.0.1:9: no answer")
+    assert done.stdout.startswith("UnreachableError: service http://127.0.0.1:9: no answer")
+
+
+def test_a_bucket_that_is_not_there(tmp_path: Path, s3: object) -> None:
+    strict = watchstep("run", "--require-store", "--store", "s3://missing/runs", "--", "true")
+    assert strict.returncode == 2
+    assert "no such bucket" in strict.stderr
+    done = watchstep("run", "--store", "s3://missing/runs", "--", "true")
+    assert done.returncode == 0
+    assert done.stderr.count("no such bucket") == 1
+    assert "The program starts" in done.stderr
+
+
+def test_a_first_step_that_a_gradient_scaler_skips_is_recorded(tmp_path: Path) -> None:
+    body = PROGRAM.replace("losses = []", "losses = []\nscaler = torch.amp.GradScaler('cpu', 8.0)")
+    body = body.replace(
+        "    loss.backward()\n    optimizer.step()",
+        "    scaler.scale(loss * (torch.inf if step < 2 else 1)).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()",
+    )
+    assert run_program(tmp_path, body).returncode == 0
+    run = recorded(tmp_path)
+    assert run.steps() == list(range(20))
+    assert run.tensor("gradient_scaler:skipped").steps() == [0, 1]
+    assert run.tensor("body.weight:gradient").steps() == list(range(2, 20))
+
+
+def test_a_file_in_the_place_of_the_private_folder_does_not_end_the_program(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (temporary / f"watchstep-{os.getuid()}").write_text("")
+    done = run_program(tmp_path, PROGRAM, TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    assert "Not a directory; using /dev/shm/" in done.stderr
+    run = recorded(tmp_path)
+    assert run.steps() == list(range(20))
+    assert "claim" in run.ends()[0].health["faults"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_does_not_mute_the_recorder(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    planted = temporary / f"watchstep-{os.getuid()}"
+    planted.mkdir(parents=True)
+    planted.chmod(0o777)
+    attempt = f"a{os.getpid()}"  # claims of tests that run at the same time may share a folder
+    lock = planted / f"{attempt}-0.claim"
+    os.chown(planted, 12345, 12345)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = run_program(tmp_path, PROGRAM, TMPDIR=str(temporary), WATCHSTEP_LAUNCHED=attempt)
+    assert done.returncode == 0, done.stderr
+    assert "not this user's alone (owner 12345, mode 0777)" in done.stderr
+    assert recorded(tmp_path).steps() == list(range(20))
+
+
+def test_the_runtime_folder_is_preferred(tmp_path: Path) -> None:
+    runtime, temporary = tmp_path / "runtime", tmp_path / "tmp"
+    runtime.mkdir(mode=0o700)
+    temporary.mkdir()
+    done = run_program(tmp_path, PROGRAM, TMPDIR=str(temporary), XDG_RUNTIME_DIR=str(runtime))
+    assert done.returncode == 0, done.stderr
+    assert [place.suffix for place in (runtime / "watchstep").iterdir()] == [".claim"]
+    assert not list(temporary.glob("watchstep-*"))
+    assert recorded(tmp_path).steps() == list(range(20))
+
+
+def test_a_second_process_of_a_rank_says_that_it_is_not_recorded(tmp_path: Path) -> None:
+    body = (
+        PROGRAM
+        + "import subprocess\nif not sys.argv[1:]: subprocess.run([sys.executable, __file__, 'x'], check=True)\n"
+    )
+    done = run_program(tmp_path, body)
+    assert done.returncode == 0, done.stderr
+    assert "not recording: another process records rank 0 of this attempt" in done.stderr
+    assert len(recorded(tmp_path).attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (("import watchstep.hook\ndef broken(*_, **__): raise MemoryError('of the recorder')\n"
+         "watchstep.hook.Hook.__init__ = broken\n"), "not recording: of the recorder"),
+        (("import watchstep.hook\ndef broken(*_, **__): raise AttributeError('of an unusual model')\n"
+         "watchstep.hook.Hook.watch = broken\n"), "of an unusual model"),
+        (("import sys\nsys.stderr = None\nimport torch\nimport watchstep.wrapper.attach as a\n"
+         "a.PrivateFolder = None\n"), ""),
+    ],
+    ids=["hook", "watch", "no stderr"],
+)  # fmt: skip
+def test_no_fault_of_the_recorder_ends_the_program(tmp_path: Path, body: str, says: str) -> None:
+    done = run_program(tmp_path, body + PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("[]\n")
+    assert says in done.stderr
+
+
+def test_a_fault_while_attaching_does_not_end_the_program(tmp_path: Path) -> None:
+    body = "import sys\nsys.modules['watchstep.wrapper.attach'] = None\nsys.stderr = None\n" + PROGRAM
+    done = run_program(tmp_path, body)
+    assert (done.returncode, done.stdout[-3:]) == (0, "[]\n")
+
+
+def test_a_run_that_has_attempts_is_recorded_again_with_a_warning_unless_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    first = run_program(tmp_path, "")
+    record = ("run", "--store", tmp_path / "runs", "--run", "r")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    recorded_first = watchstep(*record, "--", sys.executable, program)
+    again = watchstep(*record, "--", sys.executable, program)
+    resumed = watchstep(*record, "--resume", "--", sys.executable, program)
+    assert [done.returncode for done in (first, recorded_first, again, resumed)] == [0, 0, 0, 0]
+    assert "earlier attempt" not in first.stderr + recorded_first.stderr  # the first recorded nothing
+    assert again.stderr.count("run default/r has an earlier attempt") == 1
+    assert "--resume" in again.stderr
+    assert "earlier attempt" not in resumed.stderr
+
+
+def test_a_program_starts_for_a_user_without_a_home_folder_and_in_a_folder_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    unknown = ("unshare", "--user", "--map-user=4321", "env", "--unset=HOME")
+    if subprocess.run([*unknown, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("NO USER NAMESPACE HERE: unshare --user is refused")
+    command = (Path(sys.executable).with_name("watchstep"), "run", "--store", tmp_path / "runs", "--")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    shell = ("sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh")
+    for before in (unknown, shell):
+        ended = subprocess.run(
+            [*before, *command, sys.executable, "-c", "print('ran')"],
+            cwd=gone,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=180,
+        )
+        assert (ended.returncode, ended.stdout) == (0, "ran\n"), ended.stderr
