@@ -107,6 +107,8 @@ class SimilarAcrossRuns(Rule[SimilarAcrossRunsParams, SimilarAcrossRunsState]):
     ) -> tuple[SimilarAcrossRunsState, list[Finding]]:
         """Hold each row against the other run's step."""
         known = block.mask_of_tensors([info.name in params.reference for info in block.catalogue])
+        if not known.any():  # without a reference, or in a block of other tensors
+            return state, []
         rows = np.flatnonzero(known & is_training(block) & lowest_workers(block))
         if not len(rows):
             return state, []

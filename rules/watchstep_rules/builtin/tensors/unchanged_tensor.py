@@ -9,7 +9,7 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_elements
-from watchstep_rules.signals.ranges.closeness import COLUMNS, may_be_close
+from watchstep_rules.signals.ranges.closeness import COLUMNS, is_within, may_be_close
 from watchstep_rules.signals.series import Trail
 
 
@@ -80,8 +80,10 @@ class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
         exact = block.mask_of_tensors([info.role == "checksum" for info in block.catalogue])
         if not params.equal_nan:
             same &= block.statistics.nan == 0
+        left = self._least_is_close(params, trail, np.flatnonzero(same))
+        if not len(left):
+            return state, []
         columns = {name: trail.column(figure) for name, figure in COLUMNS.items()}
-        left = np.flatnonzero(same)
         for rows in range(1, params.num_steps):
             places = trail.at(left)
             new, old = (
@@ -90,6 +92,16 @@ class UnchangedTensor(Rule[UnchangedTensorParams, UnchangedTensorState]):
             close = may_be_close(new.__getitem__, old.__getitem__, params.rtol, params.atol)
             left = left[close & (~exact[left] | (new["mean"] == old["mean"]))]
         return state, [self._finding(params, block, int(row)) for row in left]
+
+    def _least_is_close(
+        self, params: UnchangedTensorParams, trail: Trail, left: NDArray[np.intp]
+    ) -> NDArray[np.intp]:
+        """Those of some rows whose least element has hardly moved. One column rules out nearly all rows of a training that learns."""
+        least = trail.column(COLUMNS["min"])
+        for rows in range(1, params.num_steps):
+            new, old = least[len(trail.context) + left], trail.at(left).back(least, rows)
+            left = left[is_within(new, old, old, params.rtol, params.atol)]
+        return left
 
     def _finding(self, params: UnchangedTensorParams, block: Block, row: int) -> Finding:
         message = (

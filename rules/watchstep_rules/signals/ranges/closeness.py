@@ -53,8 +53,12 @@ def may_be_close(new: Figures, old: Figures, rtol: float, atol: float) -> NDArra
         close &= new(name) == old(name)
     scales = {"min": "min", "max": "max", "mean": "abs_mean", "abs_mean": "abs_mean", "rms": "rms"}
     for name, scale in scales.items():
-        later, earlier = new(name), old(name)
-        with np.errstate(invalid="ignore"):
-            within = np.abs(later - earlier) <= atol + rtol * np.abs(old(scale))
-        close &= within | (np.isnan(later) & np.isnan(earlier))
+        close &= is_within(new(name), old(name), old(scale), rtol, atol)
     return close
+
+
+def is_within(new: Floats, old: Floats, scale: Floats, rtol: float, atol: float) -> NDArray[np.bool_]:
+    """Whether figures moved by ``atol + rtol * |scale|`` at most, or are NaN in both records; bool of shape (n,)."""
+    with np.errstate(invalid="ignore"):
+        close: NDArray[np.bool_] = np.abs(new - old) <= atol + rtol * np.abs(scale)
+    return close | (np.isnan(new) & np.isnan(old))
