@@ -44,7 +44,7 @@ test-faults: $(STAMP)
 
 # The life of alerts beside its model, many times over.
 test-life: $(STAMP)
-	WATCHSTEP_LIFE_EXAMPLES=1000 $(BIN)/pytest tests/services/dispatcher/grouping/test_life.py --override-ini timeout=3600
+	WATCHSTEP_LIFE_EXAMPLES=1000 $(BIN)/pytest tests/services/notify/test_life.py --override-ini timeout=3600
 
 # What recording costs beside its peers: a quarter of an hour on a quiet machine. The peers are installed for it alone.
 bench: $(STAMP)

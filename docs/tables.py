@@ -26,21 +26,21 @@ from watchstep_rules.rule_files.presets.sagemaker import AMAZONS_RULES
 from watchstep_rules.rule_files.schema import schema_text
 from watchstep_rules.testing import file as rule_tests
 from watchstep_services.api.app import create_app
-from watchstep_services.api.openapi import document_text, operations
-from watchstep_services.api.policies import PERMISSION
-from watchstep_services.api.problem_types import PREFIX as PROBLEM
-from watchstep_services.api.problem_types import TYPES
+from watchstep_services.api.middleware.policies import PERMISSION
+from watchstep_services.api.openapi.operations import document_text, operations
+from watchstep_services.api.schemas.problems import PREFIX as PROBLEM
+from watchstep_services.api.schemas.problems import TYPES
+from watchstep_services.channels import receiver_file
+from watchstep_services.channels.kinds import KINDS
+from watchstep_services.channels.receiver import Receiver
+from watchstep_services.channels.wording import TEXT_FIELDS
 from watchstep_services.cli.app import app
 from watchstep_services.cli.rule_words import counted
-from watchstep_services.database.engine import open_database
-from watchstep_services.database_figures import FIGURES as DATABASE_FIGURES
-from watchstep_services.dispatcher.receivers import receiver_file
-from watchstep_services.dispatcher.receivers.kinds import KINDS
-from watchstep_services.dispatcher.receivers.receiver import Receiver
-from watchstep_services.dispatcher.receivers.wording import TEXT_FIELDS
-from watchstep_services.metrics import described
-from watchstep_services.service import Service
-from watchstep_services.settings import PREFIX, Settings, load_settings
+from watchstep_services.core.settings import PREFIX, Settings, load_settings
+from watchstep_services.core.telemetry.metrics import described
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.figures import FIGURES as DATABASE_FIGURES
+from watchstep_services.service.context import Service
 
 FOLDER = Path(__file__).parent
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- /table -->", re.DOTALL)
@@ -270,8 +270,9 @@ def message_fields() -> str:
 
 def _commands(command: object, path: str) -> Iterator[tuple[str, typer.core.TyperCommand]]:
     if isinstance(command, typer.core.TyperGroup):
-        for name, child in command.commands.items():
-            yield from _commands(child, f"{path} {name}")
+        context = command.make_context(path, [], resilient_parsing=True)
+        for name in command.list_commands(context):
+            yield from _commands(command.get_command(context, name), f"{path} {name}")
     else:
         assert isinstance(command, typer.core.TyperCommand)
         yield path, command

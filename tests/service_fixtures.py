@@ -12,8 +12,8 @@ import pytest
 from tests.services.driving import Driven, make_service
 from tests.services.postgres import Postgres, running_postgres
 from watchstep.store.store import Store
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.schema import upgrade
+from watchstep_services.db.engine import Database, open_database
+from watchstep_services.db.schema import upgrade
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.crash import clock
 from benchmarks.crash.campaign import Outcome, Wanted, running
 from benchmarks.report import Figure, Report, arguments
-from watchstep_services.points import POINTS
+from watchstep_services.core.failpoints import POINTS
 
 ZERO = (
     "stop events lost",

@@ -27,9 +27,9 @@ from benchmarks.crash.trainings import KINDS, Calm, rules
 from tests.infra.compose import search_path
 from tests.services.recording import PROJECT
 from watchstep.store.store import Store
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.schema import upgrade
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.db.engine import Database, open_database
+from watchstep_services.db.schema import upgrade
 
 _SETTINGS = {
     "WEBHOOK_SECONDS": "1",

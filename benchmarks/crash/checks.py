@@ -12,9 +12,9 @@ from benchmarks.crash.ground import CountedJob, Ground
 from benchmarks.crash.recorders import Training
 from benchmarks.crash.trainings import Calm, found_of
 from tests.services.recording import PROJECT
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Action, Attempt, Event, Run
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Action, Attempt, Event, Run
 
 SECOND = 1_000_000_000
 _SOON_NS = 60 * SECOND

@@ -24,9 +24,9 @@ from benchmarks.crash.listener import KILL, PAUSE
 from benchmarks.crash.parts import Parts
 from benchmarks.crash.proxy import Proxy
 from benchmarks.crash.servers import PostgresServer, RedisServer
-from watchstep_services.database.clock import now_ns
-from watchstep_services.database.models import Action, Run
-from watchstep_services.points import POINTS
+from watchstep_services.core.failpoints import POINTS
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.models import Action, Run
 
 PAUSED_AT = ("evaluate.claimed", "evaluate.read", "evaluate.judged", "dispatch.sent")
 """Where a process is stopped until its lease is another's; from there it must write nothing."""

@@ -9,8 +9,8 @@ import threading
 import urllib.request
 from pathlib import Path
 
-from watchstep_services.dispatcher.outbox import DueAction
-from watchstep_services.evaluator.claim import Claim
+from watchstep_services.core.due_action import DueAction
+from watchstep_services.runs.claim import Claim
 
 KILL, PAUSE = "kill", "pause"
 _OVER = frozenset(

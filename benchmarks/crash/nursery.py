@@ -105,7 +105,7 @@ def _child(order: dict[str, Any], folder: Path, harness: str) -> None:
 
 def _run(command: list[str], folder: Path, harness: str) -> int:
     follow_jumps(folder)
-    from watchstep_services import points
+    from watchstep_services.core import failpoints
     from watchstep_services.scheduler import production
 
     made = production.production_service
@@ -116,7 +116,7 @@ def _run(command: list[str], folder: Path, harness: str) -> int:
 
     setattr(production, "production_service", with_backend)  # noqa: B010 - whoever imports it from now on gets this one
     with ExitStack() as stack:
-        stack.enter_context(points.listening(PointListener(folder, harness)))
+        stack.enter_context(failpoints.listening(PointListener(folder, harness)))
         sys.argv = list(command)
         (script,) = (found for found in entry_points(group="console_scripts") if found.name == command[0])
         time.tzset()

@@ -23,9 +23,9 @@ from watchstep.platform.process import ProcessIdentity, record_process
 from watchstep.platform.transport import ServiceAddress
 from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import job_of
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import BackendRow, ProjectBackend
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import BackendRow, ProjectBackend
 
 _PATIENCE = 120.0
 

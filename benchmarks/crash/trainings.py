@@ -16,9 +16,9 @@ from tests.services.recording import NAN, PROJECT, Recording, Value, exploding_f
 from watchstep.format.documents import OnStop
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import Hold, RuleConfig, StopAction, WebhookAction
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.models import Alert, FindingRow
-from watchstep_services.database.schema import upgrade
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.models import Alert, FindingRow
+from watchstep_services.db.schema import upgrade
 
 Told = Literal["announced", "some", "never"]
 STEPS = 6

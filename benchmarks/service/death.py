@@ -12,8 +12,8 @@ from benchmarks.report import Figure, Report
 from benchmarks.service.load import PERIOD, STEPS, simulating
 from benchmarks.service.servers import Production, production
 from benchmarks.service.simulated import Plan
-from watchstep_services.database.clock import now_ns
-from watchstep_services.database.models import Run
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.models import Run
 
 LEASE, SWEEP = 10.0, 1.0
 RUNS = 40

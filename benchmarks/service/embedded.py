@@ -11,9 +11,9 @@ from pathlib import Path
 from benchmarks.report import Figure, Report
 from benchmarks.service.load import PERIOD, STEPS, quantile, settle, simulating, stops
 from benchmarks.service.simulated import Plan
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.scheduler.launching import Program, launch_local
-from watchstep_services.settings import Settings
+from watchstep_services.core.settings import Settings
+from watchstep_services.serve.embedded import EmbeddedService
+from watchstep_services.serve.launching import Program, launch_local
 
 RUNS = 20
 _BAD_STEP = 200

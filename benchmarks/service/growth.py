@@ -27,16 +27,16 @@ from watchstep.format.documents import AttemptDocument, RunDocument
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
 from watchstep_rules.config.defaults import DEFAULT_RULES
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.models import Attempt, Run
-from watchstep_services.database.records import hint, put_segment
-from watchstep_services.database.schema import upgrade
-from watchstep_services.registration import register
+from watchstep_services.core.settings import NANOSECONDS, load_settings
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.engine import Database, open_database
+from watchstep_services.db.models import Attempt, Run
+from watchstep_services.db.records import hint, put_segment
+from watchstep_services.db.schema import upgrade
+from watchstep_services.runs.registration import register
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.scheduler.work import evaluate_longest_due
-from watchstep_services.service import Service
-from watchstep_services.settings import NANOSECONDS, load_settings
+from watchstep_services.service.context import Service
 
 SIZES, QUICK_SIZES = (10, 100, 1_000, 10_000), (10, 1_000)
 _LATER_NS = 3600 * NANOSECONDS

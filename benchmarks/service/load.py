@@ -16,8 +16,8 @@ from sqlalchemy import func, select
 from benchmarks.report import Figure, Report
 from benchmarks.service.servers import Production, production
 from benchmarks.service.simulated import Plan, Told
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Action, ActionTry, Event, Run, Segment
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Action, ActionTry, Event, Run, Segment
 
 PERIOD = 2.0
 STEPS = 4

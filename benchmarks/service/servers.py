@@ -21,9 +21,9 @@ import psutil
 from tests.services.postgres import running_postgres
 from tests.services.redis import free_port, running_redis
 from watchstep.store.store import Store
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.schema import upgrade
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.db.engine import Database, open_database
+from watchstep_services.db.schema import upgrade
 
 _CELERY = ("-m", "celery", "-A", "watchstep_services.scheduler.celery_app")
 _START_SECONDS = 120.0

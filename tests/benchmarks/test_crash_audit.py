@@ -13,8 +13,8 @@ from tests.services.postgres import running_postgres
 from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.schema import upgrade
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.schema import upgrade
 
 
 def test_what_an_evaluation_and_a_dispatch_write_is_seen_apart(

@@ -14,7 +14,7 @@ from docs import tables
 from watchstep_rules.rule_files import rule_file
 from watchstep_rules.rule_files.schema import schema_text
 from watchstep_rules.testing import file as rule_tests
-from watchstep_services.dispatcher.receivers import receiver_file
+from watchstep_services.channels import receiver_file
 
 ROOT = Path(tables.FOLDER).parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -18,16 +18,16 @@ import httpx
 
 from tests.conftest import S3
 from tests.infra.compose import command_of, health_of, search_path
-from tests.services.collector import Collector
+from tests.services.core.collector import Collector
 from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT
 from tests.services.redis import Broker, free_port
 from watchstep.capture.service.client import ServiceClient
 from watchstep.platform.transport import ServiceAddress
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.schema import upgrade
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.schema import upgrade
 
 CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"

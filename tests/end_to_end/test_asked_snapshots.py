@@ -12,8 +12,8 @@ from watchstep import CaptureConfig, Hook, open_run
 from watchstep.capture.config import Bounds
 from watchstep.errors import NotFoundError
 from watchstep.format.snapshot import Snapshot
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 RULES = "rules:\n  - {rule: non_finite_values, actions: [snapshot]}\n"
 WAIT = 60.0

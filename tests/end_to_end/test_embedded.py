@@ -15,9 +15,9 @@ from tests.end_to_end.programs import DEAF, FASTER_RANKS, FAULTY, HEALTHY, SEVER
 from watchstep import open_run
 from watchstep.reading.catalogue import find_runs
 from watchstep.store.store import Store
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.scheduler.launching import Program, launch_local
-from watchstep_services.settings import Settings
+from watchstep_services.core.settings import Settings
+from watchstep_services.serve.embedded import EmbeddedService
+from watchstep_services.serve.launching import Program, launch_local
 
 Launch = Callable[..., "Launched"]
 

@@ -27,9 +27,9 @@ from watchstep.client import Client
 from watchstep.errors import NotFoundError, ServiceError
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.platform.process import ProcessIdentity
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 WATCHSTEP = Path(sys.executable).with_name("watchstep")
 SECONDS = 60.0

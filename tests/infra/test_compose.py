@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from jsonschema import Draft202012Validator
 
@@ -28,8 +27,8 @@ from tests.infra.compose import (
     services,
 )
 from watchstep.store.store import Store
-from watchstep_services.cli.app import app
-from watchstep_services.settings import PREFIX, Settings
+from watchstep_services.cli.app import load
+from watchstep_services.core.settings import PREFIX, Settings
 
 SCHEMA = Path(__file__).with_name("compose_spec") / "compose-spec.json"
 OURS = ("api", "worker", "scheduler", "bucket")
@@ -83,9 +82,7 @@ def test_programs_and_modules_exist(name: str) -> None:
     program, *arguments = command_of(name)
     assert shutil.which(program, path=search_path()) is not None
     if program == "watchstep":
-        known = typer.main.get_command(app)
-        assert isinstance(known, typer.core.TyperGroup)
-        taken = {option for parameter in known.commands[arguments[0]].params for option in parameter.opts}
+        taken = {option for parameter in load(arguments[0]).params for option in parameter.opts}
         assert {word for word in arguments if word.startswith("--")} <= taken
 
 

@@ -103,7 +103,7 @@ def test_the_wheel_is_built_from_what_is_copied(tmp_path: Path) -> None:
         top = (ROOT / package).parent
         for module in (ROOT / package).rglob("*.py"):
             assert str(module.relative_to(top)) in packed
-    assert "watchstep_services/database/migrations/script.py.mako" in packed
+    assert "watchstep_services/db/migrations/script.py.mako" in packed
 
 
 def test_it_installs_what_production_and_traces_need_and_no_framework() -> None:

@@ -16,9 +16,10 @@ from watchstep.capture.service.location import FoundService
 from watchstep.errors import ServiceError
 from watchstep.platform.transport import ServiceAddress
 from watchstep_launch.registration import Registering, recorder_token
-from watchstep_services.api import app, run_tokens
-from watchstep_services.roles import Identity, Role
-from watchstep_services.tokens import create_token, identify
+from watchstep_services.api import app
+from watchstep_services.api.routes import run_tokens
+from watchstep_services.auth.roles import Identity, Role
+from watchstep_services.auth.tokens import create_token, identify
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from watchstep_launch.backend import JobHandle, Launch
 from watchstep_launch.backends.local.backend import Local
 from watchstep_launch.estimator import Estimator
 from watchstep_launch.job import Job
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 PROGRAM = """
 from watchstep import Bounds, CaptureConfig, Hook

@@ -12,9 +12,10 @@ from tests.services.recording import PROJECT
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import Hold, RuleConfig, StopAction
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import (
+from watchstep_services.core.settings import Settings, load_settings
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import (
     Action,
     ActionTry,
     Alert,
@@ -25,14 +26,13 @@ from watchstep_services.database.models import (
     Seal,
     Segment,
 )
-from watchstep_services.database.records import hint, put_segment
-from watchstep_services.dispatcher.dispatch import dispatch
-from watchstep_services.evaluator.evaluate import Evaluation, evaluate
-from watchstep_services.evaluator.history import HistoryCache
-from watchstep_services.evaluator.remembered import RememberedCache
-from watchstep_services.registration import register
-from watchstep_services.service import Service
-from watchstep_services.settings import Settings, load_settings
+from watchstep_services.db.records import hint, put_segment
+from watchstep_services.dispatch.dispatch import dispatch
+from watchstep_services.evaluation.evaluate import Evaluation, evaluate
+from watchstep_services.runs.registration import register
+from watchstep_services.service.context import Service
+from watchstep_services.service.row_cache import HistoryCache
+from watchstep_services.service.rule_state_cache import RememberedCache
 
 RULES = (
     RuleConfig(rule="non_finite_values", severity="critical", actions=(StopAction(),)),

@@ -5,7 +5,18 @@ from __future__ import annotations
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from watchstep_services.api import (
+from watchstep_services.api.middleware import policies
+from watchstep_services.api.middleware.access import Gate, document_token
+from watchstep_services.api.middleware.connections import Connections
+from watchstep_services.api.middleware.known_tokens import KnownTokens
+from watchstep_services.api.middleware.observation import Observed
+from watchstep_services.api.middleware.policies import Routes
+from watchstep_services.api.middleware.rate_limits import rate_limits
+from watchstep_services.api.middleware.unread import PacedAnswers, UnreadBytes
+from watchstep_services.api.middleware.work_slots import WorkSlots
+from watchstep_services.api.openapi import conventions, document
+from watchstep_services.api.queries.state import Queries
+from watchstep_services.api.routes import (
     actions,
     alerts,
     announcements,
@@ -13,14 +24,10 @@ from watchstep_services.api import (
     backends,
     backtests,
     control,
-    conventions,
     credentials,
-    document,
     events,
     figures,
     health,
-    policies,
-    problems,
     project_rules,
     projects,
     receivers,
@@ -38,17 +45,9 @@ from watchstep_services.api import (
     stores,
     tokens,
 )
-from watchstep_services.api.access import Gate, document_token
-from watchstep_services.api.connections import Connections
-from watchstep_services.api.known_tokens import KnownTokens
-from watchstep_services.api.observation import Observed
-from watchstep_services.api.policies import Routes
-from watchstep_services.api.queries.state import Queries
-from watchstep_services.api.rate_limits import rate_limits
+from watchstep_services.api.schemas import problems
 from watchstep_services.api.streaming.streams import Streams
-from watchstep_services.api.unread import PacedAnswers, UnreadBytes
-from watchstep_services.api.work_slots import WorkSlots
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 PARTS = (
     runs,

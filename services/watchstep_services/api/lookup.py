@@ -11,9 +11,9 @@ from sqlalchemy.orm import Session
 from watchstep.errors import NotFoundError
 from watchstep.format.layout import SegmentKey, WriterId, check_name, run_prefix
 from watchstep.store.store import Store
-from watchstep_services.database.clock import now_ns
-from watchstep_services.database.models import Project, Run, Segment, Standing
-from watchstep_services.service import Service
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.models import Project, Run, Segment, Standing
+from watchstep_services.service.context import Service
 from watchstep_services.tenancy.projects import archived
 
 

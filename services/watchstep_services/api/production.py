@@ -11,19 +11,19 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from watchstep_services import logs, tracing
 from watchstep_services.api.app import create_app
-from watchstep_services.api.connections import server_options
-from watchstep_services.collector import settle_collector
-from watchstep_services.database.schema import prepare
-from watchstep_services.database_figures import DatabaseFigures
-from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.exposition import registry, serve
-from watchstep_services.figures_folder import forget_folder
+from watchstep_services.api.middleware.connections import server_options
+from watchstep_services.core.collector import settle_collector
+from watchstep_services.core.settings import load_settings
+from watchstep_services.core.telemetry import logs, tracing
+from watchstep_services.core.telemetry.exposition import registry, serve
+from watchstep_services.core.telemetry.figures_folder import forget_folder
+from watchstep_services.db.figures import DatabaseFigures
+from watchstep_services.db.schema import prepare
+from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.scheduler.celery_client import app as celery
 from watchstep_services.scheduler.production import production_service
-from watchstep_services.service import owner_receivers, owner_rules
-from watchstep_services.settings import load_settings
+from watchstep_services.service.context import owner_receivers, owner_rules
 
 
 def create() -> FastAPI:

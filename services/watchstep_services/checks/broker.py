@@ -6,7 +6,7 @@ import uuid
 from urllib.parse import urlsplit
 
 from watchstep_services.checks.finding import Finding, failed
-from watchstep_services.settings import Settings
+from watchstep_services.core.settings import Settings
 
 _SECONDS = 5.0
 

@@ -6,16 +6,15 @@ import os
 from collections.abc import Iterator
 
 from watchstep.errors import WatchstepError
-from watchstep_services import tracing
 from watchstep_services.checks.broker import check_broker
 from watchstep_services.checks.database import check_database
 from watchstep_services.checks.finding import Finding, failed
 from watchstep_services.checks.queues import check_queues
 from watchstep_services.checks.stores import check_stores
-from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.service import owner_receivers, owner_rules
-from watchstep_services.settings import Settings
-from watchstep_services.unknown_variables import unknown_variables
+from watchstep_services.core.settings import Settings, unknown_variables
+from watchstep_services.core.telemetry import tracing
+from watchstep_services.db.sealing import open_sealed_database
+from watchstep_services.service.context import owner_receivers, owner_rules
 
 
 def check_configuration(settings: Settings) -> Iterator[Finding]:

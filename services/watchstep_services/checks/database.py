@@ -11,11 +11,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep_services.checks.finding import Finding, failed
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Base
-from watchstep_services.database.schema import status
-from watchstep_services.settings import NANOSECONDS, Settings
+from watchstep_services.core.settings import NANOSECONDS, Settings
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Base
+from watchstep_services.db.schema import status
 
 MOST_SKEW_SECONDS = 5.0
 """Between this process's clock and the database's. Leases follow the database's alone; times in logs do not."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.core.settings import Settings
 from watchstep_services.scheduler.messages import QUEUE, URGENT
-from watchstep_services.settings import Settings
 
 _ANSWER_SECONDS = 2.0
 _IMPATIENT = {"max_retries": 1, "interval_start": 0, "socket_timeout": 5.0, "socket_connect_timeout": 5.0}

@@ -10,11 +10,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.store.store import Store
 from watchstep_services.checks.finding import Finding, failed
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Project
-from watchstep_services.settings import Settings
+from watchstep_services.core.settings import Settings
+from watchstep_services.core.store_location import Registration
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Project
 from watchstep_services.stores.opening import Stores
-from watchstep_services.stores.place import Registration
 
 PROBES = ".watchstep/probe/"
 """Projects and runs begin with a letter or digit, so that this is nobody's."""

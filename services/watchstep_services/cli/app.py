@@ -1,74 +1,161 @@
-"""The command line: its groups, and how its words become calls."""
+"""The command line: the table of its commands, of which only the requested one is loaded.
+
+All commands together take seconds to import. Processes of a production service start often, and what launchers call
+loads nothing of the service, which need not be installed with them.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 import watchstep
-from watchstep.wrapper.run_command import parser as run_options
-from watchstep.wrapper.sync_command import parser as sync_options
-from watchstep_services.cli import (
-    attach,
-    check_config,
-    database,
-    demo,
-    export,
-    processes,
-    receivers,
-    rules,
-    runs,
-    serve,
-    silences,
-    tenancy,
-    tokens,
-    watch,
-)
+
+
+class Entry(NamedTuple):
+    """A command of the table.
+
+    Attributes:
+        module: of this package, where it is defined.
+        attribute: the function or `typer.Typer` there.
+        summary: its line in ``watchstep --help``, so that listing the commands loads none of them; the first paragraph of its
+            own help.
+    """
+
+    module: str
+    attribute: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Entry(
+        "demo",
+        "demo",
+        "Watch two trainings: the healthy one ends by itself, the faulty one is stopped and explained.",
+    ),
+    "serve": Entry(
+        "serve", "serve", "Watch a store: judge its runs while they go on, keep alerts, stop jobs."
+    ),
+    "api": Entry(
+        "processes",
+        "api",
+        "The API of a production service. On SIGTERM, finishes running requests and exits.",
+    ),
+    "worker": Entry(
+        "processes",
+        "worker",
+        "A worker of a production service: evaluates runs, tries actions. On SIGTERM, finishes running tasks and exits.",
+    ),
+    "scheduler": Entry(
+        "processes",
+        "scheduler",
+        "The scheduler of a production service, of which there is one: tells workers when to look for work.",
+    ),
+    "attach": Entry(
+        "launching",
+        "attach",
+        "Have a job that was launched by other means judged by rules, and stopped by them. Safe to repeat. Token: "
+        "WATCHSTEP_TOKEN, of an operator.",
+    ),
+    "watch": Entry(
+        "launching",
+        "watch",
+        "Show how a run goes: steps, losses, rules, alerts and stops, until it has ended or Ctrl-C. Token: WATCHSTEP_TOKEN.",
+    ),
+    "check-config": Entry(
+        "check_config",
+        "check_config",
+        "Try every connection of the service: database, broker, stores. Exit code 1 where one does not work.",
+    ),
+    "export": Entry("export", "export", "Write a run's figures and histograms as TensorBoard's event files."),
+    "run": Entry("recording", "run", "Start a program so that it records itself, with no change to it."),
+    "sync": Entry(
+        "recording",
+        "sync",
+        "Upload what recorders left on this machine when their store could not be reached. Safe to repeat.",
+    ),
+    "database": Entry(
+        "database",
+        "app",
+        "The schema of the database of WATCHSTEP_DATABASE_URL, or of the service of a store on this machine.",
+    ),
+    "runs": Entry("runs", "app", "Recorded runs."),
+    "rules": Entry("rules", "app", "The rules."),
+    "receivers": Entry("receivers", "app", "Receivers of alerts."),
+    "silences": Entry("silences", "app", "Silences: alerts that nobody is notified of for a while."),
+    "tokens": Entry("tokens", "app", "Tokens for the API."),
+    "projects": Entry("tenancy", "projects", "Projects: where their runs lie, and where their jobs may run."),
+    "stores": Entry("tenancy", "stores", "Stores that projects can be put on."),
+    "backends": Entry("tenancy", "backends", "Backends that jobs may run on."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Loads a command when it is called. Help and shell completion take its summary from the table.
+
+    Arguments of methods are of click, of which Typer has a private copy.
+    """
+
+    _lists = False
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's interface
+        """All names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:  # noqa: ARG002 - click's interface
+        """The command of a name, or a stub with its summary while the commands are listed."""
+        if cmd_name not in COMMANDS:
+            return None
+        if self._lists:
+            return TyperCommand(cmd_name, help=COMMANDS[cmd_name].summary)
+        return load(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help without loading any command."""
+        self._lists = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._lists = False
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete the name of a command without loading any."""
+        self._lists = True
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            self._lists = False
+
+
+def load(name: str) -> TyperCommand | TyperGroup:
+    """Import a command of `COMMANDS`.
+
+    Args:
+        name: a key of the table.
+    """
+    entry = COMMANDS[name]
+    loaded = getattr(importlib.import_module(f"watchstep_services.cli.{entry.module}"), entry.attribute)
+    if not isinstance(loaded, typer.Typer):
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(name)(loaded)
+        loaded = single
+    command = get_command(loaded)
+    assert isinstance(command, TyperCommand | TyperGroup)
+    command.name = name
+    return command
+
 
 app = typer.Typer(
+    cls=LazyGroup,
     name="watchstep",
     help="Watches training jobs from the inside: records, judges while they run, stops, explains.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("serve")(serve.serve)
-app.command("api")(processes.api)
-app.command("worker")(processes.worker)
-app.command("scheduler")(processes.scheduler)
-app.command("attach")(attach.attach)
-app.command("watch")(watch.watch)
-app.command("check-config")(check_config.check_config)
-app.add_typer(database.app, name="database")
-app.command("export")(export.export)
-app.add_typer(runs.app, name="runs")
-app.add_typer(rules.app, name="rules")
-app.add_typer(receivers.app, name="receivers")
-app.add_typer(silences.app, name="silences")
-app.add_typer(tokens.app, name="tokens")
-app.add_typer(tenancy.projects, name="projects")
-app.add_typer(tenancy.stores, name="stores")
-app.add_typer(tenancy.backends, name="backends")
-
-
-@app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
-def run(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] -- PROGRAM …")] = None,
-) -> None:
-    """Start a program so that it records itself, with no change to it."""
-    # The SDK's own command comes first and never gets here with a program; this is for lists of commands.
-    run_options().parse_args(arguments or ["--help"])
-
-
-@app.command("sync", add_help_option=False)
-def sync(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[FOLDER]")] = None,
-) -> None:
-    """Upload what recorders left on this machine when their store could not be reached. Safe to repeat."""
-    # The SDK's own too, so that a training container needs nothing of the service.
-    sync_options().parse_args(arguments or ["--help"])
 
 
 def _version(value: bool) -> None:

@@ -19,10 +19,10 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.cli import backtest_output as output
 from watchstep_services.cli.backtest_remote import backtest_by_service
-from watchstep_services.cli.output import console, echo_json
 from watchstep_services.cli.run_names import locations
 from watchstep_services.cli.runs import StoreOption
 from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.core.console import console, echo_json
 
 FAILED = 1
 """Exit code where some run could not be judged, or some rule not be evaluated."""

@@ -16,7 +16,7 @@ from watchstep_rules.backtest.sweep import Variation
 from watchstep_rules.engine.alert_memory import Transition
 from watchstep_rules.engine.explanation import RunName, say
 from watchstep_rules.engine.judge import Health
-from watchstep_services.cli.output import figure, table
+from watchstep_services.core.console import figure, table
 
 _ORDERS = {Order.JOURNAL: "as the service judged it", Order.STEPS: "by steps"}
 _NEVER = "by steps: no service judged it"

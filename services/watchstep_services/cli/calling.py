@@ -10,7 +10,7 @@ from watchstep.capture.service.location import ServiceNote
 from watchstep.client import Client
 from watchstep.errors import ServiceError
 from watchstep.platform.transport import ServiceAddress, Transport
-from watchstep_services.embedded_settings import settings_for
+from watchstep_services.core.settings import settings_for
 
 _SECONDS = 10.0
 

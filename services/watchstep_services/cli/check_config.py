@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from watchstep_services.checks.configuration import check_configuration
-from watchstep_services.cli.output import echo_json, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE, Store
-from watchstep_services.embedded_settings import settings_for
+from watchstep_services.core.console import echo_json, show, table
+from watchstep_services.core.settings import settings_for
 
 
 def check_config(

@@ -8,16 +8,17 @@ from typing import Annotated
 
 import typer
 
-from watchstep_services.cli.output import echo
 from watchstep_services.cli.service_options import DEFAULT_STORE, Store
-from watchstep_services.database import schema
-from watchstep_services.database.engine import Database
-from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.embedded_settings import settings_for
+from watchstep_services.core.console import echo
+from watchstep_services.core.settings import settings_for
+from watchstep_services.db import schema
+from watchstep_services.db.engine import Database
+from watchstep_services.db.sealing import open_sealed_database
 
 app = typer.Typer(
     help="The schema of the database of WATCHSTEP_DATABASE_URL, or of the service of a store on this machine.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from watchstep.errors import ConfigError
-from watchstep_services.cli.output import console, echo_json
-from watchstep_services.settings import load_settings
+from watchstep_services.core.console import console, echo_json
+from watchstep_services.core.settings import load_settings
 
 _NEEDS = {"torch": "torch", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "plotext": "plotext"}
 
@@ -32,7 +32,7 @@ def demo(
     from watchstep_services.demo.outcome import DemoOutcome, outcome_of
     from watchstep_services.demo.story import Demo, launch_both, watch_to_the_end
     from watchstep_services.demo.watching import Watcher
-    from watchstep_services.scheduler.embedded import EmbeddedService
+    from watchstep_services.serve.embedded import EmbeddedService
 
     story = Demo(folder.expanduser().absolute(), seed)
     settings = load_settings(

@@ -1,4 +1,4 @@
-"""What an event says in a terminal."""
+"""An event as lines of console output."""
 
 from __future__ import annotations
 

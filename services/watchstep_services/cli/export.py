@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from watchstep.reading.tensorboard import export as export_events
-from watchstep_services.cli.output import console
 from watchstep_services.cli.runs import RunArgument, StoreOption, find_run
 from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.core.console import console
 
 
 def export(

@@ -15,10 +15,9 @@ from typing import Annotated
 
 import typer
 
-from watchstep_services import logs
-from watchstep_services.figures_folder import share_figures
-from watchstep_services.settings import Settings, load_settings, require_production
-from watchstep_services.unknown_variables import warn_of_unknown
+from watchstep_services.core.settings import Settings, load_settings, require_production, warn_of_unknown
+from watchstep_services.core.telemetry import logs
+from watchstep_services.core.telemetry.figures_folder import share_figures
 
 _MODULES = "watchstep_services.scheduler"
 
@@ -30,7 +29,7 @@ def api(
     port: Annotated[int | None, typer.Option(help="Port to listen on; WATCHSTEP_PORT, or 8642.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that share the port.")] = 1,
 ) -> None:
-    """The API of a production service. SIGTERM lets requests that run finish."""
+    """The API of a production service. On SIGTERM, finishes running requests and exits."""
     settings = _checked()
     share_figures()
     from watchstep_services.api.production import main
@@ -43,13 +42,13 @@ def worker(
         int | None, typer.Option(min=1, help="Evaluations and tries at a time; WATCHSTEP_WORKER_PROCESSES.")
     ] = None,
 ) -> None:
-    """A worker of a production service: evaluates runs, tries actions. SIGTERM lets what runs finish."""
+    """A worker of a production service: evaluates runs, tries actions. On SIGTERM, finishes running tasks and exits."""
     settings = _checked()
     share_figures()
-    from watchstep_services.database.schema import prepare
-    from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-    from watchstep_services.rule_configs import apply_owner_rules
-    from watchstep_services.service import owner_receivers, owner_rules
+    from watchstep_services.db.schema import prepare
+    from watchstep_services.db.sealing import open_sealed_database
+    from watchstep_services.runs.rule_configs import apply_owner_rules
+    from watchstep_services.service.context import owner_receivers, owner_rules
 
     rules = owner_rules(settings)
     owner_receivers(settings)
@@ -74,11 +73,6 @@ def scheduler(
     settings = _checked()
     file = ["--schedule", str(schedule), "--pidfile="]
     _celery("celery_client", "beat", *file, "--loglevel", settings.log_level)
-
-
-app = typer.Typer(name="watchstep", add_completion=False, pretty_exceptions_enable=False)
-for command in (api, worker, scheduler):
-    app.command()(command)
 
 
 def _checked() -> Settings:

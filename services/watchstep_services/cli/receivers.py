@@ -9,15 +9,16 @@ from urllib.parse import quote
 import typer
 
 from watchstep.errors import ConfigError
+from watchstep_services.channels import receiver_file, webhook
+from watchstep_services.channels.receiver_file import ReceiverFile
+from watchstep_services.channels.routing import RouteNode
+from watchstep_services.channels.secret_fields import read_secret
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, echo_own, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE
-from watchstep_services.dispatcher.receivers import receiver_file, sealing, webhook
-from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
-from watchstep_services.dispatcher.receivers.routing import RouteNode
-from watchstep_services.dispatcher.receivers.secret_fields import read_secret
+from watchstep_services.core.console import console, echo_own, show, table
+from watchstep_services.db import sealing
 
-app = typer.Typer(help="Who is told of alerts.", no_args_is_help=True)
+app = typer.Typer(help="Receivers of alerts.", no_args_is_help=True, add_completion=False)
 
 _Store = Annotated[str, typer.Option(envvar="WATCHSTEP_STORE", help="The store whose service is asked.")]
 _Service = Annotated[

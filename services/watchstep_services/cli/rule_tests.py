@@ -9,7 +9,7 @@ import typer
 
 from watchstep.errors import ConfigError
 from watchstep_rules.testing import file, report, running
-from watchstep_services.cli.output import echo, echo_own
+from watchstep_services.core.console import echo, echo_own
 
 
 def run_tests(

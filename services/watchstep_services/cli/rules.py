@@ -18,10 +18,10 @@ from watchstep_rules.engine.explanation import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_rules.rule import AnyRule
 from watchstep_services.cli import backtest, rule_tests, rules_check, stop_grants
-from watchstep_services.cli.output import console, show, table
 from watchstep_services.cli.rule_words import after, does, lasting
+from watchstep_services.core.console import console, show, table
 
-app = typer.Typer(help="The rules.", no_args_is_help=True)
+app = typer.Typer(help="The rules.", no_args_is_help=True, add_completion=False)
 app.command("allow-stop")(stop_grants.allow_stop)
 app.command("backtest")(backtest.backtest)
 app.command("check")(rules_check.check)

@@ -15,8 +15,8 @@ from watchstep_rules.custom.python.rule import PythonParams
 from watchstep_rules.rule_files.checks import Checked, Remark, check_text
 from watchstep_rules.rule_files.rule_file import text_of
 from watchstep_rules.rule_files.schema import schema_text
-from watchstep_services.cli.output import console, echo_own, show, table
 from watchstep_services.cli.rule_words import after, counted, does, lasting
+from watchstep_services.core.console import console, echo_own, show, table
 
 _LINE = re.compile(r"line (\d+)")
 

@@ -20,11 +20,11 @@ from watchstep.reading.run_documents import read_state
 from watchstep.store.store import Store, checked_scheme
 from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
 from watchstep_services.cli.calling import client_of, service_of
-from watchstep_services.cli.output import console, echo, figure, show, table
 from watchstep_services.cli.runs_incidents import print_incidents
 from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.core.console import console, echo, figure, show, table
 
-app = typer.Typer(help="Recorded runs.", no_args_is_help=True)
+app = typer.Typer(help="Recorded runs.", no_args_is_help=True, add_completion=False)
 app.command("acknowledge")(runs_acknowledge.acknowledge)
 app.command("alerts")(runs_alerts.alerts)
 app.command("events")(runs_service.events)

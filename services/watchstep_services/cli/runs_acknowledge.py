@@ -8,8 +8,8 @@ import typer
 
 from watchstep.errors import NotFoundError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console
 from watchstep_services.cli.service_options import DEFAULT_STORE, Service, Store
+from watchstep_services.core.console import console
 
 
 def acknowledge(

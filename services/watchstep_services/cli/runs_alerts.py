@@ -14,8 +14,8 @@ from watchstep_rules.engine.incident import IncidentSummary
 from watchstep_rules.engine.judge import Health
 from watchstep_rules.signals.ranges.deviations import Deviation
 from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.output import console, moment
 from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.core.console import console, moment
 
 _MAX_ONSETS = 5
 """Onsets whose deviations are shown: the service reads the store for each."""

@@ -9,9 +9,9 @@ import typer
 from watchstep.client import Client
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import client_of
-from watchstep_services.cli.output import console
 from watchstep_services.cli.runs_service import RunArgument, ServiceOption, StoreOption
 from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.core.console import console
 
 ReasonOption = Annotated[str, typer.Option(help="Why, for those who read of it.")]
 

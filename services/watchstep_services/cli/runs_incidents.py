@@ -15,7 +15,7 @@ from watchstep.reading.run import Run
 from watchstep.store.store import checked_scheme
 from watchstep_rules.engine.incident import IncidentSummary
 from watchstep_services.cli.calling import service_of
-from watchstep_services.cli.output import console, echo
+from watchstep_services.core.console import console, echo
 
 _MOST = 8
 """Incidents that are shown, the latest: a page of a terminal."""

@@ -12,8 +12,8 @@ from watchstep.client import Client, Event
 from watchstep.errors import ConfigError
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.event_lines import lines_of
-from watchstep_services.cli.output import console, echo, echo_json, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.core.console import console, echo, echo_json, show, table
 
 StoreOption = Annotated[
     str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")

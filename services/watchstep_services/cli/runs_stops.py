@@ -9,8 +9,8 @@ from urllib.parse import quote
 import typer
 
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, moment
 from watchstep_services.cli.service_options import DEFAULT_STORE, Service, Store
+from watchstep_services.core.console import console, moment
 
 
 def stops(

@@ -14,22 +14,21 @@ import typer
 from sqlalchemy import select
 
 from watchstep.errors import ConfigError
-from watchstep_services import exposition, logs, tracing
+from watchstep_services.channels.secret_fields import read_secret
 from watchstep_services.cli import rule_words
-from watchstep_services.cli.output import echo
+from watchstep_services.cli.console_lines import Teller
 from watchstep_services.cli.service_options import DEFAULT_STORE
-from watchstep_services.cli.telling import Teller
-from watchstep_services.database.models import RuleConfigRow, Run, StopGrant
-from watchstep_services.database_figures import DatabaseFigures
-from watchstep_services.dispatcher.receivers.secret_fields import read_secret
-from watchstep_services.embedded_settings import settings_for
-from watchstep_services.evaluator.lifecycle import ENDED
-from watchstep_services.unknown_variables import warn_of_unknown
+from watchstep_services.core.console import echo
+from watchstep_services.core.settings import settings_for, warn_of_unknown
+from watchstep_services.core.telemetry import exposition, logs, tracing
+from watchstep_services.db.figures import DatabaseFigures
+from watchstep_services.db.models import RuleConfigRow, Run, StopGrant
+from watchstep_services.runs.lifecycle import ENDED
 
 if TYPE_CHECKING:
-    from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.collector import settle_collector
-from watchstep_services.service import Service
+    from watchstep_services.serve.embedded import EmbeddedService
+from watchstep_services.core.collector import settle_collector
+from watchstep_services.service.context import Service
 
 _TELL_SECONDS = 0.5
 
@@ -63,7 +62,7 @@ def serve(
 ) -> None:
     """Watch a store: judge its runs while they go on, keep alerts, stop jobs."""
     # All of the API comes with it: seconds, which no help needs.
-    from watchstep_services.scheduler.embedded import EmbeddedService
+    from watchstep_services.serve.embedded import EmbeddedService
 
     settings = settings_for(store, home, rules_file=rules, receivers_file=receivers, host=host, port=port)
     logs.configure(settings.log, settings.log_level)

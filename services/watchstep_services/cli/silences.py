@@ -7,10 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, moment, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE, Project, Reason, Service, Store
+from watchstep_services.core.console import console, moment, show, table
 
-app = typer.Typer(help="Silences: who is not told of what.", no_args_is_help=True)
+app = typer.Typer(
+    help="Silences: alerts that nobody is notified of for a while.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 Matchers = Annotated[
     list[str],

@@ -8,8 +8,8 @@ import typer
 
 from watchstep.errors import NotFoundError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import console, moment, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE, Project, Reason, Service, Store
+from watchstep_services.core.console import console, moment, show, table
 
 RuleName = Annotated[str, typer.Argument(metavar="RULE", help="The rule config's name.")]
 

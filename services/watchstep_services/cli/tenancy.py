@@ -10,14 +10,16 @@ import typer
 
 from watchstep.errors import StoreError
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import echo, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.core.console import echo, show, table
 
 projects = typer.Typer(
-    help="Projects: where their runs lie, and where their jobs may run.", no_args_is_help=True
+    help="Projects: where their runs lie, and where their jobs may run.",
+    no_args_is_help=True,
+    add_completion=False,
 )
-stores = typer.Typer(help="Stores that projects can be put on.", no_args_is_help=True)
-backends = typer.Typer(help="Backends that jobs may run on.", no_args_is_help=True)
+stores = typer.Typer(help="Stores that projects can be put on.", no_args_is_help=True, add_completion=False)
+backends = typer.Typer(help="Backends that jobs may run on.", no_args_is_help=True, add_completion=False)
 
 At = Annotated[str, typer.Option("--service", envvar="WATCHSTEP_SERVICE", help="URL of the service; with an admin's WATCHSTEP_TOKEN.")]  # fmt: skip
 On = Annotated[str, typer.Option("--local", help="Or the store of the service that runs on this machine.")]

@@ -18,22 +18,22 @@ import typer
 from sqlalchemy import select
 
 from watchstep.errors import ConfigError
+from watchstep_services.auth.roles import ROLES, Role
+from watchstep_services.auth.run_tokens import LIFETIME_SECONDS, RunTokenRequest, create_for_run
+from watchstep_services.auth.token_register import MAX_LIFETIME, of_project, revoke, state_of
+from watchstep_services.auth.tokens import create_token, ends_ns, id_of
 from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.output import echo, echo_json, echo_own, show, table
 from watchstep_services.cli.service_options import DEFAULT_STORE, Store
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Token
-from watchstep_services.database.schema import upgrade
-from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.embedded_settings import settings_for
-from watchstep_services.events import rfc3339
-from watchstep_services.roles import ROLES, Role
-from watchstep_services.run_tokens import LIFETIME_SECONDS, RunTokenRequest, create_for_run
-from watchstep_services.token_register import MAX_LIFETIME, of_project, revoke, state_of
-from watchstep_services.tokens import create_token, ends_ns, id_of
+from watchstep_services.core.console import echo, echo_json, echo_own, show, table
+from watchstep_services.core.events import rfc3339
+from watchstep_services.core.settings import settings_for
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Token
+from watchstep_services.db.schema import upgrade
+from watchstep_services.db.sealing import open_sealed_database
 
-app = typer.Typer(help="Tokens for the API.", no_args_is_help=True)
+app = typer.Typer(help="Tokens for the API.", no_args_is_help=True, add_completion=False)
 
 DEFAULT_PROJECT = "default"
 _MAKER = "command line"

@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from watchstep_services.cli.output import figure, table
+from watchstep_services.core.console import figure, table
 from watchstep_services.demo.digits import STEPS
 from watchstep_services.demo.watching import WatchedRun
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from watchstep.errors import ServiceError
 from watchstep_services.demo.watching import WatchedRun, Watcher
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.scheduler.launching import Program, launch_local
+from watchstep_services.serve.embedded import EmbeddedService
+from watchstep_services.serve.launching import Program, launch_local
 
 PROJECT = "demo"
 _LONGEST_SECONDS = 240.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from watchstep.errors import NotFoundError, ServiceError
 from watchstep.reading.run import Run, open_run
-from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.serve.embedded import EmbeddedService
 
 ENDED = ("completed", "failed", "stopped", "lost")
 

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.store.store import Store
-from watchstep_services.database.models import Base, Run
+from watchstep_services.db.models import Base, Run
 
 TENSORS = "tensors/"
 

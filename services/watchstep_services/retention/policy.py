@@ -1,14 +1,21 @@
-"""How long what is kept, and what of it is due."""
+"""Retention policies: how long what is kept, what is due, and groups of alerts that span runs.
+
+A group of one run is deleted with its run, a group of several when no alert is left in it. Notifications are known by the
+group's number, which is never reused: a group that comes back notifies again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from watchstep_services.database.models import RetentionPolicy
-from watchstep_services.settings import NANOSECONDS, Settings
+from watchstep_services.core.settings import NANOSECONDS, Settings
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.models import AlertGroup, GroupMember, RetentionPolicy
+from watchstep_services.service.context import Service
 
 Step = Literal["delete_run", "summarize", "compact", "delete_originals", "delete_tensors"]
 
@@ -80,3 +87,30 @@ def next_step(policy: Policy, kept: Kept) -> tuple[Step, int] | None:
 
 
 _ORDER: tuple[Step, ...] = ("delete_run", "delete_tensors", "summarize", "compact", "delete_originals")
+
+
+IDLE_NS = 24 * 3600 * NANOSECONDS
+_AT_ONCE = 1000
+
+
+def purge_groups(service: Service) -> None:
+    """Delete groups over several runs that hold no alert, have nothing to tell, and told nothing for a day."""
+    held = select(GroupMember.group_id).where(GroupMember.group_id == AlertGroup.id)
+    empty = (
+        select(AlertGroup.id)
+        .where(
+            AlertGroup.run_id.is_(None),
+            AlertGroup.due_ns.is_(None),
+            AlertGroup.open.is_(False),
+            AlertGroup.told_ns < now_ns() - IDLE_NS,
+            ~held.exists(),
+        )
+        .limit(_AT_ONCE)
+        .with_for_update(skip_locked=True)
+    )
+    with service.database.write() as session:
+        gone = list(session.execute(empty).scalars())
+        if gone:
+            session.execute(
+                delete(AlertGroup).where(AlertGroup.id.in_(gone)).execution_options(synchronize_session=False)
+            )

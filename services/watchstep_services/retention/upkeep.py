@@ -1,4 +1,7 @@
-"""Keeping ended runs: one is claimed, one step is done to it with no transaction open, and what was done is recorded."""
+"""Upkeep of ended runs: claim one, do one step with no transaction open, record it; in threads of its own.
+
+A store that is slow or hangs delays no evaluation, no stop and no other project's upkeep.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,17 @@ from sqlalchemy.orm import Session
 from watchstep.errors import StoreError, WatchstepError
 from watchstep.reading.compaction import compact
 from watchstep.store.store import Store
-from watchstep_services.database.clock import now_ns, read_clock
-from watchstep_services.database.limits import lift
-from watchstep_services.database.models import Action, Project, Run, Segment, Upkeep
-from watchstep_services.database.upsert import insert_missing
-from watchstep_services.evaluator.baselines import summarize
-from watchstep_services.evaluator.discover import discover
-from watchstep_services.evaluator.lifecycle import ENDED, advance_run
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.limits import lift
+from watchstep_services.db.models import Action, Project, Run, Segment, Upkeep
+from watchstep_services.db.upsert import insert_missing
+from watchstep_services.evaluation.baselines import summarize
 from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
-from watchstep_services.retention.groups import purge_groups
-from watchstep_services.retention.policy import Kept, Step, next_step, policy_of
-from watchstep_services.service import Service
-from watchstep_services.settings import NANOSECONDS
+from watchstep_services.retention.policy import Kept, Step, next_step, policy_of, purge_groups
+from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.lifecycle import ENDED, advance_run
+from watchstep_services.service.context import Service
 
 _LEASE_NS = 30 * 60 * NANOSECONDS
 _WAITING_NS = 86_400 * NANOSECONDS
@@ -301,3 +303,47 @@ def _mine(session: Session, held: Held) -> Any:
     """The run's row, unless another process has taken the run since."""
     row = session.get(Upkeep, held.run_id, with_for_update=True)
     return row if row is not None and row.claims == held.claims else None
+
+
+_THREADS = 2
+
+
+class UpkeepThreads:
+    """Does what is due of ended runs, for each project in one thread at a time. Thread-safe.
+
+    Args:
+        service: whose runs.
+        most: steps that a thread does before it ends.
+    """
+
+    def __init__(self, service: Service, most: int) -> None:
+        self._service = service
+        self._most = most
+        self._lock = threading.Lock()
+        self._running: set[threading.Thread] = set()
+        self._upkept = Upkept()
+
+    def start(self) -> None:
+        """Have threads look for what is due, as many as there may be. Never waits."""
+        with self._lock:
+            while not self._upkept.closed and len(self._running) < _THREADS:
+                thread = threading.Thread(target=self._run, name="watchstep-upkeep", daemon=True)
+                self._running.add(thread)
+                thread.start()  # it waits for the lock before it ends
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for the steps under way: the client's timeouts end each request."""
+        self._upkept.closed = True
+        with self._lock:
+            threads = list(self._running)
+        for thread in threads:
+            thread.join()
+
+    def _run(self) -> None:
+        try:
+            upkeep(self._service, self._most, self._upkept)
+        except Exception:  # noqa: BLE001 - it says so; the next look follows
+            _log.exception("the upkeep of ended runs failed")
+        finally:
+            with self._lock:
+                self._running.discard(threading.current_thread())

@@ -14,8 +14,9 @@ from dataclasses import replace
 from celery.signals import worker_process_shutdown
 
 from watchstep.errors import WatchstepError
-from watchstep_services.points import reach
-from watchstep_services.retention.upkeep_threads import UpkeepThreads
+from watchstep_services.core.failpoints import reach
+from watchstep_services.core.settings import load_settings
+from watchstep_services.retention.upkeep import UpkeepThreads
 from watchstep_services.scheduler import celery_processes, work
 from watchstep_services.scheduler.celery_client import app
 from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, QUEUE, SWEEP, UPKEEP, URGENT
@@ -24,8 +25,7 @@ from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, note_asked
 from watchstep_services.scheduler.sweep import sweep as look_for_work
 from watchstep_services.scheduler.turns import enough_wait, take_turn
-from watchstep_services.service import Service
-from watchstep_services.settings import load_settings
+from watchstep_services.service.context import Service
 
 UPKEEP_AT_ONCE = 4
 _POSTS_AT_ONCE = 4

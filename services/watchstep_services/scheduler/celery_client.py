@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from celery import Celery
 
+from watchstep_services.core.settings import Settings, load_settings
 from watchstep_services.scheduler import celery_processes
 from watchstep_services.scheduler.messages import QUEUE, SWEEP, UPKEEP
-from watchstep_services.settings import Settings, load_settings
 
 
 def make_celery(settings: Settings) -> Celery:

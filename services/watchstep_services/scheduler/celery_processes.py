@@ -15,12 +15,12 @@ from celery.signals import (
     worker_shutdown,
 )
 
-from watchstep_services import logs, tracing
-from watchstep_services.collector import settle_collector
-from watchstep_services.exposition import registry, serve
-from watchstep_services.figures_folder import forget_folder
+from watchstep_services.core.collector import settle_collector
+from watchstep_services.core.settings import load_settings
+from watchstep_services.core.telemetry import logs, tracing
+from watchstep_services.core.telemetry.exposition import registry, serve
+from watchstep_services.core.telemetry.figures_folder import forget_folder
 from watchstep_services.scheduler.messages import URGENT, queue_of
-from watchstep_services.settings import load_settings
 
 worker_name = ""
 """Of the worker that this process is or was forked from; empty elsewhere."""

@@ -17,15 +17,15 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep_launch.backend import OVER
-from watchstep_services import metrics
-from watchstep_services.database.clock import now_ns, read_clock
-from watchstep_services.database.limits import is_of_all
-from watchstep_services.database.models import Job, Project, Run
-from watchstep_services.evaluator.discover import discover
-from watchstep_services.evaluator.lifecycle import ENDED, advance_run
-from watchstep_services.service import Service
-from watchstep_services.settings import NANOSECONDS, nanoseconds
-from watchstep_services.stores.place import StorePlace
+from watchstep_services.core.settings import NANOSECONDS, nanoseconds
+from watchstep_services.core.store_location import StorePlace
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.limits import is_of_all
+from watchstep_services.db.models import Job, Project, Run
+from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.lifecycle import ENDED, advance_run
+from watchstep_services.service.context import Service
 
 AT_ONCE = 50
 """Looks that one worker takes at a time; while it is at them, no other takes them."""

@@ -7,12 +7,12 @@ import queue
 import threading
 from typing import Any
 
-from watchstep_services import metrics
-from watchstep_services.dispatcher.outbox import Post
-from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
+from watchstep_services.core.due_action import Post
+from watchstep_services.core.settings import Settings, require_production
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
-from watchstep_services.service import Service, owner_receivers, owner_rules
-from watchstep_services.settings import Settings, require_production
+from watchstep_services.service.context import Service, owner_receivers, owner_rules
 
 _WAITING_HINTS = 1000
 _HOLDER_SECONDS = 60

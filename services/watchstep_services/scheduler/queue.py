@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
-from watchstep_services.database.models import Backtest
-from watchstep_services.dispatcher.dispatch import posts_of, project_of
-from watchstep_services.dispatcher.outbox import Post
-from watchstep_services.evaluator.evaluate import Evaluation
-from watchstep_services.fair_threads import FairThreads
+from watchstep_services.core.due_action import Post
+from watchstep_services.core.fair_threads import FairThreads
+from watchstep_services.db.models import Backtest
+from watchstep_services.dispatch.dispatch import posts_of, project_of
+from watchstep_services.evaluation.evaluate import Evaluation
 from watchstep_services.scheduler.work import do_action, do_backtest, evaluate_longest_due
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 _LEAST_POSTS = 4
 _STOP_THREADS = 16

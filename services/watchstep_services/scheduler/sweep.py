@@ -12,19 +12,19 @@ from sqlalchemy import Select, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
-from watchstep_services import metrics
-from watchstep_services.backtests import due_backtests
-from watchstep_services.database.clock import now_ns
-from watchstep_services.database.clock_steps import follow_clock
-from watchstep_services.database.limits import is_of_all
-from watchstep_services.database.models import Run
-from watchstep_services.dispatcher.dispatch import due_actions
-from watchstep_services.dispatcher.grouping.flush import flush_due
-from watchstep_services.evaluator.claim import MESSAGE_NS
-from watchstep_services.evaluator.journal import Unwritten, unwritten, write_journal
-from watchstep_services.registration import discover_runs
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.clock_steps import follow_clock
+from watchstep_services.db.limits import is_of_all
+from watchstep_services.db.models import Run
+from watchstep_services.dispatch.dispatch import due_actions
+from watchstep_services.evaluation.backtests import due_backtests
+from watchstep_services.evaluation.journal import Unwritten, unwritten, write_journal
+from watchstep_services.notify.flush import flush_due
+from watchstep_services.runs.claim import MESSAGE_NS
+from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler.looks import do_looks, tell
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 _LOOKING_SECONDS = 5.0
 _MOST_RUNS = 1000

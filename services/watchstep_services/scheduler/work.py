@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
-from watchstep_services.backtests import judge_next
-from watchstep_services.database.models import Action
-from watchstep_services.dispatcher.dispatch import dispatch, posts_of
-from watchstep_services.dispatcher.outbox import Tried
-from watchstep_services.evaluator import evaluate as evaluating
-from watchstep_services.evaluator.evaluate import Evaluation
-from watchstep_services.evaluator.lifecycle import advance_run
-from watchstep_services.service import Service
+from watchstep_services.core.due_action import Tried
+from watchstep_services.db.models import Action
+from watchstep_services.dispatch.dispatch import dispatch, posts_of
+from watchstep_services.evaluation import evaluate as evaluating
+from watchstep_services.evaluation.backtests import judge_next
+from watchstep_services.evaluation.evaluate import Evaluation
+from watchstep_services.runs.lifecycle import advance_run
+from watchstep_services.service.context import Service
 
 
 def evaluate_longest_due(service: Service, run_id: int) -> Evaluation:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from watchstep.errors import StoreError, WatchstepError
 from watchstep.store.store import Store
+from watchstep_services.core.store_location import Registration, StorePlace
 from watchstep_services.stores.opening import open_place
-from watchstep_services.stores.place import Registration, StorePlace
 from watchstep_services.stores.policies import project_policy
 from watchstep_services.stores.role import RoleCredentials
 

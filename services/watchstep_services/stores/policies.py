@@ -17,7 +17,7 @@ from watchstep.format.layout import (
     attempt_document,
     check_name,
 )
-from watchstep_services.stores.place import StorePlace
+from watchstep_services.core.store_location import StorePlace
 
 MOST_CHARACTERS = 2048
 """That AWS takes of a session policy."""

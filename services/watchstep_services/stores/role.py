@@ -1,4 +1,7 @@
-"""Credentials of a registered role: taken by AssumeRole with the external id, for what a session policy allows, and renewed."""
+"""Credentials of a registered role, by AssumeRole with the external id, and credentials lent to recorders.
+
+Both are bounded by a session policy; a recorder's are for one attempt of one run, and for an hour.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
 from watchstep.errors import ConfigError, StoreError
-from watchstep_services.stores.place import Registration
+from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.stores.policies import attempt_policy
 
 SESSION_SECONDS = 3600
 """The longest that AWS gives to a role that takes another."""
@@ -115,4 +120,41 @@ def _no_answer(registration: Registration, error: Exception) -> StoreError:
     return StoreError(
         f"store {registration.url}: role {registration.role_arn} cannot be taken ({type(error).__name__})",
         "see that the service has AWS credentials of its own, and that it reaches STS",
+    )
+
+
+@dataclass(frozen=True)
+class ScopedCredentials:
+    """What a recorder reaches its attempt with.
+
+    Attributes:
+        access_key_id: of AWS.
+        secret_access_key: of AWS; in no log and no representation.
+        session_token: of AWS; as the secret.
+        expires_at: with a zone.
+    """
+
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+    session_token: str = field(repr=False)
+    expires_at: datetime
+
+
+def scoped_credentials(place: StorePlace, run: str, attempt: str) -> ScopedCredentials:
+    """Take the store's role for what one attempt writes.
+
+    Raises:
+        BadNameError: a name cannot be used.
+        ConfigError: the store has no role, or the names are too long for a session policy.
+        StoreError: the role is refused.
+    """
+    if not place.registration.role_arn:
+        raise ConfigError(
+            f"project {place.project!r}: its store has no role that credentials could be taken of",
+            "register the store with a role, or give the recorder credentials of its own",
+        )
+    policy = attempt_policy(place, run, attempt)
+    given = RoleCredentials(place.registration, policy, f"watchstep-{place.project}-{run}")()
+    return ScopedCredentials(
+        given["access_key_id"], given["secret_access_key"], given["token"], given["expires_at"]
     )

@@ -14,10 +14,10 @@ from watchstep_launch import backends_file
 from watchstep_launch.backend import OVER
 from watchstep_launch.backend_registry import IN_SERVICE, checked_settings
 from watchstep_launch.backends.local import backend as local
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.models import BackendRow, Job, ProjectBackend
-from watchstep_services.database.upsert import insert_missing
-from watchstep_services.stores.endpoint import check_endpoint
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import BackendRow, Job, ProjectBackend
+from watchstep_services.db.upsert import insert_missing
+from watchstep_services.stores.opening import check_endpoint
 from watchstep_services.tenancy.conflict import ConflictError
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")

@@ -15,8 +15,8 @@ from sqlalchemy.orm import Session
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local import backend as local
 from watchstep_launch.backends.slurm import backend as slurm
-from watchstep_services.database.models import BackendRow, Job, JobHolder
-from watchstep_services.database.upsert import insert_missing
+from watchstep_services.db.models import BackendRow, Job, JobHolder
+from watchstep_services.db.upsert import insert_missing
 from watchstep_services.tenancy.conflict import ConflictError
 
 _RESTART = re.compile(r"(?P<first>.+?)(?:-r\d+)+")

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from watchstep.errors import ConfigError
 from watchstep.format.layout import check_name
 from watchstep.store.store import checked_scheme
-from watchstep_services.stores.endpoint import check_endpoint
-from watchstep_services.stores.place import Registration, StorePlace
+from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.stores.opening import check_endpoint
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{1,254}@[A-Za-z0-9][A-Za-z0-9.-]{1,254}")

@@ -9,10 +9,10 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep.format.layout import check_name
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.models import Project, ProjectStore, StoreRow
-from watchstep_services.database.upsert import insert_missing
-from watchstep_services.stores.place import Registration
+from watchstep_services.core.store_location import Registration
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import Project, ProjectStore, StoreRow
+from watchstep_services.db.upsert import insert_missing
 from watchstep_services.tenancy.conflict import ConflictError
 from watchstep_services.tenancy.projects import check_apart
 

@@ -13,9 +13,9 @@ from tests.launch.test_requeue import TRAIN
 from watchstep.errors import ConfigError
 from watchstep_launch import Estimator, Kubernetes
 from watchstep_rules import non_finite_values
-from watchstep_services.registration import ensure_project
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import load_settings
+from watchstep_services.runs.registration import ensure_project
+from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.tenancy.backends import allow_backends, register_backend
 
 SECONDS = 120.0

@@ -26,12 +26,12 @@ from watchstep import open_run
 from watchstep.capture.upload.sync import spill_folders, sync
 from watchstep_launch import Backend, Ray, Slurm
 from watchstep_launch.job import ENDED
-from watchstep_services.api import credentials
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
-from watchstep_services.stores.place import StorePlace
-from watchstep_services.stores.scoped import ScopedCredentials, scoped_credentials
-from watchstep_services.tokens import create_token
+from watchstep_services.api.routes import credentials
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.core.settings import load_settings
+from watchstep_services.core.store_location import StorePlace
+from watchstep_services.serve.embedded import EmbeddedService
+from watchstep_services.stores.role import ScopedCredentials, scoped_credentials
 
 pytestmark = pytest.mark.slow
 

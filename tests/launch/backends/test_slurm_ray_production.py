@@ -18,14 +18,14 @@ from tests.end_to_end.production import Production, producing
 from tests.launch.backends.clustered import PROJECT, SECONDS, admit, launched, revoke_tokens_of_jobs
 from tests.launch.backends.ray import ray_cluster as rays
 from tests.launch.backends.slurm import slurm_cluster as slurms
-from tests.services.collector import collecting
+from tests.services.core.collector import collecting
 from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
 from tests.services.redis import running_redis
 from watchstep_launch import Backend, Ray, Slurm
 from watchstep_launch.job import ENDED
-from watchstep_services.database.engine import open_database
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.db.engine import open_database
 
 pytestmark = pytest.mark.slow
 

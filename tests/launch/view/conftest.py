@@ -11,9 +11,9 @@ from tests.services.api.serving import serving
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.client import Client
-from watchstep_services.evaluator.discover import discover
-from watchstep_services.evaluator.lifecycle import advance_run
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.lifecycle import advance_run
 
 
 def judge(driven: Driven, run_id: int) -> None:

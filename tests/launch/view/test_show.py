@@ -21,7 +21,7 @@ from watchstep_launch.view.lines import words_of
 from watchstep_launch.view.run_status import Watcher
 from watchstep_launch.view.show import QUIET, Showing, kind_of
 from watchstep_services.cli.launching import app
-from watchstep_services.database.models import Run
+from watchstep_services.db.models import Run
 
 
 @pytest.fixture(autouse=True)

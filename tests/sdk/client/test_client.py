@@ -21,9 +21,9 @@ from watchstep.format.layout import SnapshotKey
 from watchstep.platform.transport import RefusedError
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.schema import upgrade
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.schema import upgrade
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.sdk.training import EVERY_STEP, batches, small_model
 from watchstep import Client, Hook, open_run
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import Settings
+from watchstep_services.core.settings import Settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 optuna: Any = pytest.importorskip(
     "optuna", reason="OPTUNA IS NOT INSTALLED: pruning by alerts is not proven by this run"

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 
 from watchstep_services.api.app import create_app
-from watchstep_services.api.connections import LimitedHttp, server_options
-from watchstep_services.service import Service
+from watchstep_services.api.middleware.connections import LimitedHttp, server_options
+from watchstep_services.service.context import Service
 
 
 class _Server(uvicorn.Server):

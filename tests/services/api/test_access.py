@@ -9,10 +9,10 @@ from fastapi import APIRouter
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import Operation, ask, operations
-from watchstep_services.api import rules
 from watchstep_services.api.app import create_app
-from watchstep_services.api.policies import PERMISSION, REACH, describe
-from watchstep_services.tokens import PERMISSIONS, Role
+from watchstep_services.api.middleware.policies import PERMISSION, REACH, describe
+from watchstep_services.api.routes import rules
+from watchstep_services.auth.tokens import PERMISSIONS, Role
 
 RUNS = "/v1/projects/vision/runs"
 OPEN = {"/healthz", "/readyz"}

@@ -15,13 +15,13 @@ from watchstep_rules.backtest.many import Failed, Replayed, Task, judge_run
 from watchstep_rules.backtest.report import read_report, report, result_as_data, result_from_data
 from watchstep_rules.backtest.sweep import parse_sweep, variations
 from watchstep_rules.config.rule_config import RuleConfig, WebhookAction
-from watchstep_services import backtests
 from watchstep_services.api.app import create_app
-from watchstep_services.backtests import due_backtests, judge_next
-from watchstep_services.database.models import Backtest, BacktestResult
-from watchstep_services.database.schema import upgrade
-from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import load_settings
+from watchstep_services.db.models import Backtest, BacktestResult
+from watchstep_services.db.schema import upgrade
+from watchstep_services.db.sealing import open_sealed_database
+from watchstep_services.evaluation import backtests
+from watchstep_services.evaluation.backtests import due_backtests, judge_next
 
 PLACE = f"/v1/projects/{PROJECT}/backtests"
 NAN = {"rule": "non_finite_values", "actions": ["stop"]}

@@ -16,11 +16,11 @@ import pytest
 from tests.services.api.serving import serving
 from tests.services.driving import Driven
 from tests.services.jobs import eventually
-from watchstep_services.api import connections
-from watchstep_services.api.connections import LimitedHttp
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
-from watchstep_services.tokens import create_token
+from watchstep_services.api.middleware import connections
+from watchstep_services.api.middleware.connections import LimitedHttp
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 WAIT = 60.0
 PLACE = "/v1/projects/vision/runs"

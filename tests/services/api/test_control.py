@@ -7,8 +7,8 @@ from tests.services.recording import Recording
 from watchstep.errors import NotFoundError
 from watchstep.format.control import ControlDocument, SnapshotRequest
 from watchstep.store.store import Store
-from watchstep_services.database.models import Run
-from watchstep_services.dispatcher.dispatch import dispatch, due_actions
+from watchstep_services.db.models import Run
+from watchstep_services.dispatch.dispatch import dispatch, due_actions
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
 RUN = "/v1/projects/vision/runs/run-1"

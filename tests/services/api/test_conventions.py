@@ -18,15 +18,16 @@ from sqlalchemy import select, update
 from tests.services.api.conftest import Api, Client
 from tests.services.driving import Driven
 from watchstep.errors import ConfigError
-from watchstep_services.api import conventions, problems
-from watchstep_services.api.etags import IfMatch, require_match, tag
-from watchstep_services.api.filters import time_ns
-from watchstep_services.api.idempotency import Once
-from watchstep_services.api.paging import Order, Paged
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import ApiRequest, Run
-from watchstep_services.registration import ensure_project, register
-from watchstep_services.roles import Role
+from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
+from watchstep_services.api.middleware.idempotency import Once
+from watchstep_services.api.openapi import conventions
+from watchstep_services.api.schemas import problems
+from watchstep_services.api.schemas.filters import time_ns
+from watchstep_services.api.schemas.paging import Order, Paged
+from watchstep_services.auth.roles import Role
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import ApiRequest, Run
+from watchstep_services.runs.registration import ensure_project, register
 
 router = APIRouter()
 CREATED: list[str] = []
@@ -200,7 +201,7 @@ def test_pages_neither_skip_nor_double_what_was_there(
 
 @given(st.one_of(st.text(max_size=40), st.binary(max_size=30).map(lambda held: held.hex())))
 def test_a_made_up_page_token_is_refused(text: str) -> None:
-    from watchstep_services.api import paging
+    from watchstep_services.api.schemas import paging
 
     with suppress(ConfigError):
         assert paging._read(text)

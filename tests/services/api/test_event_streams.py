@@ -16,10 +16,10 @@ from tests.services.api.serving import serving
 from tests.services.driving import Driven
 from watchstep_services.api.streaming import response
 from watchstep_services.api.streaming.streams import Streams
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.records import add_event
-from watchstep_services.events import make_event
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.core.events import make_event
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.records import add_event
 
 PROJECT = "/v1/projects/vision"
 WAIT = 60.0
@@ -140,7 +140,7 @@ def test_a_stream_has_only_what_was_asked_for(driven_sqlite: Driven) -> None:
 def test_who_may_no_more_is_told_no_more(driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     from sqlalchemy import delete
 
-    from watchstep_services.database.models import Token
+    from watchstep_services.db.models import Token
 
     monkeypatch.setattr(response, "HEARTBEAT_SECONDS", 0.05)
     driven = driven_sqlite

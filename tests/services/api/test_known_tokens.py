@@ -6,9 +6,9 @@ import json
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
-from watchstep_services.api.known_tokens import KEPT_SECONDS, KnownTokens
-from watchstep_services.token_register import revoke
-from watchstep_services.tokens import Identity, create_token, id_of
+from watchstep_services.api.middleware.known_tokens import KEPT_SECONDS, KnownTokens
+from watchstep_services.auth.token_register import revoke
+from watchstep_services.auth.tokens import Identity, create_token, id_of
 
 RUN = "/v1/projects/vision/runs"
 SAID = {"attempt": "a1", "node": "n", "writer": "w", "seq": 0, "first": 0, "last": 3}

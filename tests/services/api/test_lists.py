@@ -10,7 +10,7 @@ from sqlalchemy import update
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording, exploding_from, nan_from
 from watchstep.store.store import Store
-from watchstep_services.database.models import Run
+from watchstep_services.db.models import Run
 
 PROJECT = "/v1/projects/vision"
 

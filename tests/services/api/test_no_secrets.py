@@ -12,8 +12,8 @@ import pytest
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask, operations
-from watchstep_services import logs
 from watchstep_services.api import lookup
+from watchstep_services.core.telemetry import logs
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from limits.storage import MemoryStorage, Storage
 from tests.services.api.conftest import Api
 from tests.services.api.walking import Answer, ask
 from tests.services.redis import free_port, running_redis
-from watchstep_services import metrics
 from watchstep_services.api.app import create_app
-from watchstep_services.api.rate_limits import RateLimits, TooOftenError, redis_storage
-from watchstep_services.roles import Identity
-from watchstep_services.settings import load_settings
-from watchstep_services.tokens import id_of
+from watchstep_services.api.middleware.rate_limits import RateLimits, TooOftenError, redis_storage
+from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.tokens import id_of
+from watchstep_services.core.settings import load_settings
+from watchstep_services.core.telemetry import metrics
 
 RUNS = "/v1/projects/vision/runs"
 HERE, THERE = "192.0.2.1", "192.0.2.2"

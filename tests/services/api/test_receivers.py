@@ -9,18 +9,18 @@ from pydantic import SecretStr
 from sqlalchemy import select
 
 from tests.services.api.conftest import Api, Client
-from tests.services.dispatcher.receivers.http_server import http_server, status
+from tests.services.channels.http_server import http_server, status
 from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.app import create_app
-from watchstep_services.database.models import ReceiverRow, ReceiverSecret
-from watchstep_services.dispatcher.receivers.directory import find_receiver, open_secrets, routes_of
-from watchstep_services.dispatcher.receivers.receiver_file import ReceiverFile
-from watchstep_services.dispatcher.receivers.sealing import Seal, new_key
-from watchstep_services.dispatcher.receivers.webhook import new_secret
-from watchstep_services.redaction import redact
+from watchstep_services.channels.receiver_file import ReceiverFile
+from watchstep_services.channels.webhook import new_secret
+from watchstep_services.core.redaction import redact
+from watchstep_services.db.models import ReceiverRow, ReceiverSecret
+from watchstep_services.db.sealing import Seal, new_key
+from watchstep_services.notify.directory import find_receiver, open_secrets, routes_of
 
 AT = f"/v1/projects/{PROJECT}/receivers"
 ROUTING = f"/v1/projects/{PROJECT}/routing"

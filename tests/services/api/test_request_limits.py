@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import operations
-from watchstep_services.api.request_limits import (
+from watchstep_services.api.middleware.request_limits import (
     MOST_BODY,
     MOST_DEPTH,
     MOST_HEADER_BYTES,

@@ -5,7 +5,7 @@ import pytest
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording
 from watchstep.store.store import Store
-from watchstep_services.database.models import Run
+from watchstep_services.db.models import Run
 from watchstep_services.retention.upkeep import upkeep
 
 PROJECT = "/v1/projects/vision"

@@ -11,8 +11,8 @@ from tests.services.api.conftest import Api
 from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_services.api.streaming.reading import encode
-from watchstep_services.database.models import Action
-from watchstep_services.rule_addresses import action_key, host_of, shown_key, without_addresses
+from watchstep_services.core.rule_addresses import action_key, host_of, shown_key, without_addresses
+from watchstep_services.db.models import Action
 
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"

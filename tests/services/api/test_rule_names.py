@@ -11,9 +11,9 @@ from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services import rule_configs
-from watchstep_services.database.models import Run
-from watchstep_services.registration import register
+from watchstep_services.db.models import Run
+from watchstep_services.runs import rule_configs
+from watchstep_services.runs.registration import register
 
 HOOKS = [{"webhook": "https://chat.example.com/"}]
 ASKED = RuleConfig.model_validate({"rule": "non_finite_values", "name": "mine", "actions": HOOKS})

@@ -15,8 +15,8 @@ from watchstep.format.control import ControlDocument
 from watchstep.platform.process import ProcessIdentity
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
-from watchstep_services.database.models import Run
-from watchstep_services.settings import NANOSECONDS
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.db.models import Run
 
 RUNS = "/v1/projects/vision/runs"
 STOPS = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
@@ -126,7 +126,7 @@ def test_an_announcement_is_answered_with_the_control_document(api: Api, folder_
     run_id = 1
     api.driven.settle(run_id)
     (action,) = api.driven.actions(run_id)
-    from watchstep_services.dispatcher.dispatch import dispatch
+    from watchstep_services.dispatch.dispatch import dispatch
 
     dispatch(api.driven.service, action.id)
     answer = api.call("POST", place, announcement(key), role="recorder").json()
@@ -266,7 +266,7 @@ def test_a_bad_announcement_is_told(api: Api, changes: dict[str, Any], said: str
 def test_a_fault_of_the_service_shows_no_stack_trace(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from watchstep_services.api import runs
+    from watchstep_services.api.routes import runs
 
     def fails(*_arguments: object) -> None:
         raise ZeroDivisionError

@@ -32,9 +32,9 @@ from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
 from watchstep_rules.custom.sql.query import Limits, QueryError, errors_of_queries
 from watchstep_services.api.app import create_app
-from watchstep_services.api.problems import RefusedError
 from watchstep_services.api.queries import opened as opened_module
 from watchstep_services.api.queries.slots import Slots
+from watchstep_services.api.schemas.problems import RefusedError
 
 RUN = "/v1/projects/vision/runs/run-1"
 GRADIENT = "second.weight:gradient"

@@ -21,13 +21,13 @@ from watchstep.errors import StoreError
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_services.api.app import create_app
-from watchstep_services.database.models import Run
-from watchstep_services.dispatcher.dispatch import dispatch
-from watchstep_services.dispatcher.receivers.reach import AddressRefusedError
-from watchstep_services.evaluator import attempts
+from watchstep_services.core.egress import AddressRefusedError
+from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.db.models import Run
+from watchstep_services.dispatch.dispatch import dispatch
+from watchstep_services.runs import attempts
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.stores.opening import open_place
-from watchstep_services.stores.place import Registration, StorePlace
 
 
 @pytest.fixture

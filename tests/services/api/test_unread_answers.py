@@ -19,9 +19,9 @@ from tests.services.jobs import eventually
 from tests.services.recording import Recording
 from watchstep.format.layout import SnapshotKey
 from watchstep.store.store import Store
-from watchstep_services.api.problems import RefusedError
-from watchstep_services.api.unread import UnreadBytes
-from watchstep_services.tokens import create_token
+from watchstep_services.api.middleware.unread import UnreadBytes
+from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.auth.tokens import create_token
 
 SIZE = 24 * 1024 * 1024
 VALUES = np.arange(SIZE // 4, dtype=np.int32)

@@ -14,12 +14,12 @@ import pytest
 from anyio import to_thread
 
 from tests.services.api.conftest import Api
-from tests.services.dispatcher.receivers.http_server import http_server, stall
+from tests.services.channels.http_server import http_server, stall
 from watchstep_rules.custom.sandbox.pool import POOL, BusyError
 from watchstep_rules.custom.sandbox.process import StartError
 from watchstep_rules.custom.sql import rule as sql_rule
 from watchstep_rules.custom.sql.process import SqlProgram, checked
-from watchstep_services.tokens import Role
+from watchstep_services.auth.tokens import Role
 
 RUNS = "/v1/projects/vision/runs"
 RULE = {"rule": "sql", "name": "mine", "params": {"query": "SELECT tensor FROM statistics WHERE l2 > 7"}}
@@ -190,7 +190,7 @@ def test_checks_of_a_store_take_few_threads(api: Api, monkeypatch: pytest.Monkey
         assert released.wait(60)
         return []
 
-    monkeypatch.setattr("watchstep_services.api.projects.check_store", blocking)
+    monkeypatch.setattr("watchstep_services.api.routes.projects.check_store", blocking)
     at = "/v1/projects/vision/check"
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(api.call, "POST", at) for _ in range(2)]

@@ -16,13 +16,12 @@ from tests.services.redis import Broker, running_redis
 from watchstep.errors import ConfigError
 from watchstep.store.store import Store
 from watchstep_services.cli.app import app
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.database.models import ProjectStore
-from watchstep_services.database.schema import downgrade, prepare, status, upgrade
-from watchstep_services.registration import register
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import known_variables, load_settings, unknown_variables
+from watchstep_services.db.engine import Database, open_database
+from watchstep_services.db.models import ProjectStore
+from watchstep_services.db.schema import downgrade, prepare, status, upgrade
+from watchstep_services.runs.registration import register
 from watchstep_services.tenancy.stores import own_store
-from watchstep_services.unknown_variables import known_variables, unknown_variables
 
 
 @pytest.fixture(scope="module")

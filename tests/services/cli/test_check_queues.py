@@ -14,8 +14,8 @@ from celery import Celery
 
 from tests.services.redis import Broker, running_redis
 from watchstep_services.checks.queues import check_queues
+from watchstep_services.core.settings import load_settings
 from watchstep_services.scheduler.messages import QUEUE, URGENT
-from watchstep_services.settings import load_settings
 
 pytestmark = pytest.mark.slow
 

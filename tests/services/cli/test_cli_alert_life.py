@@ -17,10 +17,10 @@ from watchstep.platform.transport import RefusedError
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.cli.app import app
-from watchstep_services.database.models import Standing
-from watchstep_services.registration import register
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import load_settings
+from watchstep_services.db.models import Standing
+from watchstep_services.runs.registration import register
+from watchstep_services.serve.embedded import EmbeddedService
 
 MINE = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
 

@@ -10,9 +10,9 @@ import pytest
 from tests.services.cli.typed import typed
 from tests.services.recording import PROJECT, Recording, exploding_from, nan_from
 from watchstep.store.store import Store
-from watchstep_services.embedded_settings import settings_for
-from watchstep_services.registration import register
-from watchstep_services.scheduler.embedded import EmbeddedService
+from watchstep_services.core.settings import settings_for
+from watchstep_services.runs.registration import register
+from watchstep_services.serve.embedded import EmbeddedService
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ import httpx
 
 from tests.services.jobs import eventually
 from tests.services.redis import free_port
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.schema import upgrade
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.schema import upgrade
 
 ASKED = 'watchstep_http_request_seconds_count{method="GET",route="/healthz",status="2xx"}'
 
@@ -98,9 +98,9 @@ for word in ("api", "worker", "scheduler"):
     else:
         sys.exit("it started")
 # prometheus_client decides at its import whether figures are shared: they are not yet.
-assert not {"watchstep_services.cli.app", "prometheus_client", "fastapi", "celery"} & set(sys.modules)
+assert not {"watchstep_services.cli.runs", "prometheus_client", "fastapi", "celery"} & set(sys.modules)
 import watchstep_services.scheduler.celery_client
-assert not {"sqlalchemy", "fastapi", "pyarrow", "watchstep_services.service"} & set(sys.modules)
+assert not {"sqlalchemy", "fastapi", "pyarrow", "watchstep_services.service.context"} & set(sys.modules)
 """
 
 

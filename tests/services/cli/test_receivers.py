@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.services.dispatcher.receivers.http_server import HttpServer, http_server, status
+from tests.services.channels.http_server import HttpServer, http_server, status
+from watchstep_services.channels.receiver_file import schema_text
+from watchstep_services.channels.webhook import signing_key
 from watchstep_services.cli.app import app
-from watchstep_services.dispatcher.receivers.receiver_file import schema_text
-from watchstep_services.dispatcher.receivers.webhook import signing_key
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 FILE = """
 receivers:

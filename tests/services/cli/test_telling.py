@@ -5,15 +5,15 @@ from typing import Any
 
 from sqlalchemy import update
 
-from tests.services.dispatcher.receiver import receiving
+from tests.services.dispatch.receiver import receiving
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.cli.telling import Teller
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Action, RuleConfigRow
-from watchstep_services.dispatcher.dispatch import dispatch
+from watchstep_services.cli.console_lines import Teller
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Action, RuleConfigRow
+from watchstep_services.dispatch.dispatch import dispatch
 
 
 def ill(step: int, name: str) -> float:

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from watchstep.errors import ServiceError, WatchstepError
+from watchstep_services.auth.tokens import create_token
 from watchstep_services.cli.app import app
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
-from watchstep_services.tokens import create_token
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, ServiceError
 from watchstep.store.store import Store
+from watchstep_services.auth.tokens import create_token, id_of, identify
 from watchstep_services.cli.app import app
-from watchstep_services.database.engine import Database, open_database
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
-from watchstep_services.tokens import create_token, id_of, identify
+from watchstep_services.core.settings import load_settings
+from watchstep_services.db.engine import Database, open_database
+from watchstep_services.serve.embedded import EmbeddedService
 
 
 def created(*arguments: str) -> str:

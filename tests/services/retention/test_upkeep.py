@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select, update
 
-from tests.services.dispatcher.grouping.test_notifying import rule, told_by
 from tests.services.driving import Driven
+from tests.services.notify.test_notifying import rule, told_by
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep import open_run
 from watchstep.errors import StoreError
@@ -14,7 +14,7 @@ from watchstep.format import documents, journal
 from watchstep.format.documents import AttemptDocument
 from watchstep.reading.journal import read_journal
 from watchstep.store.store import Store
-from watchstep_services.database.models import (
+from watchstep_services.db.models import (
     Action,
     AlertGroup,
     Base,
@@ -26,18 +26,18 @@ from watchstep_services.database.models import (
     Tick,
     Upkeep,
 )
-from watchstep_services.database.records import add_action
-from watchstep_services.evaluator.discover import discover
-from watchstep_services.evaluator.journal import unwritten, write_journal
-from watchstep_services.evaluator.lifecycle import advance_run
-from watchstep_services.registration import discover_runs
+from watchstep_services.db.records import add_action
+from watchstep_services.evaluation.journal import unwritten, write_journal
 from watchstep_services.retention import upkeep as upkeeping
 from watchstep_services.retention.deletion import delete_rows
-from watchstep_services.retention.groups import IDLE_NS, purge_groups
+from watchstep_services.retention.policy import IDLE_NS, purge_groups
 from watchstep_services.retention.upkeep import upkeep
+from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.lifecycle import advance_run
+from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler import work
 from watchstep_services.scheduler.sweep import find_due
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
 

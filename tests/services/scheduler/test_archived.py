@@ -11,9 +11,9 @@ import pytest
 
 from watchstep import Hook, open_run
 from watchstep.capture.config import Bounds, CaptureConfig
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
-from watchstep_services.tokens import create_token
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 CONFIG = CaptureConfig(
     collections={"losses": CaptureConfig().chosen["losses"]}, system=None, bounds=Bounds(close_seconds=60)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from tests.services.driving import RULES, Driven
-from watchstep_services.backtests import request_backtest
-from watchstep_services.registration import register
+from watchstep_services.evaluation.backtests import request_backtest
+from watchstep_services.runs.registration import register
 from watchstep_services.scheduler import queue
 from watchstep_services.scheduler.queue import WorkQueue
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 
 def test_a_project_with_many_backtests_delays_that_of_another_by_one_run(

@@ -16,11 +16,11 @@ from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule_files import rule_file
-from watchstep_services import registration
-from watchstep_services.database.models import RuleConfigRow, Run
-from watchstep_services.registration import discover_runs
+from watchstep_services.db.models import RuleConfigRow, Run
+from watchstep_services.runs import registration
+from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler.sweep import sweep
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 BAD: list[dict[str, Any]] = [
     {"rule": "non_finite_values", "tensors": {"include": "a{99999999999}"}},

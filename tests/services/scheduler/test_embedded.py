@@ -18,13 +18,12 @@ from watchstep.errors import ConfigError, MissingStoreError
 from watchstep.format.control import ControlDocument
 from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.models import Action, Event, Run
-from watchstep_services.dispatcher.receivers.sealing import open_sealed_database
-from watchstep_services.evaluator.claim import claim
-from watchstep_services.scheduler.embedded import EmbeddedService, pause_before
-from watchstep_services.scheduler.leases import end_leases
-from watchstep_services.settings import NANOSECONDS, Settings, load_settings
+from watchstep_services.core.settings import NANOSECONDS, Settings, load_settings
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import Action, Event, Run
+from watchstep_services.db.sealing import open_sealed_database
+from watchstep_services.runs.claim import claim
+from watchstep_services.serve.embedded import EmbeddedService, end_leases, pause_before
 
 RUN = f"/v1/projects/{PROJECT}/runs/run-1"
 WAIT = 60.0

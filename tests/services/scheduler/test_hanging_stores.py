@@ -14,12 +14,12 @@ from tests.services.driving import Driven
 from tests.services.scheduler.test_looks import set_run
 from watchstep.errors import StoreError
 from watchstep.store import cloud
-from watchstep_services import metrics
-from watchstep_services.registration import register
+from watchstep_services.core.store_location import Registration
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.runs.registration import register
 from watchstep_services.scheduler.looks import do_looks
 from watchstep_services.scheduler.sweep import sweep
-from watchstep_services.stores.patience import Patience
-from watchstep_services.stores.place import Registration
+from watchstep_services.stores.bulkhead import Patience
 from watchstep_services.tenancy.projects import make_project
 from watchstep_services.tenancy.stores import register_store
 

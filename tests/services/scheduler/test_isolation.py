@@ -8,25 +8,25 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from tests.services.dispatcher.grouping.test_notifying import rule, told_by
 from tests.services.driving import Driven, make_service
+from tests.services.notify.test_notifying import rule, told_by
 from tests.services.postgres import Postgres
 from tests.services.recording import Recording, nan_from
 from watchstep.errors import StoreError
 from watchstep.store.store import Store
-from watchstep_services import metrics
-from watchstep_services.database.engine import open_database
-from watchstep_services.database.limits import Limits
-from watchstep_services.database.models import AlertGroup, Project, Run
-from watchstep_services.database.schema import upgrade
-from watchstep_services.dispatcher.grouping import flush as flushing
-from watchstep_services.evaluator import discover as discovering
-from watchstep_services.registration import discover_runs
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.db.engine import open_database
+from watchstep_services.db.limits import Limits
+from watchstep_services.db.models import AlertGroup, Project, Run
+from watchstep_services.db.schema import upgrade
+from watchstep_services.notify import flush as flushing
 from watchstep_services.retention.deletion import delete_rows
+from watchstep_services.runs import discovery as discovering
+from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler import looks
 from watchstep_services.scheduler import sweep as sweeping
 from watchstep_services.scheduler.sweep import find_due, sweep
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 
 def faults(of: str) -> float:

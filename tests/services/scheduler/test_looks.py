@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from tests.services.dispatcher.grouping.clock import Clock, open_with
 from tests.services.driving import Driven, make_service
+from tests.services.notify.clock import Clock, open_with
 from tests.services.recording import Recording, nan_from
 from watchstep.format import documents
 from watchstep.format.documents import AttemptDocument
 from watchstep.store.store import Store
-from watchstep_services import metrics
-from watchstep_services.api.announcements import pause_seconds
-from watchstep_services.database.clock import read_clock
-from watchstep_services.database.models import Run
-from watchstep_services.database.records import hint, put_segment
-from watchstep_services.evaluator import discover as discovering
-from watchstep_services.evaluator.lifecycle import advance_run
-from watchstep_services.registration import discover_runs
+from watchstep_services.api.routes.announcements import pause_seconds
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import Run
+from watchstep_services.db.records import hint, put_segment
+from watchstep_services.runs import discovery as discovering
+from watchstep_services.runs.lifecycle import advance_run
+from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler.looks import AT_ONCE, do_looks, look, take
 from watchstep_services.scheduler.sweep import find_due, note_asked, sweep
-from watchstep_services.service import Service
-from watchstep_services.settings import NANOSECONDS
+from watchstep_services.service.context import Service
 
 
 def set_run(driven: Driven, run_id: int, **values: int) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from tests.services.dispatcher.receiver import receiving
+from tests.services.dispatch.receiver import receiving
 from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Action
-from watchstep_services.database.records import add_action
-from watchstep_services.dispatcher.dispatch import due_actions
-from watchstep_services.dispatcher.request import request_stop
-from watchstep_services.evaluator.discover import discover
-from watchstep_services.registration import register
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Action
+from watchstep_services.db.records import add_action
+from watchstep_services.dispatch.dispatch import due_actions
+from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.registration import register
+from watchstep_services.runs.stop_requests import request_stop
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.work import evaluate_longest_due
 

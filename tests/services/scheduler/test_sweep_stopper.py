@@ -9,9 +9,9 @@ import pytest
 
 from tests.services.recording import PROJECT, Recording, exploding_from, healthy
 from watchstep.integrations import trials
-from watchstep_services.database.models import Alert
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.core.settings import load_settings
+from watchstep_services.db.models import Alert
+from watchstep_services.serve.embedded import EmbeddedService
 
 pytest.importorskip("ray", reason="Ray is not installed: no trial of Ray Tune")
 

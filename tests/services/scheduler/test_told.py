@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.services.dispatcher.receivers.http_server import HttpServer, http_server, status
-from tests.services.dispatcher.receivers.smtp_server import SmtpServer, smtp_server
+from tests.services.channels.http_server import HttpServer, http_server, status
+from tests.services.channels.smtp_server import SmtpServer, smtp_server
 from tests.services.recording import Recording
 from watchstep.store.store import Store
-from watchstep_services.dispatcher.receivers.webhook import new_secret
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.channels.webhook import new_secret
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 
 WAIT = 60.0
 

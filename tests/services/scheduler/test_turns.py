@@ -7,11 +7,11 @@ import pytest
 
 from tests.services.jobs import eventually
 from tests.services.redis import Broker, free_port, running_redis
+from watchstep_services.core.settings import load_settings
 from watchstep_services.scheduler.celery_client import make_celery
 from watchstep_services.scheduler.messages import EVALUATE, QUEUE, URGENT
 from watchstep_services.scheduler.production import CeleryNotifier
 from watchstep_services.scheduler.turns import enough_wait, take_turn
-from watchstep_services.settings import load_settings
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from watchstep import Hook, open_run
 from watchstep.capture.config import Bounds, CaptureConfig
 from watchstep.capture.service import credentials
 from watchstep.errors import ConfigError
-from watchstep_services.scheduler.embedded import EmbeddedService
-from watchstep_services.settings import load_settings
+from watchstep_services.auth.tokens import create_token
+from watchstep_services.core.settings import load_settings
+from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.stores import role
-from watchstep_services.tokens import create_token
 
 ROLE = "arn:aws:iam::123456789012:role/watchstep"
 EVERYTHING = json.dumps(
@@ -65,7 +65,7 @@ def record(project: str, **arguments: Any) -> Hook:
 
 def given(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Attempts that credentials were lent for."""
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("api.credentials")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("routes.credentials")]
     assert all(line.startswith("credentials ASIA") for line in lines)
     return [line.split()[4] for line in lines]
 

@@ -18,7 +18,7 @@ from tests.services.stores.iam import Request, allowed
 from watchstep import Hook
 from watchstep.errors import ConfigError
 from watchstep.store.store import Entry, Store
-from watchstep_services.stores.place import Registration, StorePlace
+from watchstep_services.core.store_location import Registration, StorePlace
 from watchstep_services.stores.policies import MOST_CHARACTERS, attempt_policy, project_policy
 
 BUCKET = "arn:aws:s3:::acme-training"

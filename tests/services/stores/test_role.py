@@ -12,13 +12,12 @@ from tests.conftest import S3
 from watchstep.errors import ConfigError, StoreError
 from watchstep.store.cloud import S3Access
 from watchstep.store.store import Store
+from watchstep_services.core.store_location import Registration, StorePlace
 from watchstep_services.stores import role
 from watchstep_services.stores.checking import check_store, failed
 from watchstep_services.stores.opening import Stores
-from watchstep_services.stores.place import Registration, StorePlace
 from watchstep_services.stores.policies import project_policy
-from watchstep_services.stores.role import RoleCredentials
-from watchstep_services.stores.scoped import scoped_credentials
+from watchstep_services.stores.role import RoleCredentials, scoped_credentials
 
 ROLE = "arn:aws:iam::123456789012:role/watchstep"
 

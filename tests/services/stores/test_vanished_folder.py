@@ -10,8 +10,8 @@ import pytest
 from watchstep.errors import MissingStoreError, NotFoundError
 from watchstep.store.identity import MARKER, StoreIdentity
 from watchstep.store.store import Store
+from watchstep_services.core.store_location import Registration, StorePlace
 from watchstep_services.stores.opening import Stores
-from watchstep_services.stores.place import Registration, StorePlace
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from tests.services.jobs import STUBBORN, eventually, launch
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
-from watchstep_services.evaluator.lifecycle import advance_run
-from watchstep_services.registration import bind_job
+from watchstep_services.runs.lifecycle import advance_run
+from watchstep_services.runs.registration import bind_job
 from watchstep_services.tenancy.backends import allow_backends, register_backend
 
 

@@ -6,9 +6,9 @@ import sqlalchemy as sa
 from sqlalchemy import select
 
 from watchstep_launch.backend import JobHandle
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import JobHolder, Project, StoreRow
-from watchstep_services.database.schema import downgrade, upgrade
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import JobHolder, Project, StoreRow
+from watchstep_services.db.schema import downgrade, upgrade
 from watchstep_services.tenancy.backends import backends_of
 from watchstep_services.tenancy.jobs import digest_of
 

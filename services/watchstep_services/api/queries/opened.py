@@ -14,7 +14,7 @@ from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.schemas.problems import RefusedError
 
 _ENTRIES = 16
 _MOST_BYTES = 512 * 1024 * 1024

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.schemas.problems import RefusedError
 
 
 class Slots:

@@ -16,7 +16,7 @@ from watchstep.reading.run import Run
 from watchstep.reading.sql import scan_for
 from watchstep_rules.custom.sandbox.process import StartError
 from watchstep_rules.custom.sql.process import Answer, Question, Source, select
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.schemas.problems import RefusedError
 
 _MOST_TRIES = 3
 """A compaction that replaces what is read begins the query anew; one that is at it all the time ends it."""

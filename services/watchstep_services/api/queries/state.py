@@ -17,7 +17,7 @@ from watchstep.store.store import Store
 from watchstep_services.api.lookup import damaged_segments, run_store
 from watchstep_services.api.queries.opened import OpenedRuns
 from watchstep_services.api.queries.slots import Slots
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 _TOTAL = 8
 """Queries of a process that are under way at once: each takes a thread, and the others' requests need some too."""

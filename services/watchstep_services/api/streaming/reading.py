@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from watchstep_services.database.engine import Database
-from watchstep_services.database.models import Event, Run
-from watchstep_services.rule_addresses import without_addresses
+from watchstep_services.core.rule_addresses import without_addresses
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Event, Run
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from watchstep_services.api.problems import RefusedError
+from watchstep_services.api.schemas.problems import RefusedError
 from watchstep_services.api.streaming.tail import Tail
-from watchstep_services.service import Service
+from watchstep_services.service.context import Service
 
 _RETRY_SECONDS = 5
 

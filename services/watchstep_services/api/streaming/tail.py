@@ -11,7 +11,7 @@ from anyio import move_on_after
 from starlette.concurrency import run_in_threadpool
 
 from watchstep_services.api.streaming.reading import Sent, Wanted, last_number, read_after
-from watchstep_services.database.engine import Database
+from watchstep_services.db.engine import Database
 
 POLL_SECONDS = 0.5
 _HELD = 256

@@ -1,0 +1,233 @@
+"""Who may do what: every route is denied unless its token's role and project allow it.
+
+The check stands before the application, so that nothing of a request is read for somebody who may not make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from watchstep.format.layout import run_prefix
+from watchstep_services.api.lookup import unknown_run
+from watchstep_services.api.middleware.direct import Direct
+from watchstep_services.api.middleware.known_tokens import KnownTokens
+from watchstep_services.api.middleware.policies import Policy, Routes, open_to_all, permits, policy_of
+from watchstep_services.api.middleware.rate_limits import RateLimits
+from watchstep_services.api.middleware.request_limits import check_head, check_length, limited
+from watchstep_services.api.schemas.problems import RefusedError, answer_to
+from watchstep_services.api.schemas.query_names import check_query
+from watchstep_services.auth.roles import PERMISSIONS, Identity, Permission
+from watchstep_services.auth.tokens import identify
+from watchstep_services.service.context import Service
+
+__all__ = ["Caller", "Gate", "Served", "document_token", "open_to_all", "permits"]
+
+_IDENTITY = "watchstep.identity"
+_bearer = HTTPBearer(auto_error=False, description="A Watchstep token.")
+
+
+@dataclass(frozen=True)
+class _Admitted:
+    route: Route
+    policy: Policy
+    values: dict[str, Any]
+
+
+class Gate:
+    """ASGI: lets a request through to its route, or answers why not.
+
+    Args:
+        app: what stands behind.
+        service: whose tokens count.
+        routes: all that there are.
+        limits: how often may be asked.
+        known: tokens that were looked up a moment ago.
+        direct: what answers the good requests of some endpoints.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        routes: Routes,
+        limits: RateLimits,
+        known: KnownTokens,
+        direct: Mapping[object, Direct[Any]],
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._routes = routes
+        self._limits = limits
+        self._known = known
+        self._direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # nothing here speaks anything else; the server ends the connection
+        try:
+            admitted = await self._admit(scope)
+        except Exception as error:  # noqa: BLE001 - no handler of the application stands around this
+            await answer_to(Request(scope), error)(scope, receive, send)
+            return
+        receive = limited(receive, admitted.policy.most_bytes)
+        direct = self._direct.get(admitted.route.endpoint)
+        if direct is None:
+            await self._app(scope, receive, send)
+        else:
+            scope["route"] = admitted.route
+            await direct.answer(scope, receive, send, admitted.values, self._app)
+
+    async def _admit(self, scope: Scope) -> _Admitted:
+        """Let a request in."""
+        check_head(scope)
+        route, values, methods = self._routes.find(scope)
+        endpoint = None if route is None else route.endpoint
+        policy = policy_of(endpoint)
+        if policy is None or policy.permission is not None:
+            permission = None if policy is None else policy.permission
+            token = _shown_token(scope)
+            identity = self._known.find(token)
+            if identity is None:
+                identity = await run_in_threadpool(self._identify, scope, token, permission)
+            elif not self._limits.spared(identity, permission):
+                await run_in_threadpool(self._limits.take, identity, permission)
+            if endpoint is None:
+                _refuse_unknown(scope, methods)
+            if policy is None or policy.permission is None:
+                raise RefusedError(403, "the address has no policy", "report it: nobody may use it")
+            _check(identity, policy, policy.permission, values)
+            scope[_IDENTITY] = identity
+        elif policy.counted:
+            await run_in_threadpool(self._limits.note_open, address_of(scope))
+        check_length(scope, policy.most_bytes)
+        if route is not None:
+            check_query(scope, route)
+        assert route is not None, "what has a policy is a route"
+        return _Admitted(route, policy, values)
+
+    def _identify(self, scope: Scope, token: str, permission: Permission | None) -> Identity:
+        address = address_of(scope)
+        self._limits.check_address(address, token)
+        began = self._known.now()
+        identity = identify(self._service.database, token) if token else None
+        if identity is None:
+            self._limits.note_failure(address)
+            raise RefusedError(
+                401,
+                "no token, or one that is not known, was revoked or has expired",
+                "send a valid one as bearer token; the command line and the client take it from WATCHSTEP_TOKEN",
+            )
+        self._known.keep(token, identity, began)
+        self._limits.note_success(token)
+        self._limits.take(identity, permission)
+        return identity
+
+
+def address_of(scope: Scope) -> str:
+    """Where a request comes from."""
+    client = scope.get("client")
+    return str(client[0]) if client else "of a socket"
+
+
+def _shown_token(scope: Scope) -> str:
+    scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:
+    if methods:
+        raise RefusedError(
+            405,
+            f"Method {scope['method']}: Not Allowed here",
+            f"use one of: {', '.join(sorted(methods))}",
+            {"allow": ", ".join(sorted(methods))},
+        )
+    raise RefusedError(
+        404, f"address {scope['path']!r}: Not Found", "see /docs for the addresses and methods"
+    )
+
+
+def _check(identity: Identity, policy: Policy, permission: Permission, values: dict[str, Any]) -> None:
+    if not identity.may(permission):
+        roles = [role for role, held in PERMISSIONS.items() if permission in held]
+        raise RefusedError(
+            403,
+            f"a token of role {identity.role} may not {permission}",
+            f"use a token of role {' or '.join(roles)}",
+        )
+    if identity.project is None:
+        return
+    if "project" not in values and policy.all_projects:
+        raise RefusedError(
+            403,
+            f"the token belongs to project {identity.project!r}, and this is of all projects",
+            "use a token of all projects",
+        )
+    if "project" in values and values["project"] != identity.project:
+        raise RefusedError(
+            403,
+            f"the token belongs to project {identity.project!r}, not {values['project']!r}",
+            "use a token of that project",
+        )
+    if identity.run is not None:
+        _check_run(identity.project, identity.run, policy, values)
+
+
+def _check_run(project: str, own: str, policy: Policy, values: dict[str, Any]) -> None:
+    """For a token of one run no other exists, whatever there is."""
+    if "run" in values and "project" in values:
+        run_prefix(project, values["run"])
+        if values["run"] != own:
+            raise unknown_run(project, values["run"])
+    elif not policy.run_in_body:
+        raise RefusedError(
+            403,
+            f"the token belongs to run {own!r}, and this is of the whole project",
+            "use a token of the project",
+        )
+
+
+def identity_of(scope: Scope) -> Identity | None:
+    """Who makes a request that was let in; None where no token was asked for."""
+    identity = scope.get(_IDENTITY)
+    assert identity is None or isinstance(identity, Identity)
+    return identity
+
+
+def service_of(request: Request) -> Service:
+    """The service behind the application."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+async def _served(request: Request) -> Service:
+    # Coroutines, this and the others that do nothing: what is none is called in a thread, which costs more than it does.
+    return service_of(request)
+
+
+async def _caller(request: Request) -> Identity:
+    identity = request.scope.get(_IDENTITY)
+    assert isinstance(identity, Identity), "an endpoint that asks who calls must not be open to all"
+    return identity
+
+
+async def document_token(_: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> None:
+    """Tells the OpenAPI document that a token is asked for; `Gate` has looked at it already."""
+
+
+Caller = Annotated[Identity, Depends(_caller)]
+Served = Annotated[Service, Depends(_served)]

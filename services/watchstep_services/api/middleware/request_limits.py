@@ -1,0 +1,108 @@
+"""How large a request may be: its address, its headers, its body, and how deep the body's JSON may nest.
+
+Servers have limits of their own, but not all of them, and not the same ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope
+
+from watchstep_services.api.schemas.problems import RefusedError
+
+MOST_PATH = 4 * 1024
+MOST_QUERY = 16 * 1024
+MOST_HEADERS = 100
+MOST_HEADER_BYTES = 32 * 1024
+MOST_BODY = 1024 * 1024
+MOST_DEPTH = 64
+"""More than any document of ours has, and far less than what the interpreter can follow."""
+
+MOST_CONTAINERS = 50_000
+"""Lists and objects of a body. A rule file of a thousand rules has some thousands; each costs time that no other request gets."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+
+_STEPS = np.zeros(256, dtype=np.int8)
+_STEPS[[ord("["), ord("{")]] = 1
+_STEPS[[ord("]"), ord("}")]] = -1
+
+
+def check_head(scope: Scope) -> None:
+    """Refuse an address or headers that are too large.
+
+    Raises:
+        RefusedError: 414 or 431.
+    """
+    for what, size, most in (
+        ("path", len(scope.get("raw_path") or scope["path"]), MOST_PATH),
+        ("query", len(scope["query_string"]), MOST_QUERY),
+    ):
+        if size > most:
+            raise RefusedError(
+                414, f"{what} of {size} bytes, over the limit of {most}", "ask for less at once"
+            )
+    headers = scope["headers"]
+    size = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > MOST_HEADERS or size > MOST_HEADER_BYTES:
+        raise RefusedError(
+            431,
+            f"{len(headers)} headers of {size} bytes, over the limit of {MOST_HEADERS} and {MOST_HEADER_BYTES}",
+            "send fewer or shorter ones",
+        )
+
+
+def check_length(scope: Scope, most: int) -> None:
+    """Refuse a body that says that it is too large.
+
+    Raises:
+        RefusedError: 413.
+    """
+    said = Headers(scope=scope).get("content-length", "")
+    if said.isascii() and said.isdigit() and int(said[:20]) > most:
+        raise RefusedError(413, *_too_large(most))
+
+
+def limited(receive: Receive, most: int) -> Receive:
+    """Receives a body of so many bytes at the most, and of so much depth, whatever was said of its length.
+
+    The receiver raises an `HTTPException`: it is what every reader of a body lets pass.
+    """
+    body = bytearray()
+
+    async def receive_limited() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            body.extend(message.get("body", b""))
+            if len(body) > most:
+                body.clear()
+                raise HTTPException(413, ": ".join(_too_large(most)))
+            if message.get("more_body", False):
+                return message
+            if depth_of(bytes(body)) > MOST_DEPTH:
+                raise HTTPException(
+                    422, f"body: nests more than {MOST_DEPTH} deep: nothing that this service takes does"
+                )
+            if body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:
+                raise HTTPException(
+                    422, f"body: more than {MOST_CONTAINERS} lists and objects: send less at once"
+                )
+        return message
+
+    return receive_limited
+
+
+def depth_of(body: bytes) -> int:
+    """How deep lists and objects nest in JSON; of what is none, a bound."""
+    if body.count(b"[") + body.count(b"{") <= MOST_DEPTH:
+        return 0  # as good as any depth that is allowed
+    signs = np.frombuffer(_STRING.sub(b"", body), dtype=np.uint8)
+    return max(0, int(np.cumsum(_STEPS[signs], dtype=np.int32).max(initial=0)))
+
+
+def _too_large(most: int) -> tuple[str, str]:
+    return f"body over the limit of {most} bytes", "send less at once"

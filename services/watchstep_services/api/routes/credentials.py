@@ -1,0 +1,58 @@
+"""Credentials for recorders: of one attempt, for an hour."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, Field
+
+from watchstep.format.layout import attempt_document, run_prefix
+from watchstep_services.api.middleware.access import Served, permits
+from watchstep_services.stores.role import scoped_credentials
+from watchstep_services.tenancy.projects import open_project
+
+router = APIRouter(
+    prefix="/v1/projects/{project}/runs/{run}/attempts/{attempt}/credentials", tags=["recording"]
+)
+_log = logging.getLogger(__name__)
+
+
+class CredentialsOutput(BaseModel):
+    """AWS credentials that write one attempt, and nothing else."""
+
+    access_key_id: str
+    secret_access_key: str
+    session_token: str
+    expires_at: datetime = Field(description="RFC 3339. Ask again some minutes before.")
+    store: str = Field(description="URL that holds <project>/<run>/; they are good for nothing else.")
+    region: str
+    endpoint: str
+
+
+@router.post("", summary="Get credentials for an attempt")
+@permits("record")
+def post_attempt_credentials(
+    project: str, run: str, attempt: str, service: Served, response: Response
+) -> CredentialsOutput:
+    """Of the role that is registered for the project's store, for what a recorder of this attempt writes."""
+    run_prefix(project, run)
+    attempt_document(attempt)
+    with service.database.read() as session:
+        place = open_project(session, project).place
+    given = scoped_credentials(place, run, attempt)
+    response.headers["cache-control"] = "no-store"
+    _log.info(
+        "credentials %s for attempt %s of %s/%s until %s",
+        given.access_key_id, attempt, project, run, given.expires_at.isoformat(),
+    )  # fmt: skip
+    return CredentialsOutput(
+        access_key_id=given.access_key_id,
+        secret_access_key=given.secret_access_key,
+        session_token=given.session_token,
+        expires_at=given.expires_at,
+        store=place.location,
+        region=place.registration.region,
+        endpoint=place.registration.endpoint,
+    )

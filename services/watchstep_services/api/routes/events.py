@@ -1,0 +1,172 @@
+"""Events as CloudEvents: listed, and as they come, of a run or of all runs of a project."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from watchstep.format.layout import check_name
+from watchstep_services.api.lookup import find_run
+from watchstep_services.api.middleware.access import Caller, Served, permits
+from watchstep_services.api.schemas.filters import Since, Until, Word, between, one_of
+from watchstep_services.api.schemas.models import EventList
+from watchstep_services.api.schemas.paging import Order, Paged, Paging
+from watchstep_services.api.streaming.reading import Wanted
+from watchstep_services.api.streaming.response import EventStream, Followed
+from watchstep_services.api.streaming.streams import Streaming
+from watchstep_services.auth.tokens import identify
+from watchstep_services.core.events import CloudEvent
+from watchstep_services.core.rule_addresses import without_addresses
+from watchstep_services.db.models import Event, Run
+from watchstep_services.service.context import Service
+
+router = APIRouter(prefix="/v1/projects/{project}", tags=["events"])
+
+_PLACE = 2**62
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Events as they come: `id` is the place to resume from, `event` the type, `data` a CloudEvent.",
+        "content": {
+            "text/event-stream": {
+                "schema": {"type": "string"},
+                "example": "id: 7\nevent: watchstep.alert.firing\ndata: {…}\n\n",
+            }
+        },
+    }
+}
+
+After = Annotated[int, Query(ge=0, lt=_PLACE, description="Only events after this place.")]
+Types = Annotated[
+    list[Annotated[Word, Query(max_length=64)]] | None,
+    Query(
+        alias="type", max_length=20, description="Only of these types.", examples=[["watchstep.alert.firing"]]
+    ),
+]
+LastEventId = Annotated[
+    int | None,
+    Header(
+        alias="Last-Event-ID",
+        ge=0,
+        lt=_PLACE,
+        description="The id of the last event that was seen; now if left out.",
+    ),
+]
+
+
+@router.get("/runs/{run}/events", summary="List events of a run")
+@permits("read")
+def list_run_events(
+    project: str,
+    run: str,
+    service: Served,
+    paging: Paged,
+    after: After = 0,
+    types: Types = None,
+    since: Since = None,
+    until: Until = None,
+) -> EventList:
+    """Events of a run in the order in which they came."""
+    with service.database.read() as session:
+        of_run = Event.run_id == find_run(session, project, run).id
+        return _list(session, paging, after, [of_run, *_chosen(types, since, until)])
+
+
+@router.get("/events", summary="List events of a project")
+@permits("read")
+def list_events(
+    project: str,
+    service: Served,
+    paging: Paged,
+    after: After = 0,
+    types: Types = None,
+    since: Since = None,
+    until: Until = None,
+) -> EventList:
+    """Events of all runs of a project in the order in which they came."""
+    check_name("project", project)
+    of_project = Event.run_id.in_(select(Run.id).where(Run.project == project))
+    with service.database.read() as session:
+        return _list(session, paging, after, [of_project, *_chosen(types, since, until)])
+
+
+@router.get(
+    "/runs/{run}/events/stream",
+    summary="Follow the events of a run",
+    responses=_STREAM,
+    response_class=Response,
+)
+@permits("read")
+async def follow_run_events(
+    project: str,
+    run: str,
+    request: Request,
+    service: Served,
+    caller: Caller,
+    streams: Streaming,
+    types: Types = None,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Server-sent events of one run; see the stream of a project."""
+    run_id = await run_in_threadpool(_run_id, service, project, run)
+    return _stream(
+        request, streams, (project, caller.token), Wanted(run_id, frozenset(types or ())), last_event_id
+    )
+
+
+@router.get(
+    "/events/stream", summary="Follow the events of a project", responses=_STREAM, response_class=Response
+)
+@permits("read")
+async def follow_events(
+    project: str,
+    request: Request,
+    caller: Caller,
+    streams: Streaming,
+    types: Types = None,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Server-sent events of all runs of a project, from now on or after the event that Last-Event-ID names.
+
+    Whoever resumes by the last id misses none and sees none twice. A comment comes every 15 seconds where nothing else does;
+    a client that takes nothing for 20 seconds is dropped.
+    """
+    check_name("project", project)
+    return _stream(
+        request, streams, (project, caller.token), Wanted(None, frozenset(types or ())), last_event_id
+    )
+
+
+def _stream(
+    request: Request, streams: Streaming, who: tuple[str, str], wanted: Wanted, after: int | None
+) -> EventStream:
+    secret = request.headers.get("authorization", "").partition(" ")[2].strip()
+    database = request.app.state.service.database
+
+    async def allowed() -> bool:
+        return await run_in_threadpool(identify, database, secret) is not None
+
+    streams.enter(*who)
+    return EventStream(streams, Followed(*who, wanted, after, allowed))
+
+
+def _run_id(service: Service, project: str, run: str) -> int:
+    with service.database.read() as session:
+        return find_run(session, project, run).id
+
+
+def _chosen(types: Sequence[str] | None, since: str | None, until: str | None) -> list[ColumnElement[bool]]:
+    return [*one_of(Event.type, types), *between(Event.created_ns, since, until)]
+
+
+def _list(session: Session, paging: Paging, after: int, conditions: list[ColumnElement[bool]]) -> EventList:
+    rows, token = paging.fetch(session, Event, [Event.number > after, *conditions], Order(Event.number))
+    return EventList(
+        events=[CloudEvent.model_validate(without_addresses(held.event)) for held in rows],
+        after=rows[-1].number if rows else after,
+        next_page_token=token,
+    )

@@ -1,0 +1,42 @@
+"""Whether the service lives, and whether it can work."""
+
+from __future__ import annotations
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Request
+
+from watchstep.errors import WatchstepError
+from watchstep_services.api.middleware.access import Served, open_to_all
+from watchstep_services.api.schemas.models import Health
+from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.service.context import Service
+
+router = APIRouter(tags=["health"])
+
+READINESS_THREADS = 2
+"""Threads that ask database and store. They are not of the pool that requests share, which may be occupied."""
+
+
+@router.get("/healthz", summary="Is the process alive?")
+@open_to_all(counted=False)
+async def healthz() -> Health:
+    """Alive."""
+    return Health(status="ok")
+
+
+@router.get("/readyz", summary="Can it work?")
+@open_to_all(counted=False)
+async def readyz(request: Request, service: Served) -> Health:
+    """Whether database and store answer."""
+    threads = request.app.state.readiness_threads
+    assert isinstance(threads, CapacityLimiter)
+    try:
+        await to_thread.run_sync(_check, service, limiter=threads)
+    except WatchstepError as error:
+        raise RefusedError(503, error.what, error.mend) from error
+    return Health(status="ok")
+
+
+def _check(service: Service) -> None:
+    service.database.check()
+    service.stores.open(service.settings.store)

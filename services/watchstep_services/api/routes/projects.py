@@ -1,0 +1,161 @@
+"""Projects: made and put on stores by admins of all projects."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy.orm import Session
+
+from watchstep.format.layout import check_name
+from watchstep_services.api.middleware.access import Caller, Served, permits
+from watchstep_services.api.middleware.idempotency import Once
+from watchstep_services.api.middleware.work_slots import Working
+from watchstep_services.api.routes.stores import StoreCheck, check_output
+from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
+from watchstep_services.api.schemas.problems import RefusedError, documented
+from watchstep_services.auth.roles import Identity
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import Project
+from watchstep_services.stores.checking import check_store
+from watchstep_services.tenancy.backends import allow_backends, backends_of
+from watchstep_services.tenancy.conflict import ConflictError
+from watchstep_services.tenancy.projects import find_project, make_project, move_project
+from watchstep_services.tenancy.stores import find_store
+
+router = APIRouter(prefix="/v1/projects", tags=["projects"])
+
+
+class ProjectInput(BaseModel):
+    """A project to make."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        json_schema_extra={"examples": [{"name": "vision", "store": "team-a", "backends": []}]},
+    )
+
+    name: str = Field(max_length=128, description="1 to 128 letters, digits, '.', '_' or '-'.")
+    store: str = Field(max_length=128, description="Name of a registered store.")
+    prefix: str = Field("", max_length=512, description="Below the store; runs lie in <prefix>/<name>/.")
+    backends: list[str] = Field(
+        default_factory=list, max_length=100, description="Registered backends its jobs may run on."
+    )
+    description: str = Field("", max_length=2000)
+
+
+class ProjectChange(BaseModel):
+    """What shall be otherwise; what is left out stays."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", json_schema_extra={"examples": [{"archived": True}]}
+    )
+
+    store: str | None = Field(
+        None, max_length=128, description="Name of a registered store. Nothing is moved: copy it first."
+    )
+    prefix: str | None = Field(None, max_length=512, description="Below the store.")
+    backends: list[str] | None = Field(None, max_length=100, description="These and no others.")
+    description: str | None = Field(None, max_length=2000)
+    archived: bool | None = Field(None, description="An archived project takes no new runs.")
+
+
+class ProjectOutput(BaseModel):
+    """A project."""
+
+    name: str
+    description: str
+    store: str = Field(description="Name of its store.")
+    prefix: str
+    location: str = Field(description="What holds its runs.")
+    backends: list[str] = Field(description="Those that its jobs may run on.")
+    created_ns: int
+    archived_ns: int | None
+
+
+class ProjectList(PageOutput):
+    """Projects by name."""
+
+    projects: list[ProjectOutput]
+
+
+@router.get("", summary="List projects")
+@permits("read")
+def list_projects(service: Served, caller: Caller, paging: Paged) -> ProjectList:
+    """Those that the token may see, by name."""
+    mine = () if caller.project is None else (Project.name == caller.project,)
+    with service.database.read() as session:
+        rows, following = paging.fetch(session, Project, mine, Order(Project.name))
+        return ProjectList(projects=[_shown(session, row) for row in rows], next_page_token=following)
+
+
+@router.post("", summary="Make a project", status_code=201, dependencies=[Once], responses=documented(409))
+@permits("administer")
+def post_project(body: ProjectInput, service: Served) -> ProjectOutput:
+    """On a registered store, apart from all other projects."""
+    check_name("project", body.name)
+    with service.database.write() as session:
+        store = find_store(session, body.store)
+        if not make_project(session, body.name, store, body.prefix, body.description):
+            raise ConflictError(f"project {body.name!r}: there already", "change it, or choose another name")
+        allow_backends(session, body.name, body.backends)
+        return _shown(session, find_project(session, body.name))
+
+
+@router.get("/{project}", summary="Look at a project")
+@permits("read")
+def get_project(project: str, service: Served) -> ProjectOutput:
+    """Where its runs lie, and where its jobs may run."""
+    with service.database.read() as session:
+        return _shown(session, find_project(session, project))
+
+
+@router.patch("/{project}", summary="Change or archive a project", responses=documented(409))
+@permits("administer")
+def patch_project(project: str, body: ProjectChange, service: Served, caller: Caller) -> ProjectOutput:
+    """An admin of the project may change what it says of itself; of all projects, all of it."""
+    if {"store", "prefix", "backends", "archived"} & body.model_fields_set:
+        _refuse_own(caller)
+    with service.database.write() as session:
+        row = find_project(session, project)
+        if body.store is not None or body.prefix is not None:
+            store = row.placed.store if body.store is None else find_store(session, body.store)
+            move_project(session, row, store, row.placed.prefix if body.prefix is None else body.prefix)
+        if body.backends is not None:
+            allow_backends(session, project, body.backends)
+        if body.description is not None:
+            row.description = body.description
+        if body.archived is not None:
+            row.archived_ns = (row.archived_ns or read_clock(session)) if body.archived else None
+        session.flush()
+        return _shown(session, row)
+
+
+@router.post("/{project}/check", summary="Try a project's store")
+@permits("operate")
+def post_project_check(project: str, service: Served, slots: Working) -> StoreCheck:
+    """Take its role, list, write, read, create and delete an object of its own, where its runs lie."""
+    with service.database.read() as session:
+        place = find_project(session, project).place
+    with slots.store_checks.taken(project):
+        return check_output(check_store(place.registration, place.prefix, place.project))
+
+
+def _refuse_own(caller: Identity) -> None:
+    """Else an admin of one project could put it where another's objects lie, or onto another's backend."""
+    if caller.project is not None:
+        raise RefusedError(
+            403, "the token is of one project; stores and backends are of all", "use a token of all projects"
+        )
+
+
+def _shown(session: Session, row: Project) -> ProjectOutput:
+    return ProjectOutput(
+        name=row.name,
+        description=row.description,
+        store=row.placed.store.name,
+        prefix=row.placed.prefix,
+        location=row.place.location,
+        backends=[backend.name for backend in backends_of(session, row.name)],
+        created_ns=row.created_ns,
+        archived_ns=row.archived_ns,
+    )

@@ -1,0 +1,224 @@
+"""Runs: register, list, look at, stop, bind to a job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep.format.layout import check_name
+from watchstep_launch.backend import JobHandle
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs
+from watchstep_services.api.lookup import find_run, unknown_run
+from watchstep_services.api.middleware.access import Caller, Served, permits
+from watchstep_services.api.middleware.idempotency import Once
+from watchstep_services.api.middleware.work_slots import Working
+from watchstep_services.api.routes.attempts import job_output
+from watchstep_services.api.routes.rule_states import rules_of
+from watchstep_services.api.schemas.filters import Phase, Since, States, Until, between, one_of
+from watchstep_services.api.schemas.models import (
+    AlertCounts,
+    ControlData,
+    JobBinding,
+    JobInput,
+    RunInput,
+    RunList,
+    RunOutput,
+    RunSummary,
+    StopInput,
+    StopOutput,
+)
+from watchstep_services.api.schemas.paging import Order, Paged
+from watchstep_services.api.schemas.problems import RefusedError, documented
+from watchstep_services.auth.roles import Identity
+from watchstep_services.core.events import run_url
+from watchstep_services.db.models import Alert, Attempt, Run
+from watchstep_services.runs import registration
+from watchstep_services.runs.grants import allow
+from watchstep_services.runs.registration import bind_job, register
+from watchstep_services.runs.rule_configs import Origin
+from watchstep_services.runs.stop_requests import Asked, request_stop
+from watchstep_services.service.context import Service
+from watchstep_services.tenancy.jobs import bound_job
+
+router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
+
+
+@router.post("", summary="Register a run")
+@permits("record", run_in_body=True)
+def register_run(project: str, body: RunInput, service: Served, caller: Caller, slots: Working) -> RunOutput:
+    """Make a run known, before or after it is on the store. Safe to repeat.
+
+    The owner's rules judge it as well. The rules that are asked for stop nothing that an operator has not allowed them to:
+    what they would have stopped is recorded.
+    """
+    if caller.run is not None:
+        _hold_to_its_run(service, project, body.run, caller.run)
+    operator = caller.may("operate")
+    if body.job is not None and not operator:
+        raise RefusedError(
+            403, "a recorder token may not bind a job", "bind the job at launch, or with an operator's token"
+        )
+    if body.allow_stop and not operator:
+        raise RefusedError(
+            403, "a recorder token may not allow a stop", "have an operator do it: watchstep rules allow-stop"
+        )
+    if body.job is not None and not body.attempt:
+        raise ConfigError("attempt: none is named for the job", "name the attempt that the job is")
+    if body.attempt:
+        check_name("attempt", body.attempt)
+    if not operator:
+        registration.check_counts(body.rules)
+    with no_programs("" if operator else NOT_FROM_RECORDERS):
+        rules = slots.checked_rules(project, body.rules)
+    job = _handle(body.job) if body.job is not None else None  # refused before anything is written
+    origin: Origin = "operator" if operator else "recorder"
+    run_id = register(service, project, body.run, rules, origin, caller.token if operator else "")
+    if body.allow_stop:
+        _allow(service, project, rules, caller.who, body.allow_stop)
+    if job is not None:
+        bind_job(service, run_id, body.attempt, job, caller.role)
+    service.notifier.run_changed(run_id)
+    return _read(service, project, body.run, caller)
+
+
+@router.get("", summary="List runs")
+@permits("read")
+def list_runs(
+    project: str,
+    service: Served,
+    paging: Paged,
+    states: States = None,
+    alerts: Annotated[
+        list[Phase] | None,
+        Query(alias="alert", max_length=4, description="Only runs with an alert in one of these phases."),
+    ] = None,
+    since: Since = None,
+    until: Until = None,
+) -> RunList:
+    """Runs of a project, the newest first."""
+    check_name("project", project)
+    conditions = [Run.project == project, *one_of(Run.state, states), *between(Run.created_ns, since, until)]
+    if alerts:
+        conditions.append(Run.id.in_(select(Alert.run_id).where(Alert.phase.in_(alerts))))
+    with service.database.read() as session:
+        rows, token = paging.fetch(session, Run, conditions, Order(Run.id, descending=True))
+        counted = _counts(session, [row.id for row in rows])
+    runs = [RunSummary(**_summary(service, row, counted[row.id])) for row in rows]
+    return RunList(runs=runs, next_page_token=token)
+
+
+@router.get("/{run}", summary="Look at a run")
+@permits("read")
+def get_run(project: str, run: str, service: Served, caller: Caller) -> RunOutput:
+    """State, alerts, job, rules and health of a run."""
+    return _read(service, project, run, caller)
+
+
+@router.post(
+    "/{run}/stop", summary="Stop a run", status_code=202, dependencies=[Once], responses=documented(409)
+)
+@permits("operate")
+def stop_run(project: str, run: str, body: StopInput, service: Served, caller: Caller) -> StopOutput:
+    """Ask the workers to stop, then end the job. An attempt is stopped once, however often it is asked.
+
+    Where a stop came to nothing, as with no job bound yet, and the attempt goes on, asking again tries again.
+    """
+    with service.database.write() as session:
+        row = find_run(session, project, run)
+        attempt = check_name("attempt", body.attempt or row.attempt) if body.attempt or row.attempt else ""
+        if not attempt:
+            raise ConfigError(f"run {project}/{run}: has no attempt yet", "stop it when it has begun")
+        known = session.execute(select(Attempt.id).filter_by(run_id=row.id, attempt=attempt)).first()
+        if known is None:
+            raise NotFoundError(f"attempt {attempt!r}: not known", f"the newest is {row.attempt!r}")
+        because, asked = ("", body.reason), Asked(caller.who)
+        action = request_stop(session, service.base_url, row.id, attempt, because, asked)
+    if action is not None:
+        service.notifier.action_due(action)
+    return StopOutput(accepted=action is not None, attempt=attempt)
+
+
+@router.put("/{run}/job", summary="Bind a job")
+@permits("operate")
+def put_job(project: str, run: str, body: JobBinding, service: Served, caller: Caller) -> RunOutput:
+    """Say which job an attempt is, so that it can be stopped."""
+    with service.database.read() as session:
+        row = find_run(session, project, run)
+    attempt = body.attempt or row.attempt
+    if not attempt:
+        raise ConfigError(f"run {project}/{run}: has no attempt yet", "name the attempt that the job is")
+    bind_job(service, row.id, attempt, _handle(body.job), caller.role)
+    return _read(service, project, run, caller)
+
+
+def _hold_to_its_run(service: Service, project: str, run: str, own: str) -> None:
+    """For a token of one run there is no other; nor does it make that one anew after it was deleted.
+
+    Raises:
+        BadNameError: the name cannot be one.
+        NotFoundError: it is another, or is gone.
+    """
+    check_name("run", run)
+    if run != own:
+        raise unknown_run(project, run)
+    with service.database.read() as session:
+        find_run(session, project, run)
+
+
+def _allow(service: Service, project: str, rules: tuple[RuleConfig, ...], who: str, reason: str) -> None:
+    with service.database.write() as session:
+        for config in rules:
+            if config.stops:
+                allow(session, project, config, who, reason)
+
+
+def _handle(job: JobInput) -> JobHandle:
+    return JobHandle(job.backend, job.id, job.identity)
+
+
+def _read(service: Service, project: str, run: str, caller: Identity) -> RunOutput:
+    with service.database.read() as session:
+        row = find_run(session, project, run)
+        bound = bound_job(session, row.id, row.attempt)
+        return RunOutput(
+            **_summary(service, row, _counts(session, [row.id])[row.id]),
+            control=ControlData.model_validate(row.control),
+            job=None if bound is None else job_output(bound.row),
+            rules=rules_of(service, session, row, caller),
+            health=row.health,
+        )
+
+
+def _counts(session: Session, run_ids: Sequence[int]) -> dict[int, AlertCounts]:
+    found = (
+        select(Alert.run_id, Alert.phase, Alert.severity, func.count())
+        .where(Alert.run_id.in_(run_ids), Alert.phase.in_(("pending", "firing", "resolved")))
+        .group_by(Alert.run_id, Alert.phase, Alert.severity)
+    )
+    counts: dict[int, Counter[str]] = {run_id: Counter() for run_id in run_ids}
+    for run_id, phase, severity, number in session.execute(found):
+        counts[run_id][phase] += int(number)
+        if phase == "firing" and severity == "info":
+            counts[run_id]["notes"] += int(number)
+    return {run_id: AlertCounts(**by_phase) for run_id, by_phase in counts.items()}
+
+
+def _summary(service: Service, row: Run, alerts: AlertCounts) -> dict[str, Any]:
+    return {
+        "project": row.project,
+        "run": row.run,
+        "url": run_url(service.base_url, row.project, row.run),
+        "state": row.state,
+        "attempt": row.attempt,
+        "last_step": row.last_step,
+        "created_ns": row.created_ns,
+        "ended_ns": row.ended_ns,
+        "alerts": alerts,
+    }

@@ -1,0 +1,335 @@
+"""Snapshots of a run: which there are, what is in them, and the tensors themselves, in pieces of a bounded size."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Header, Path, Query, Response
+from fastapi.responses import StreamingResponse
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.format.layout import SNAPSHOTS, SnapshotKey, check_name
+from watchstep.format.snapshot import DTYPES, Snapshot, Stored, open_snapshot, widened
+from watchstep.format.statistics import StatisticsBatch, merge_rows
+from watchstep.format.tensors import Mode
+from watchstep.kernels.array_kernel import measure_array
+from watchstep.store.store import Store
+from watchstep_services.api.middleware.access import permits
+from watchstep_services.api.queries.answers import Numbers, numbers
+from watchstep_services.api.queries.state import Asking
+from watchstep_services.api.queries.tensor_summary import FIGURES, FiguresOutput
+from watchstep_services.api.schemas.filters import Word
+from watchstep_services.api.schemas.paging import Paged, PageOutput
+from watchstep_services.api.schemas.problems import RefusedError, documented
+
+router = APIRouter(
+    prefix="/v1/projects/{project}/runs/{run}/snapshots", tags=["snapshots"], responses=documented(502)
+)
+
+MEDIA_TYPE = "application/octet-stream"
+_MEGABYTE = 1024 * 1024
+_SAMPLE = 32
+_PART = 4 * _MEGABYTE
+_MEASURED = 1024 * 1024
+"""Elements that are widened and measured at once."""
+"""Of a tensor that is sent as its client reads; a part is what a slow client holds."""
+
+_RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The snapshot that a path names."""
+
+    project: str
+    run: str
+    key: SnapshotKey
+
+
+async def _place(
+    project: str,
+    run: str,
+    attempt: Annotated[str, Path(max_length=128)],
+    worker: Annotated[int, Path(ge=0, lt=2**31)],
+    step: Annotated[int, Path(ge=0, lt=2**59)],
+    mode: Mode,
+) -> Place:
+    return Place(project, run, SnapshotKey(check_name("attempt", attempt), worker, step, mode))
+
+
+Placed = Annotated[Place, Depends(_place)]
+Name = Annotated[
+    Word, Query(min_length=1, max_length=1024, description="Of the tensor.", examples=["conv1.weight"])
+]
+
+_RAW: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": text,
+        "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        "headers": {
+            "X-Watchstep-Dtype": {
+                "schema": {"type": "string"},
+                "description": "By safetensors' names: F32, BF16, …",
+            },
+            "X-Watchstep-Shape": {
+                "schema": {"type": "string"},
+                "description": "Separated by commas; empty for a scalar.",
+            },
+            "Accept-Ranges": {"schema": {"type": "string"}},
+        },
+    }
+    for status, text in ((200, "Its bytes, little-endian and row-major."), (206, "The bytes of the Range."))
+}
+
+
+class SnapshotEntry(BaseModel):
+    """A snapshot."""
+
+    attempt: str
+    worker: int
+    step: int
+    mode: str
+    bytes: int
+
+
+class SnapshotList(PageOutput):
+    """Snapshots by attempt, worker and step."""
+
+    snapshots: list[SnapshotEntry]
+
+
+class StoredTensor(BaseModel):
+    """A tensor of a snapshot."""
+
+    name: str
+    dtype: str = Field(description="By safetensors' names: F32, BF16, F8_E4M3, …")
+    shape: list[int]
+    bytes: int = Field(description="Of its elements.")
+    compressed: bool
+
+
+class SnapshotOutput(SnapshotEntry):
+    """A snapshot and what is in it."""
+
+    metadata: dict[str, str]
+    tensors: list[StoredTensor]
+    missing: int = Field(description="Tensors that did not fit into the writer's memory.")
+
+
+class TensorSummary(StoredTensor):
+    """A tensor's figures, and its first elements."""
+
+    figures: FiguresOutput
+    first: Numbers = Field(description=f"Its first {_SAMPLE} elements; null where not finite.")
+
+
+@router.get("", summary="List snapshots")
+@permits("read")
+def list_snapshots(project: str, run: str, asking: Asking, paging: Paged) -> SnapshotList:
+    """Which full tensors were kept: of which step, by whom."""
+    with asking.looked_at(project, run) as store:
+        held = sorted(_held(store, asking.budget().check))
+    entries = [_entry(key, size) for key, size in held]
+    shown, token = paging.fetch_sorted([(k.attempt, k.worker, k.step, k.mode) for k, _ in held], entries)
+    return SnapshotList(snapshots=shown, next_page_token=token)
+
+
+@router.get("/{attempt}/{worker}/{step}/{mode}", summary="Look at a snapshot")
+@permits("read")
+def get_snapshot(place: Placed, asking: Asking) -> SnapshotOutput:
+    """Its tensors, with their types and shapes."""
+    key = place.key
+    with asking.looked_at(place.project, place.run) as store:
+        snapshot = open_snapshot(store, key.path)
+        size = store.size(key.path)
+    return SnapshotOutput(
+        **_entry(key, size).model_dump(),
+        metadata=snapshot.metadata,
+        tensors=[_stored(name, stored) for name, stored in snapshot.tensors.items()],
+        missing=snapshot.missing,
+    )
+
+
+@router.get(
+    "/{attempt}/{worker}/{step}/{mode}/tensor",
+    summary="Read a tensor's bytes",
+    response_class=Response,
+    responses={**_RAW, **documented(416)},
+)
+@permits("read")
+def get_tensor(
+    place: Placed,
+    name: Name,
+    asking: Asking,
+    range_: Annotated[
+        str | None, Header(alias="Range", max_length=100, description="bytes=FIRST-LAST")
+    ] = None,
+) -> Response:
+    """Its elements as they were, little-endian and row-major; a piece of them where a Range asks for it."""
+    key = place.key
+    with asking.looked_at(place.project, place.run) as store:
+        snapshot = open_snapshot(store, key.path)
+        stored = _of(snapshot, name)
+        size = _bytes(stored)
+        start, end = _asked(range_, size)
+        _bounded(end - start, asking.service.settings.tensor_mb, "a smaller Range")
+        whole = stored.packed is not None or end - start <= _PART
+        first = end if whole else start + _PART
+        content = _content(store, snapshot, name, (start, first), asking.service.settings.tensor_mb)
+    headers = {
+        "x-watchstep-dtype": _dtype(stored),
+        "x-watchstep-shape": ",".join(map(str, _shape(stored))),
+        "accept-ranges": "bytes",
+        "etag": f'"{hashlib.sha256(f"{key.path} {name}".encode()).hexdigest()[:32]}"',
+        "cache-control": "private, max-age=3600, immutable",
+    }
+    status = 200 if range_ is None else 206
+    if range_ is not None:
+        headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
+    if whole:
+        return Response(content, status, headers, MEDIA_TYPE)
+    headers["content-length"] = str(end - start)
+    parts = _parts(content, partial(_plain, store, snapshot.key, stored), (first, end), asking.part_threads)
+    return StreamingResponse(parts, status, headers, MEDIA_TYPE)
+
+
+@router.get("/{attempt}/{worker}/{step}/{mode}/summary", summary="Look at a tensor")
+@permits("read")
+def get_tensor_summary(place: Placed, name: Name, asking: Asking) -> TensorSummary:
+    """Its figures, computed of all elements, and its first elements."""
+    key = place.key
+    with asking.looked_at(place.project, place.run) as store:
+        snapshot = open_snapshot(store, key.path)
+        stored = _of(snapshot, name)
+        _bounded(_bytes(stored), asking.service.settings.tensor_mb, "its bytes in pieces, by Range")
+        elements = snapshot.read(name).reshape(-1)
+        figures = _measured(elements, stored.dtype)
+        first = _real(elements[:_SAMPLE], stored.dtype)
+    return TensorSummary(
+        **_stored(name, stored).model_dump(),
+        figures=FiguresOutput(**{each: figure(figures) for each, figure in FIGURES.items()}),
+        first=numbers(first.astype(float)),
+    )
+
+
+def _measured(elements: NDArray[Any], dtype: str) -> StatisticsBatch:
+    """Statistics of elements as they are stored, piece by piece: widened they may take eight times the memory."""
+    starts = range(0, max(1, len(elements)), _MEASURED)
+    parts = [measure_array(_real(elements[start : start + _MEASURED], dtype)) for start in starts]
+    return merge_rows(StatisticsBatch.concatenate(parts), np.zeros(len(parts), np.intp), 1)
+
+
+def _real(elements: NDArray[Any], dtype: str) -> NDArray[Any]:
+    values = widened(elements, dtype)
+    return abs(values) if values.dtype.kind == "c" else values
+
+
+def _held(store: Store, check: Any) -> Iterator[tuple[SnapshotKey, int]]:
+    for entry in store.entries(SNAPSHOTS):
+        check()
+        try:
+            yield SnapshotKey.parse(entry.key), entry.size
+        except FormatError:
+            continue  # somebody else's object
+
+
+def _entry(key: SnapshotKey, size: int) -> SnapshotEntry:
+    return SnapshotEntry(attempt=key.attempt, worker=key.worker, step=key.step, mode=key.mode, bytes=size)
+
+
+def _dtype(stored: Stored) -> str:
+    return stored.packed.dtype if stored.packed is not None else stored.dtype
+
+
+def _shape(stored: Stored) -> tuple[int, ...]:
+    return stored.packed.shape if stored.packed is not None else stored.shape
+
+
+def _bytes(stored: Stored) -> int:
+    return math.prod(_shape(stored)) * DTYPES[_dtype(stored)].itemsize
+
+
+def _stored(name: str, stored: Stored) -> StoredTensor:
+    return StoredTensor(
+        name=name,
+        dtype=_dtype(stored),
+        shape=list(_shape(stored)),
+        bytes=_bytes(stored),
+        compressed=stored.packed is not None,
+    )
+
+
+def _of(snapshot: Snapshot, name: str) -> Stored:
+    stored = snapshot.tensors.get(name)
+    if stored is None:
+        snapshot.read(name)  # raises, and says why it is not there
+        raise NotFoundError(f"tensor {name!r}: not in the snapshot", "see its tensors")
+    return stored
+
+
+def _bounded(size: int, most_mb: int, instead: str) -> None:
+    if size > most_mb * _MEGABYTE:
+        raise RefusedError(
+            413,
+            f"{size} bytes: over the {most_mb} MiB of one answer",
+            f"ask for {instead}, or raise WATCHSTEP_TENSOR_MB",
+        )
+
+
+def _content(store: Store, snapshot: Snapshot, name: str, piece: tuple[int, int], most_mb: int) -> bytes:
+    stored = snapshot.tensors[name]
+    start, end = piece
+    if stored.packed is None:
+        return _plain(store, snapshot.key, stored, piece)
+    _bounded(_bytes(stored), most_mb, "an uncompressed snapshot: this one can only be unpacked whole")
+    return snapshot.read(name).tobytes()[start:end]
+
+
+def _plain(store: Store, key: str, stored: Stored, piece: tuple[int, int]) -> bytes:
+    start, end = piece
+    held = store.get_range(key, stored.start + start, end - start) if end > start else b""
+    if len(held) != end - start:
+        raise FormatError(f"snapshot {key}: a tensor is shorter than it was", "take another snapshot")
+    return held
+
+
+async def _parts(
+    content: bytes,
+    read: Callable[[tuple[int, int]], bytes],
+    rest: tuple[int, int],
+    threads: CapacityLimiter,
+) -> AsyncIterator[bytes]:
+    """A first part, and the rest as the client reads: each part is read when those before it are written."""
+    yield content
+    start, end = rest
+    while start < end:
+        content = await to_thread.run_sync(read, (start, min(end, start + _PART)), limiter=threads)
+        start += len(content)
+        yield content
+
+
+def _asked(text: str | None, size: int) -> tuple[int, int]:
+    """First byte and end of a Range; all where there is none."""
+    if text is None:
+        return 0, size
+    found = _RANGE.fullmatch(text.strip())
+    if found is None or not (found[1] or found[2]):
+        raise RefusedError(416, f"Range {text!r}: not one range of bytes", "write bytes=FIRST-LAST")
+    if not found[1]:
+        start, end = max(0, size - int(found[2])), size
+    else:
+        start = int(found[1])
+        end = min(size, int(found[2]) + 1) if found[2] else size
+    if start >= end:
+        raise RefusedError(416, f"Range {text!r}: the tensor has {size} bytes", "ask for a part of them")
+    return start, end

@@ -1,0 +1,1 @@
+"""Channels of notifications: a module for each kind of receiver, and what they share."""

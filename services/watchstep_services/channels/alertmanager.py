@@ -1,0 +1,94 @@
+"""Prometheus Alertmanager: alerts by its API, version 2, sent again for as long as they fire."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from watchstep_services.channels.notification import Notification, NotifiedAlert
+from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.posting import try_post
+from watchstep_services.channels.receiver import HttpAddress, Receiver
+from watchstep_services.channels.secret_fields import Secret
+from watchstep_services.channels.webhook import header_value
+from watchstep_services.core.due_action import Tried
+from watchstep_services.core.egress import parse_address
+from watchstep_services.core.events import rfc3339
+
+LIVES = 4
+"""An alert that is not sent again is taken for resolved after so many intervals, as Prometheus does it."""
+
+_NANOSECONDS = 1_000_000_000
+
+
+class AlertmanagerReceiver(Receiver):
+    """Posts alerts to an Alertmanager, which groups, silences and routes them itself."""
+
+    secret_fields: ClassVar[tuple[str, ...]] = ("authorization",)
+
+    kind: Literal["alertmanager"]
+    url: HttpAddress = Field(description="Of the Alertmanager, without /api/v2/alerts.")
+    authorization: Secret | None = Field(None, description="Sent as the header Authorization.")
+    resend_seconds: float = Field(
+        60.0,
+        ge=5,
+        le=3600,
+        description="How often alerts that fire are sent again; the route's times do not count.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _has_no_query(cls, url: str) -> str:
+        if "?" in url:
+            raise ValueError("the API's path is put behind it, so it has no query")
+        return url
+
+    @property
+    def destination(self) -> tuple[Any, ...]:
+        """The address."""
+        return (self.url,)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """That of the address."""
+        return (parse_address(self.url).host,)
+
+    def check_secret(self, field: str, secret: str) -> None:
+        """A header has visible characters."""
+        header_value(field, secret)
+
+
+def send(receiver: AlertmanagerReceiver, letter: Letter, outside: Outside) -> Tried:
+    """Post the alerts once."""
+    headers = {"Content-Type": "application/json"}
+    if "authorization" in outside.secrets:
+        headers["Authorization"] = header_value("authorization", outside.secret("authorization"))
+    body = json.dumps(alerts_of(letter.notification, receiver.resend_seconds, outside.now_ns)).encode()
+    address = parse_address(f"{receiver.url.rstrip('/')}/api/v2/alerts")
+    return try_post(outside, address, headers, body)
+
+
+def alerts_of(notification: Notification, resend_seconds: float, now_ns: int) -> list[dict[str, Any]]:
+    """The alerts as the Alertmanager takes them. Labels tell alerts apart, so nothing that changes is among them."""
+    ends_ns = now_ns + round(LIVES * resend_seconds * _NANOSECONDS)
+    return [_alert(notification, alert, ends_ns) for alert in notification.alerts]
+
+
+def _alert(notification: Notification, alert: NotifiedAlert, ends_ns: int) -> dict[str, Any]:
+    annotations = {"summary": alert.message, "step": str(alert.step), "event_id": alert.event_id}
+    if alert.explanation is not None:
+        annotations |= {"description": alert.explanation.as_text(), "where": alert.explanation.where}
+    starts_ns = alert.fired_ns or alert.since_ns
+    resolved_ns = alert.resolved_ns or notification.at_ns
+    # One that ended at the instant of its start would be refused.
+    ended_ns = max(resolved_ns, starts_ns + _NANOSECONDS) if alert.phase == "resolved" else ends_ns
+    labels = {**alert.labels, "alertname": alert.name, "attempt": alert.attempt}
+    return {
+        "labels": {name: value for name, value in labels.items() if value},
+        "annotations": {name: value for name, value in annotations.items() if value},
+        "startsAt": rfc3339(starts_ns),
+        "endsAt": rfc3339(ended_ns),
+        "generatorURL": notification.run_url,
+    }

@@ -1,0 +1,55 @@
+"""The kinds of receivers: how one is written, and how it is sent to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from watchstep_services.channels import alertmanager, eventbridge, mail, slack, sns, sqs, webhook
+from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.receiver import Receiver
+from watchstep_services.core.due_action import Tried
+
+Sender = Callable[[Any, Letter, Outside], Tried]
+"""Sends a letter once.
+
+It never waits for long: ``outside.seconds`` is for all of it. What it returns says whether it is tried again. Whatever else
+happens it raises, and it is tried again.
+"""
+
+AnyReceiver = Annotated[
+    webhook.WebhookReceiver
+    | slack.SlackReceiver
+    | mail.EmailReceiver
+    | sns.SnsReceiver
+    | sqs.SqsReceiver
+    | eventbridge.EventBridgeReceiver
+    | alertmanager.AlertmanagerReceiver,
+    Field(discriminator="kind"),
+]
+
+RECEIVER: TypeAdapter[AnyReceiver] = TypeAdapter(AnyReceiver, config=ConfigDict(hide_input_in_errors=True))
+
+_SENDERS: dict[type[Receiver], Sender] = {
+    webhook.WebhookReceiver: webhook.send,
+    slack.SlackReceiver: slack.send,
+    mail.EmailReceiver: mail.send,
+    sns.SnsReceiver: sns.send,
+    sqs.SqsReceiver: sqs.send,
+    eventbridge.EventBridgeReceiver: eventbridge.send,
+    alertmanager.AlertmanagerReceiver: alertmanager.send,
+}
+
+KINDS = tuple(_SENDERS)
+"""All kinds."""
+
+
+def send(receiver: Receiver, letter: Letter, outside: Outside) -> Tried:
+    """Send a letter to a receiver, once.
+
+    Raises:
+        WatchstepError: what the owner of the receiver can mend; it is tried again.
+    """
+    return _SENDERS[type(receiver)](receiver, letter, outside)

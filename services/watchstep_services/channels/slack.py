@@ -1,0 +1,106 @@
+"""Slack and what takes the same messages: Mattermost, Rocket.Chat, Discord's ``/slack`` addresses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from watchstep.errors import ConfigError
+from watchstep_services.channels.notification import NotifiedAlert
+from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.posting import try_post
+from watchstep_services.channels.receiver import Receiver
+from watchstep_services.channels.secret_fields import Secret
+from watchstep_services.core.due_action import Tried
+from watchstep_services.core.egress import Address, parse_address
+
+_HEADER = 150
+_SECTION = 2900
+_ALERTS = 10
+_COLOURS = {"critical": "#d0312d", "warning": "#e8a317", "info": "#4a7ebb"}
+_RESOLVED = "#2e8b57"
+
+
+class SlackReceiver(Receiver):
+    """Posts a message with blocks to an incoming webhook."""
+
+    secret_fields: ClassVar[tuple[str, ...]] = ("url",)
+
+    kind: Literal["slack"]
+    url: Secret = Field(description="The incoming webhook's address: who has it may post, so it is a secret.")
+
+    def check_secret(self, field: str, secret: str) -> None:  # noqa: ARG002 - there is one
+        """It is an address."""
+        _address(secret)
+
+
+def send(_receiver: SlackReceiver, letter: Letter, outside: Outside) -> Tried:
+    """Post the message once."""
+    body = json.dumps(message(letter)).encode()
+    return try_post(outside, _address(outside.secret("url")), {"Content-Type": "application/json"}, body)
+
+
+def message(letter: Letter) -> dict[str, Any]:
+    """The message: what, where, why, and how to see the evidence."""
+    told = letter.notification
+    blocks: list[dict[str, Any]] = [
+        {"type": "header", "text": {"type": "plain_text", "text": letter.title[:_HEADER], "emoji": False}}
+    ]
+    if letter.worded:
+        blocks.append(_section(_escape(letter.text)))
+    else:
+        blocks += [_section(_told(alert)) for alert in told.alerts[:_ALERTS]]
+        if len(told.alerts) > _ALERTS:
+            blocks.append(_section(f"and {len(told.alerts) - _ALERTS} more"))
+    blocks.append(
+        {
+            "type": "context",
+            "elements": [
+                {
+                    "type": "mrkdwn",
+                    "text": f"`{_escape(told.command)}` · {_link(told.run_url, 'in the API')} · {_escape(told.id)}",
+                }
+            ],
+        }
+    )
+    colour = _RESOLVED if told.status == "resolved" else _COLOURS.get(told.alerts[0].severity, "#808080")
+    return {"text": _escape(letter.title), "attachments": [{"color": colour, "blocks": blocks}]}
+
+
+def _told(alert: NotifiedAlert) -> str:
+    lines = [f"*{_escape(alert.name)}* ({_escape(alert.severity)}) {alert.phase} at step {alert.step}"]
+    explained = alert.explanation
+    if explained is None or alert.message != explained.seen:
+        lines.append(_escape(alert.message))
+    if explained is not None:
+        lines += [
+            f"*What* {_escape(explained.seen)}",
+            f"*Where* {_escape(explained.where)}",
+            f"*Against* {_escape(explained.against)}",
+        ]
+        for head, sentences in (("Usually", explained.usual_causes), ("Try", explained.what_to_try)):
+            if sentences:
+                lines.append(f"*{head}* {_escape(' '.join(sentences))}")
+    return "\n".join(lines)
+
+
+def _section(text: str) -> dict[str, Any]:
+    return {"type": "section", "text": {"type": "mrkdwn", "text": text[:_SECTION] or " "}}
+
+
+def _link(url: str, words: str) -> str:
+    return f"<{_escape(url).replace('|', '%7C')}|{words}>"
+
+
+def _escape(text: str) -> str:
+    """What Slack asks for: names come from training programs, and none may ping a channel or make a link."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _address(secret: str) -> Address:
+    try:
+        return parse_address(secret)
+    except ValueError as error:
+        raise ConfigError(f"secret 'url': {error}", "give the address of an incoming webhook") from None

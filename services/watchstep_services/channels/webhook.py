@@ -1,0 +1,126 @@
+"""A webhook: CloudEvents in structured mode, signed as Standard Webhooks says (https://www.standardwebhooks.com)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from watchstep.errors import ConfigError
+from watchstep_services.channels.notification import within
+from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.posting import try_post
+from watchstep_services.channels.receiver import HttpAddress, Receiver
+from watchstep_services.channels.secret_fields import Secret
+from watchstep_services.core.due_action import Tried
+from watchstep_services.core.egress import parse_address
+from watchstep_services.core.events import MEDIA_TYPE
+
+SECRET_PREFIX = "whsec_"  # noqa: S105 - what secrets begin with
+MOST_BYTES = 1_000_000
+_SECRET_BYTES = (24, 64)
+_NANOSECONDS = 1_000_000_000
+
+
+class WebhookReceiver(Receiver):
+    """Posts a CloudEvent to an address."""
+
+    secret_fields: ClassVar[tuple[str, ...]] = ("secret", "previous_secret", "authorization")
+
+    kind: Literal["webhook"]
+    url: HttpAddress
+    secret: Secret | None = Field(
+        None, description="Signs what is sent: `whsec_` and 24 to 64 bytes in base64. Unsigned without."
+    )
+    previous_secret: Secret | None = Field(
+        None, description="Signs as well, as long as the other side may still hold it."
+    )
+    authorization: Secret | None = Field(
+        None, description="Sent as the header Authorization, e.g. `Bearer …`."
+    )
+
+    @property
+    def destination(self) -> tuple[Any, ...]:
+        """The address."""
+        return (self.url,)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """That of the address."""
+        return (parse_address(self.url).host,)
+
+    def check_secret(self, field: str, secret: str) -> None:
+        """A signing secret has a form; a header has visible characters."""
+        if field == "authorization":
+            header_value(field, secret)
+        else:
+            signing_key(secret)
+
+
+def send(receiver: WebhookReceiver, letter: Letter, outside: Outside) -> Tried:
+    """Post the event once."""
+    body = within(letter.event, MOST_BYTES)
+    keys = [
+        signing_key(outside.secret(name)) for name in ("secret", "previous_secret") if name in outside.secrets
+    ]
+    headers = webhook_headers(letter.notification.id, outside.now_ns, body, keys)
+    if "authorization" in outside.secrets:
+        headers["Authorization"] = header_value("authorization", outside.secret("authorization"))
+    return try_post(outside, parse_address(receiver.url), headers, body)
+
+
+def webhook_headers(event_id: str, now_ns: int, body: bytes, keys: list[bytes]) -> dict[str, str]:
+    """Headers of a CloudEvent: its type, its id and when it is sent, and, where there are keys, a signature by each."""
+    seconds = now_ns // _NANOSECONDS
+    headers = {"Content-Type": MEDIA_TYPE, "webhook-id": event_id, "webhook-timestamp": str(seconds)}
+    if keys:
+        headers["webhook-signature"] = " ".join(signature(key, event_id, seconds, body) for key in keys)
+    return headers
+
+
+def signature(key: bytes, event_id: str, seconds: int, body: bytes) -> str:
+    """One signature: of id, time and body."""
+    signed = hmac.new(key, f"{event_id}.{seconds}.".encode() + body, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(signed).decode()}"
+
+
+def new_secret() -> str:
+    """A secret to sign with."""
+    return SECRET_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+
+
+def signing_key(secret: str) -> bytes:
+    """The bytes that a secret signs with.
+
+    Raises:
+        ConfigError: it is none; the message does not repeat it.
+    """
+    prefix, _, written = secret.partition("_")
+    try:
+        key = base64.b64decode(written, validate=True) if f"{prefix}_" == SECRET_PREFIX else b""
+    except binascii.Error:
+        key = b""
+    if not _SECRET_BYTES[0] <= len(key) <= _SECRET_BYTES[1]:
+        raise ConfigError(
+            f"a signing secret must be {SECRET_PREFIX} and 24 to 64 bytes in base64",
+            "make one with 'watchstep receivers new-secret'",
+        )
+    return key
+
+
+def header_value(name: str, secret: str) -> str:
+    """A secret as a header.
+
+    Raises:
+        ConfigError: it has characters that no header has; the message does not repeat it.
+    """
+    if not secret.isascii() or not secret.isprintable():
+        raise ConfigError(
+            f"secret {name!r}: has characters that no header has", "use visible ASCII characters"
+        )
+    return secret

@@ -1,0 +1,1 @@
+"""Settings, events and telemetry: what every part of the service needs."""

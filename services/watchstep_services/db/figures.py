@@ -1,0 +1,143 @@
+"""What stands in the database, for Prometheus: queues, runs, alerts. Read when it asks, and no more often than a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Action, Alert, Backtest, Run, Segment
+
+_FRESH_SECONDS = 2.0
+
+FIGURES: dict[str, tuple[tuple[str, ...], str]] = {
+    "watchstep_database_up": ((), "Whether the database answered."),
+    "watchstep_runs": (("state",), "Runs, by state."),
+    "watchstep_queue_length": (
+        ("queue",),
+        "What is due and nobody has taken: `runs` to evaluate, `actions` to try, `backtests` to go on with.",
+    ),
+    "watchstep_queue_age_seconds": (
+        ("queue",),
+        "How long what was due first has waited. Workers are scaled by that of `runs`.",
+    ),
+    "watchstep_segments_waiting": ((), "Segments that were announced or found, and not judged yet."),
+    "watchstep_segments_waiting_age_seconds": ((), "How long the oldest of them has waited."),
+    "watchstep_actions_pending": (("kind",), "Actions that are not over yet, due or not, by kind."),
+    "watchstep_alerts": (("phase", "severity"), "Alerts that are pending or firing, by severity."),
+}
+
+
+class DatabaseFigures(Collector):
+    """The figures of one database. Several processes that answer for the same one all say the same: take the largest.
+
+    Thread-safe. A database that does not answer gives ``watchstep_database_up 0``, and nothing else.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._read: list[GaugeMetricFamily] = []
+        self._at = float("-inf")
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """The names, without asking the database."""
+        yield from (_family(name) for name in FIGURES)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The figures, at most two seconds old."""
+        with self._lock:
+            if time.monotonic() - self._at > _FRESH_SECONDS:
+                self._read = self._ask()
+                self._at = time.monotonic()
+            yield from self._read
+
+    def _ask(self) -> list[GaugeMetricFamily]:
+        up = _family("watchstep_database_up")
+        try:
+            with self._database.read() as session:
+                found = [*_runs(session), *_queues(session), *_segments(session), *_others(session)]
+        except SQLAlchemyError:
+            up.add_metric([], 0)
+            return [up]
+        up.add_metric([], 1)
+        return [up, *found]
+
+
+def _family(name: str) -> GaugeMetricFamily:
+    labels, meaning = FIGURES[name]
+    return GaugeMetricFamily(name, meaning, labels=labels)
+
+
+def _grouped(session: Session, name: str, statement: Any) -> GaugeMetricFamily:
+    """A figure from rows of labels, the last of them the value."""
+    family = _family(name)
+    for *labels, value in session.execute(statement).all():
+        family.add_metric([str(label) for label in labels], float(value or 0))
+    return family
+
+
+def _runs(session: Session) -> Iterator[GaugeMetricFamily]:
+    yield _grouped(session, "watchstep_runs", select(Run.state, func.count()).group_by(Run.state))
+
+
+def _queues(session: Session) -> Iterator[GaugeMetricFamily]:
+    lengths, ages = _family("watchstep_queue_length"), _family("watchstep_queue_age_seconds")
+    now = read_clock(session)
+    queues: dict[str, tuple[ColumnElement[Any], ColumnElement[bool]]] = {
+        "runs": (
+            Run.due_ns.expression,
+            (Run.due_ns.is_not(None)) & (Run.due_ns <= now_ns()) & (Run.lease_until_ns <= now_ns()),
+        ),
+        "actions": (Action.next_ns.expression, (Action.state == "pending") & (Action.next_ns <= now_ns())),
+        "backtests": (
+            case((Backtest.lease_until_ns > 0, Backtest.lease_until_ns), else_=Backtest.created_ns),
+            (Backtest.state != "done") & (Backtest.lease_until_ns <= now_ns()),
+        ),
+    }
+    for queue, (since, due) in queues.items():
+        length, oldest = session.execute(select(func.count(), func.min(since)).where(due)).one()
+        lengths.add_metric([queue], length)
+        ages.add_metric([queue], 0.0 if oldest is None else max(0.0, (now - int(oldest)) / NANOSECONDS))
+    yield lengths
+    yield ages
+
+
+def _segments(session: Session) -> Iterator[GaugeMetricFamily]:
+    # Whatever has a segment to judge is due, now or later, or being judged: so no index over all segments is needed.
+    open_runs = select(Run.id).where(Run.due_ns.is_not(None) | (Run.lease_until_ns > 0))
+    count, oldest = session.execute(
+        select(func.count(), func.min(Segment.found_ns)).where(
+            Segment.run_id.in_(open_runs), Segment.state == "announced"
+        )
+    ).one()
+    waiting, age = _family("watchstep_segments_waiting"), _family("watchstep_segments_waiting_age_seconds")
+    waiting.add_metric([], count)
+    age.add_metric([], 0.0 if oldest is None else max(0.0, (read_clock(session) - int(oldest)) / NANOSECONDS))
+    yield waiting
+    yield age
+
+
+def _others(session: Session) -> Iterator[GaugeMetricFamily]:
+    yield _grouped(
+        session,
+        "watchstep_actions_pending",
+        select(Action.kind, func.count()).where(Action.state == "pending").group_by(Action.kind),
+    )
+    yield _grouped(
+        session,
+        "watchstep_alerts",
+        select(Alert.phase, Alert.severity, func.count())
+        .where(Alert.phase.in_(("pending", "firing")))
+        .group_by(Alert.phase, Alert.severity),
+    )

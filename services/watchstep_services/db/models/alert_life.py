@@ -1,0 +1,152 @@
+"""Alerts as people see them: over attempts, silenced, acknowledged, in groups, and what was not told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, Boolean, ForeignKey, Index, String, Text, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
+
+from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
+
+FINGERPRINT_LENGTH = 32
+INCIDENT_LENGTH = 16
+WHO_LENGTH = 256
+
+
+class Standing(Base):
+    """Where an alert stands over all attempts of a run: one row for a fingerprint, from the first time that it fired.
+
+    ``config_id`` and ``attempt`` are those that made it fire last; ``episode`` counts how often it began to fire.
+    """
+
+    __tablename__ = "alert_standings"
+    __table_args__ = (UniqueConstraint("run_id", "fingerprint"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    fingerprint: Mapped[str] = mapped_column(String(FINGERPRINT_LENGTH), index=True)
+    config_id: Mapped[int]
+    attempt: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    name: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    rule: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    severity: Mapped[str] = mapped_column(String(16))
+    labels: Mapped[dict[str, Any]]
+    receivers: Mapped[list[str]] = mapped_column(JSON)
+    phase: Mapped[str] = mapped_column(String(16))
+    episode: Mapped[int] = mapped_column(default=1)
+    dry_run: Mapped[bool] = mapped_column(Boolean, default=False)
+    inhibited_by: Mapped[str] = mapped_column(String(NAME_LENGTH), default="")
+    step: Mapped[int]
+    since_ns: Mapped[int]
+    fired_ns: Mapped[int]
+    resolved_ns: Mapped[int | None] = mapped_column(default=None)
+    event_id: Mapped[str] = mapped_column(String(36))
+    message: Mapped[str] = mapped_column(Text)
+    explanation: Mapped[dict[str, Any]]
+    finding: Mapped[dict[str, Any]]
+    incident: Mapped[str] = mapped_column(String(INCIDENT_LENGTH), default="", server_default="")
+    acknowledged_by: Mapped[str] = mapped_column(String(WHO_LENGTH), default="")
+    acknowledged_ns: Mapped[int | None] = mapped_column(default=None)
+    acknowledgement: Mapped[str] = mapped_column(Text, default="")
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether nobody is notified of it: a dry run, an inhibited alert, or a note of severity info."""
+        return self.dry_run or bool(self.inhibited_by) or self.severity == "info"
+
+
+class Incident(Base):
+    """Alerts of an attempt that begin close together: their ``onsets``, from which it was made, and what is said of it."""
+
+    __tablename__ = "incidents"
+    __table_args__ = (UniqueConstraint("run_id", "key"), Index("incidents_by_step", "run_id", "last_step"))
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    attempt: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    key: Mapped[str] = mapped_column(String(INCIDENT_LENGTH))
+    first_step: Mapped[int]
+    last_step: Mapped[int]
+    onsets: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    summary: Mapped[dict[str, Any]]
+
+
+class Silence(Base):
+    """Alerts that match all ``matchers`` are not told of from ``starts_ns`` until ``ends_ns``."""
+
+    __tablename__ = "silences"
+    __table_args__ = (Index("silences_by_end", "project", "ends_ns"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    matchers: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    author: Mapped[str] = mapped_column(String(WHO_LENGTH))
+    reason: Mapped[str] = mapped_column(Text)
+    holds_stop: Mapped[bool] = mapped_column(Boolean, default=False)
+    created_ns: Mapped[int]
+    starts_ns: Mapped[int]
+    ends_ns: Mapped[int]
+    expired_by: Mapped[str] = mapped_column(String(WHO_LENGTH), default="")
+
+
+class AlertGroup(Base):
+    """Alerts that one receiver is told of together, and when it is next looked at; ``generation`` counts what was told.
+
+    ``open``: something was told since it last had nothing to tell of. ``refresh``: its receiver forgets what it is not told
+    again. ``run_id`` is null where it spans runs.
+    """
+
+    __tablename__ = "alert_groups"
+    # A number never comes twice: what was told is known by it.
+    __table_args__ = (UniqueConstraint("project", "key"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    key: Mapped[str] = mapped_column(String(64))
+    run_id: Mapped[int | None] = mapped_column(
+        ForeignKey("runs.id", ondelete="CASCADE"), default=None, index=True
+    )
+    receiver: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    labels: Mapped[dict[str, Any]]
+    wait_ns: Mapped[int]
+    interval_ns: Mapped[int]
+    repeat_ns: Mapped[int]
+    send_resolved: Mapped[bool] = mapped_column(Boolean)
+    refresh: Mapped[bool] = mapped_column(Boolean, default=False)
+    open: Mapped[bool] = mapped_column(Boolean, default=False)
+    generation: Mapped[int] = mapped_column(default=0)
+    repeats: Mapped[int] = mapped_column(default=0)
+    told_ns: Mapped[int] = mapped_column(default=0)
+    due_ns: Mapped[int | None] = mapped_column(default=None, index=True)
+
+
+class GroupMember(Base):
+    """An alert in a group, and what its receiver was last told of it."""
+
+    __tablename__ = "alert_group_members"
+
+    group_id: Mapped[int] = mapped_column(ForeignKey("alert_groups.id", ondelete="CASCADE"), primary_key=True)
+    standing_id: Mapped[int] = mapped_column(
+        ForeignKey("alert_standings.id", ondelete="CASCADE"), primary_key=True, index=True
+    )
+    told_episode: Mapped[int] = mapped_column(default=0)
+    told_phase: Mapped[str] = mapped_column(String(16), default="")
+
+
+class Muted(Base):
+    """That somebody was not told of an alert, and why; once for each time that it began to fire.
+
+    ``receiver`` is empty where nobody at all is told, and ``webhook`` for the addresses in the rule config.
+    """
+
+    __tablename__ = "muted_notifications"
+    __table_args__ = (UniqueConstraint("standing_id", "episode", "receiver", "reason", "detail"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    standing_id: Mapped[int] = mapped_column(ForeignKey("alert_standings.id", ondelete="CASCADE"))
+    episode: Mapped[int]
+    receiver: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    reason: Mapped[str] = mapped_column(String(16))
+    detail: Mapped[str] = mapped_column(String(WHO_LENGTH))
+    at_ns: Mapped[int]

@@ -1,0 +1,120 @@
+"""Rows that several parts write in the same way: events, actions, inbox entries, hints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Table, and_, case, select, update
+from sqlalchemy.orm import Session
+
+from watchstep.format.layout import SegmentKey
+from watchstep_services.core.events import CloudEvent
+from watchstep_services.core.telemetry import tracing
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.event_order import publish_at_end
+from watchstep_services.db.models import Action, Event, Run, Segment
+from watchstep_services.db.upsert import insert_missing
+
+RUNS: Table = Run.__table__  # type: ignore[assignment]
+"""For statements that need nothing of the mapping: every announcement sends some."""
+
+
+def add_event(session: Session, run_id: int, event: CloudEvent, at_ns: int) -> None:
+    """Publish an event, when the transaction commits."""
+    content = event.model_dump(mode="json")
+    row = Event(id=event.id, run_id=run_id, type=event.type, event=content, created_ns=at_ns)
+    publish_at_end(session, row)
+
+
+def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[str, Any]) -> int | None:
+    """Put an action into the outbox, due at once.
+
+    Args:
+        session: the transaction.
+        run_id: whose.
+        kind: stop or webhook.
+        key: the same key is done once.
+        cause: ``event_id``, ``at_ns``, and the action's payload.
+
+    Returns:
+        The action's id; None where the key is there already.
+    """
+    at_ns = int(cause["at_ns"])
+    values = {
+        "key": key,
+        "run_id": run_id,
+        "event_id": str(cause["event_id"]),
+        "kind": kind,
+        "payload": dict(cause["payload"]),
+        "stage": 0,
+        "stage_since_ns": at_ns,
+        "state": "pending",
+        "claims": 0,
+        "tries": 0,
+        "next_ns": at_ns,
+        "created_ns": at_ns,
+        "outcome": "",
+        "traceparent": tracing.current(),
+    }
+    if not insert_missing(session, Action, values):
+        return None
+    return session.execute(select(Action.id).where(Action.key == key)).scalar_one()
+
+
+def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, listed: bool = False) -> bool:
+    """Put a segment into the inbox.
+
+    One that was given up as missing is taken up again, once. What a listing says of its steps corrects what an
+    announcement said.
+
+    Returns:
+        Whether there is something to read that was not known.
+    """
+    who = key.writer
+    named = {
+        "run_id": run_id,
+        "attempt": who.attempt,
+        "node": who.node,
+        "writer": who.writer,
+        "seq": key.seq,
+    }
+    values = {
+        **named,
+        "first": key.first,
+        "last": key.last,
+        "state": "announced",
+        "found_ns": at_ns,
+        "problem": "",
+        "traceparent": tracing.current(),
+    }
+    if insert_missing(session, Segment, values):
+        return True
+    row = session.execute(select(Segment).filter_by(**named)).scalar_one()
+    if row.state == "missing":
+        row.state, row.found_ns, row.first, row.last = "announced", at_ns, key.first, key.last
+        return True
+    if listed and row.state == "announced" and (row.first, row.last) != (key.first, key.last):
+        row.first, row.last = key.first, key.last
+        return True
+    return False
+
+
+def hint(
+    session: Session, run_id: int, *, asked: bool = False, also: Mapping[str, Any] | None = None
+) -> None:
+    """Say that a run has work, so that a sweep finds it whatever becomes of other hints.
+
+    One that is due already keeps its place in the line.
+
+    Args:
+        session: the transaction.
+        run_id: whose.
+        asked: a message follows, or is on its way: the sweep need not send one at once.
+        also: further columns of the run, so that its row is written once.
+    """
+    waiting = and_(Run.due_ns.is_not(None), Run.due_ns <= now_ns())
+    values = {**(also or {}), "hints": Run.hints + 1, "due_ns": case((waiting, Run.due_ns), else_=now_ns())}
+    # Without a message the sweep is to send one at once, whenever the last was sent.
+    values["asked_ns"] = case((waiting, Run.asked_ns), else_=now_ns() if asked else 0)
+    session.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))

@@ -1,0 +1,160 @@
+"""Bring a database to the newest schema, or back; and say which it has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import SQLAlchemyError
+
+from watchstep.errors import ConfigError
+from watchstep_services.core.settings import Settings
+from watchstep_services.db.engine import Database
+from watchstep_services.db.limits import lift
+
+_LOCK = 7_201_947  # any number, as long as it stays: concurrent starts wait for each other on it
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Status:
+    """Which schema a database has.
+
+    Attributes:
+        held: its revision; empty for a database without tables.
+        newest: the one that this program needs.
+        is_known: whether this program knows the held one.
+    """
+
+    held: str
+    newest: str
+    is_known: bool
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this program can work with it."""
+        return self.held == self.newest
+
+    def __str__(self) -> str:
+        if self.is_current:
+            return f"schema {self.held}, up to date"
+        if not self.is_known:
+            return f"schema {self.held}, newer than this version of Watchstep, which needs {self.newest}"
+        return f"schema {self.held or 'none'}, {self.newest} is needed"
+
+
+def upgrade(database: Database, revision: str = "head") -> None:
+    """Create or upgrade the tables. Safe to run from several processes at once."""
+    with _migrating(database) as connection:
+        command.upgrade(_config(connection), revision)
+
+
+def downgrade(database: Database, revision: str = "base") -> None:
+    """Go back to an earlier revision; what only later ones hold is lost."""
+    with _migrating(database) as connection:
+        command.downgrade(_config(connection), revision)
+
+
+def status(database: Database) -> Status:
+    """Which schema a database has."""
+    with database.engine.connect() as connection:
+        held = MigrationContext.configure(connection).get_current_revision() or ""
+    script = _script()
+    known = {each.revision for each in script.walk_revisions()}
+    return Status(held, script.get_current_head() or "", not held or held in known)
+
+
+def checked_revision(revision: str) -> str:
+    """A revision that this program knows.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = sorted(each.revision for each in _script().walk_revisions())
+    if revision not in {"head", "base", *known}:
+        raise ConfigError(
+            f"revision {revision!r}: there is none", f"use head, base, or one of {', '.join(known)}"
+        )
+    return revision
+
+
+def prepare(database: Database, settings: Settings) -> None:
+    """Make sure, at the start of a process, that the schema is the one that it needs.
+
+    It is brought up to date where ``WATCHSTEP_MIGRATE`` is ``at_start``. A schema that is newer than the program is
+    left alone: it belongs to a later version, which may be running beside this one.
+
+    Raises:
+        ConfigError: the database does not answer, or its schema cannot be used.
+    """
+    database.check()
+    found = status(database)
+    if found.is_current:
+        return
+    if not found.is_known:
+        raise ConfigError(
+            f"database {database.shown_url}: {found}",
+            "start that later version, or go back with its 'watchstep database downgrade' first",
+        )
+    if settings.migrate == "never":
+        raise ConfigError(
+            f"database {database.shown_url}: {found}",
+            "run 'watchstep database upgrade', or set WATCHSTEP_MIGRATE=at_start",
+        )
+    try:
+        upgrade(database)
+    except SQLAlchemyError as error:
+        raise ConfigError(
+            f"database {database.shown_url}: cannot be brought to schema {found.newest} ({error})",
+            "give its user the right to create and alter tables, or upgrade it as one that has it",
+        ) from error
+    _log.info("database %s: %s", database.shown_url, status(database))
+
+
+@contextmanager
+def _migrating(database: Database) -> Iterator[Connection]:
+    """One transaction that no other migration runs beside."""
+    with database.engine.connect() as connection:
+        if connection.dialect.name == "postgresql":
+            with connection.begin():
+                lift(connection)  # of large tables, and behind the migration of another process
+                connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+                yield connection
+            return
+        # SQLite changes a table by making it anew, which may not delete the rows that refer to it. BEGIN IMMEDIATE is
+        # the lock; the setting holds only from outside of a transaction.
+        driver = connection.connection.dbapi_connection
+        assert driver is not None
+        driver.execute("PRAGMA foreign_keys = OFF")
+        try:
+            with connection.begin():
+                yield connection
+                lost = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+                if lost:
+                    raise ConfigError(
+                        f"database {database.shown_url}: rows refer to others that are gone, of {lost[0][0]} first",
+                        "restore it from a copy, and report this: nothing was changed",
+                    )
+        finally:
+            driver.execute("PRAGMA foreign_keys = ON")
+
+
+def _script() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_config(None))
+
+
+def _config(connection: Connection | None) -> Config:
+    config = Config()
+    folder = resources.files("watchstep_services.db") / "migrations"
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config

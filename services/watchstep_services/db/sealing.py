@@ -1,0 +1,138 @@
+"""Secrets that are kept in the database, sealed with the service's key (Fernet: AES-128-CBC with HMAC-SHA256)."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from contextlib import suppress
+
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+
+from watchstep.errors import ConfigError
+from watchstep_services.core.redaction import keep_secret
+from watchstep_services.core.settings import Settings
+from watchstep_services.db.engine import Database, open_database
+from watchstep_services.db.limits import Limits
+from watchstep_services.db.sealed_addresses import use_seal
+
+KEY_FILE = "secret.key"
+KEY_SETTING = "WATCHSTEP_SECRET_KEY"
+_MAKE = "make one with 'watchstep receivers new-key'"
+
+
+def new_key() -> str:
+    """A key for the setting."""
+    return Fernet.generate_key().decode()
+
+
+class Seal:
+    """Seals and opens. Of several keys the first seals and each opens, so that a key can be replaced.
+
+    Args:
+        settings: the keys.
+        more: a key beside those of the settings; empty for none.
+    """
+
+    def __init__(self, settings: Settings, more: str = "") -> None:
+        written = settings.secret_key.get_secret_value() if settings.secret_key is not None else ""
+        self._fernet: MultiFernet | None = None
+        keys = [key.strip() for key in (*written.split(","), more) if key.strip()]
+        if keys:
+            try:
+                self._fernet = MultiFernet([Fernet(key) for key in keys])
+            except ValueError:
+                # Without the value: it is the one secret that opens all others.
+                raise ConfigError(
+                    f"{KEY_SETTING}: not a key", f"{_MAKE}; several have commas between"
+                ) from None
+
+    def seal(self, place: str, secret: str) -> str:
+        """Seal a secret for one place; nowhere else can it be opened.
+
+        Raises:
+            ConfigError: the service has no key.
+        """
+        return self._opened().encrypt(json.dumps([place, secret]).encode()).decode()
+
+    def open(self, place: str, sealed: str) -> str:
+        """Open what `seal` made for the same place.
+
+        Raises:
+            ConfigError: the service has no key, or another one.
+        """
+        try:
+            held = json.loads(self._opened().decrypt(sealed.encode()))
+        except InvalidToken:
+            raise ConfigError(
+                f"secret of {place}: sealed with another key",
+                f"give the secret anew, or add the key that sealed it to {KEY_SETTING}, behind a comma",
+            ) from None
+        if held[0] != place:
+            raise ConfigError(f"secret of {place}: sealed for {held[0]}", "give the secret anew")
+        return str(held[1])
+
+    def _opened(self) -> MultiFernet:
+        if self._fernet is None:
+            raise ConfigError(
+                f"{KEY_SETTING} is not set, so that secrets cannot be kept",
+                f"{_MAKE} and set it, or have who runs the service put the secret into its environment",
+            )
+        return self._fernet
+
+    @property
+    def has_key(self) -> bool:
+        """Whether it can seal."""
+        return self._fernet is not None
+
+
+def open_sealed_database(settings: Settings) -> Database:
+    """The service's database, which seals the addresses of webhooks.
+
+    They are sealed with `WATCHSTEP_SECRET_KEY` or, where that is not set and the database is SQLite in the home, with a key that
+    is made in the home: ``secret.key``, mode 0600.
+
+    Raises:
+        ConfigError: the database cannot be opened, or a key cannot be used.
+    """
+    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    try:
+        seal = Seal(settings, "" if settings.database_url.get_secret_value() else _key_of_home(settings))
+    except ConfigError:
+        database.close()
+        raise
+    if seal.has_key:
+        use_seal(database.engine.dialect, seal)
+    return database
+
+
+def _key_of_home(settings: Settings) -> str:
+    place = settings.home_folder / KEY_FILE
+    try:
+        if not place.parent.is_dir():
+            return ""  # there is no service yet, and nothing to seal
+        if not place.exists():
+            # Whole or not at all, and never in place of one that another process has made just now.
+            partial = place.with_name(f".{KEY_FILE}.{os.getpid()}")
+            partial.unlink(missing_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(new_key() + "\n")
+                home = place.parent.stat()
+                if (
+                    home.st_uid != os.geteuid()
+                ):  # a command that root gives must not take the key from the service
+                    os.fchown(file.fileno(), home.st_uid, home.st_gid)
+            with suppress(FileExistsError):
+                os.link(partial, place)
+            partial.unlink()
+        if stat.S_IMODE(place.stat().st_mode) != 0o600:
+            place.chmod(0o600)
+        key = place.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"key {place}: cannot be used ({error})",
+            f"give this user the file back from a copy, or set {KEY_SETTING}",
+        ) from error
+    keep_secret(key)
+    return key

@@ -1,0 +1,1 @@
+"""Actions of the outbox: stops, webhooks and notifications."""

@@ -1,1 +1,0 @@
-"""The outbox: does what events cause, once each, and records every try."""

@@ -1,1 +1,0 @@
-"""Receivers: who is told of alerts, how, and by which route."""

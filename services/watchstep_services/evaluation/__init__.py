@@ -1,0 +1,1 @@
+"""Evaluations of runs: claim, collect, judge, commit."""

@@ -1,0 +1,397 @@
+"""From changes of an alert to events and actions, within the transaction that commits them.
+
+An alert that fires stops the job if its rule may; otherwise what would have happened is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from watchstep.format.control import SnapshotRequest
+from watchstep_rules.config.rule_config import RuleConfig, StopAction
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_rules.engine.explanation import RunName, explain, say
+from watchstep_services.core.events import CloudEvent, EventType, make_event
+from watchstep_services.core.rule_addresses import action_key, without_addresses
+from watchstep_services.db.models import Alert, RuleConfigRow, Standing
+from watchstep_services.db.records import add_action, add_event
+from watchstep_services.evaluation import standing
+from watchstep_services.evaluation.evidence import evidence_of, fingerprint
+from watchstep_services.evaluation.incidents import Incidents, update_incidents
+from watchstep_services.notify.membership import Named, regroup
+from watchstep_services.notify.silences import NOBODY, WEBHOOK, Active, active, covering, labels_of, mute
+from watchstep_services.runs.audit import Subject, note
+from watchstep_services.runs.claim import Place
+from watchstep_services.runs.control import ask_for_snapshot
+from watchstep_services.runs.grants import digest_of, judges, word_for
+from watchstep_services.runs.stop_requests import Asked, request_stop
+from watchstep_services.service.context import Service
+from watchstep_services.service.judging import Judged
+
+Why = Literal["dry_run", "not_allowed", "silenced"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What asks for a stop: the event of an alert that fires, in words, and the silence that covers the alert."""
+
+    event: CloudEvent
+    reason: str
+    silence: Active | None
+
+
+def wants_stop(config: RuleConfig) -> bool:
+    """Whether a rule config says ``stop``, tried dry or not."""
+    return any(isinstance(action, StopAction) for action in config.actions)
+
+
+def stop(session: Session, place: Place, judged: Judged, cause: Cause) -> int | None:
+    """Ask for the stop, or record that it would have been asked for.
+
+    Returns:
+        The id of the action; None where there is none, or the attempt has been asked to stop already.
+    """
+    assert judged.config is not None
+    told = _told(judged.config, cause)
+    if judged.config.dry_run:
+        _would_have(session, place, cause, "dry_run", told)
+        return None
+    word = word_for(session, place.project, judged.row, judged.config)
+    if word is None:
+        _would_have(session, place, cause, "not_allowed", told)
+        return None
+    if cause.silence is not None and cause.silence.holds_stop:
+        _would_have(session, place, cause, "silenced", {**told, "silence": cause.silence.id})
+        return None
+    asked = Asked(f"rule {judged.config.name}", {**told, "allowed": word.as_data()})
+    because = (cause.event.id, cause.reason)
+    return request_stop(session, place.base_url, place.run_id, place.attempt, because, asked)
+
+
+def _told(config: RuleConfig, cause: Cause) -> dict[str, Any]:
+    data = cause.event.data
+    return {
+        "event": cause.event.id,
+        "reason": cause.reason,
+        "step": data["step"],
+        "digest": digest_of(config),
+        "judges": judges(config),
+        "rule_config": data["rule_config"],
+        "finding": data["finding"],
+        "evidence": data["evidence"],
+    }
+
+
+def _would_have(session: Session, place: Place, cause: Cause, why: Why, told: dict[str, Any]) -> None:
+    data = {
+        "attempt": place.attempt,
+        "because": why,
+        "cause": cause.event.id,
+        "mend": _mend(place, why, told),
+        **{name: told[name] for name in ("reason", "step", "digest", "rule_config", "finding", "evidence")},
+    }
+    event = make_event("watchstep.stop.would_have", place.base_url, place.named, place.now_ns, data)
+    add_event(session, place.run_id, event, place.now_ns)
+    subject = Subject(place.project, place.run, place.attempt)
+    name = told["judges"]["name"]
+    note(session, "would_have", subject, f"rule {name}", place.now_ns, {"because": why, **told})
+
+
+def _mend(place: Place, why: Why, told: dict[str, Any]) -> str:
+    name = told["judges"]["name"]
+    if why == "dry_run":
+        return f"leave 'dry_run' out of rule {name!r} to let it stop"
+    if why == "silenced":
+        return f"silence {told['silence']} holds stops back; expire it to let rule {name!r} stop"
+    return (
+        f"rule {name!r} has never been allowed to stop jobs of project {place.project!r}: watchstep rules allow-stop "
+        f"{name} --project {place.project} --reason WHY"
+    )
+
+
+_EVENTS: dict[Phase, EventType] = {
+    Phase.FIRING: "watchstep.alert.firing",
+    Phase.RESOLVED: "watchstep.alert.resolved",
+}
+
+
+def publish(
+    service: Service, session: Session, place: Place, judged: Sequence[Judged], sealed: int
+) -> list[int]:
+    """Follow the alerts of a run through their changes on one attempt.
+
+    What an alert that begins to fire in this evaluation names is told as it is known at its end: once, and rightly.
+
+    Args:
+        service: the service.
+        session: the transaction that commits them.
+        place: where and when.
+        judged: every rule config of the run.
+        sealed: the last step of the attempt that every worker has passed.
+
+    Returns:
+        Ids of the actions that this causes.
+    """
+    silences = active(session, place.project, place.now_ns) if any(one.transitions for one in judged) else []
+    actions: list[int] = []
+    changed: list[Standing] = []
+    began: set[int] = set()
+    changes = [as_told(one.transitions) for one in judged]
+    incidents = update_incidents(session, place, judged, changes)
+    for one, transitions in zip(judged, changes, strict=True):
+        for transition in transitions:
+            _move(session, place, one, transition)
+            if transition.revised:
+                _revise(session, place, one, transition, silences, incidents)
+            elif transition.phase in _EVENTS:
+                told = _Told(session, place, one, transition, silences, incidents)
+                actions += told.tell()
+                changed += told.changed
+                began |= told.began
+    incidents.assign(session, place)
+    for row, why in standing.left_behind(session, place, list(judged), sealed):
+        actions += _end(session, place, row, sealed, why)
+        changed.append(row)
+    regroup(service, session, Named(place.run_id, place.project, place.run), changed, began, place.now_ns)
+    return actions
+
+
+class _Told:
+    """One change to *firing* or *resolved*: its event, and what follows from it."""
+
+    def __init__(
+        self,
+        session: Session,
+        place: Place,
+        judged: Judged,
+        transition: Transition,
+        silences: Sequence[Active],
+        incidents: Incidents,
+    ) -> None:
+        assert judged.config is not None  # a config that cannot be read judges nothing
+        self._session = session
+        self._place = place
+        self._judged = judged
+        self._config = judged.config
+        self._transition = transition
+        self._silences = silences
+        self._incidents = incidents
+        self.changed: list[Standing] = []
+        """The alert, where something is new for those who are to be told."""
+        self.began: set[int] = set()
+        """Its id, where it began to fire: that is told whatever comes after."""
+
+    def tell(self) -> list[int]:
+        """Publish the event; returns the ids of new actions."""
+        before = standing.find(self._session, self._place, self._judged)
+        earlier = before.attempt if before is not None and before.phase == Phase.FIRING.value else ""
+        data = _data(self._session, self._place, self._judged, self._transition)
+        if self._transition.phase is Phase.FIRING:
+            data["incident"] = self._incidents.as_data(self._judged.row.id)
+        if earlier not in ("", self._place.attempt):
+            data["continues"] = earlier
+        event = make_event(
+            _EVENTS[self._transition.phase], self._place.base_url, self._place.named, self._place.now_ns, data
+        )
+        said = {"event_id": event.id, "message": data["message"], "explanation": data["explanation"]}
+        row, change = standing.follow(self._session, self._place, self._judged, self._transition, said)
+        self._session.flush()
+        silence = covering(self._silences, labels_of(row, self._place.project, self._place.run))
+        data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
+        event = event.model_copy(update={"data": {**event.data, **data}})
+        add_event(self._session, self._place.run_id, event, self._place.now_ns)
+        if change != "none":
+            self.changed.append(row)
+        if change in ("opened", "revealed"):
+            self.began.add(row.id)
+        return [*self._webhooks(row, change, silence, event), *self._follow(event, silence)]
+
+    def _webhooks(
+        self, row: Standing, change: standing.Change, silence: Active | None, event: CloudEvent
+    ) -> list[int]:
+        hidden = self._mute_hidden(row)
+        if hidden or not self._config.webhooks:
+            return []
+        if change in ("continued", "none"):
+            detail = event.data.get("continues", "")
+            mute(self._session, row, WEBHOOK, ("known", detail), self._place.now_ns)
+            return []
+        if silence is not None:
+            mute(self._session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), self._place.now_ns)
+            return []
+        return _post(self._session, self._place, self._config.webhooks, event)
+
+    def _mute_hidden(self, row: Standing) -> bool:
+        """Whether nobody at all is told."""
+        is_note = self._config.severity == "info"
+        if is_note:
+            mute(self._session, row, NOBODY, ("info", ""), self._place.now_ns)
+        if self._config.dry_run:
+            mute(self._session, row, NOBODY, ("dry_run", ""), self._place.now_ns)
+        if self._transition.inhibited_by:
+            why = self._transition.inhibited_by
+            mute(self._session, row, NOBODY, ("inhibited", why), self._place.now_ns)
+        return is_note or self._config.dry_run or bool(self._transition.inhibited_by)
+
+    def _follow(self, event: CloudEvent, silence: Active | None) -> list[int]:
+        """The stop and the snapshot of an alert that fires and is not kept quiet, on this attempt for itself."""
+        if self._transition.phase is not Phase.FIRING or self._transition.inhibited_by:
+            return []
+        actions: list[int | None] = []
+        if self._config.takes_snapshot:
+            wanted = SnapshotRequest(event.id, self._transition.step, self._place.attempt)
+            actions.append(ask_for_snapshot(self._session, self._place.run_id, wanted))
+        if wants_stop(self._config):
+            reason = _reason(self._place, self._config, self._transition)
+            cause = Cause(event, reason, silence)
+            actions.append(stop(self._session, self._place, self._judged, cause))
+        return [action for action in actions if action is not None]
+
+
+def _revise(
+    session: Session,
+    place: Place,
+    judged: Judged,
+    transition: Transition,
+    silences: Sequence[Active],
+    incidents: Incidents,
+) -> None:
+    """Publish that an alert names a likelier cause. It fires already: nobody is told anew, and nothing is stopped again."""
+    data = _data(session, place, judged, transition)
+    data["incident"] = incidents.as_data(judged.row.id)
+    row = standing.revise(session, place, judged, transition, data)
+    if row is not None:
+        silence = covering(silences, labels_of(row, place.project, place.run))
+        data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
+    event = make_event("watchstep.alert.revised", place.base_url, place.named, place.now_ns, data)
+    add_event(session, place.run_id, event, place.now_ns)
+
+
+def _end(session: Session, place: Place, row: Standing, step: int, why: str) -> list[int]:
+    """Publish the end of an alert that nothing makes fire any more."""
+    config = session.get(RuleConfigRow, row.config_id)
+    event = make_event(
+        "watchstep.alert.resolved",
+        place.base_url,
+        place.named,
+        place.now_ns,
+        {
+            "attempt": row.attempt,
+            "phase": Phase.RESOLVED.value,
+            "step": step,
+            "severity": row.severity,
+            "notify": list(row.receivers),
+            "since_step": row.finding["step"],
+            "since_ns": row.since_ns,
+            "labels": row.labels,
+            "dry_run": row.dry_run,
+            "inhibited_by": row.inhibited_by or None,
+            "message": row.message,
+            "explanation": standing.resolved_title(row, step),
+            "rule_config": {"name": row.name} if config is None else without_addresses(config.data),
+            "finding": row.finding,
+            "fingerprint": row.fingerprint,
+            "episode": row.episode,
+            "ended_by": why,
+        },
+    )
+    standing.close_left_behind(session, row, step, place.now_ns, event.id)
+    add_event(session, place.run_id, event, place.now_ns)
+    urls = [] if config is None else _webhook_urls(config.data)
+    if row.is_hidden or not urls:
+        return []
+    silence = covering(active(session, place.project, place.now_ns), labels_of(row, *place.named))
+    if silence is not None:
+        mute(session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), place.now_ns)
+        return []
+    return _post(session, place, urls, event)
+
+
+def _webhook_urls(data: dict[str, Any]) -> list[str]:
+    """Of a rule config that this version may not be able to read."""
+    actions = [action for action in data.get("actions") or () if isinstance(action, dict)]
+    return [str(action["url"]) for action in actions if action.get("kind") == "webhook" and "url" in action]
+
+
+def _move(session: Session, place: Place, judged: Judged, transition: Transition) -> None:
+    row = session.execute(
+        select(Alert).filter_by(config_id=judged.row.id, attempt=place.attempt)
+    ).scalar_one_or_none()
+    if row is None:
+        row = Alert(
+            run_id=place.run_id, config_id=judged.row.id, attempt=place.attempt, name=judged.row.name,
+            rule=judged.row.rule, severity="", phase="", since_step=0, since_ns=0,
+        )  # fmt: skip
+        session.add(row)
+    assert judged.config is not None
+    row.fingerprint = fingerprint(place.project, place.run, judged.row)
+    row.severity = judged.config.severity
+    if not transition.revised:
+        row.phase = transition.phase.value
+        row.since_step, row.since_ns = transition.step, place.now_ns
+    if transition.finding is not None:
+        row.finding = json.loads(transition.finding.model_dump_json())
+        row.details = _details(place, judged.config, transition)
+    if transition.phase is Phase.FIRING and not transition.revised:
+        row.fired_ns, row.resolved_ns = place.now_ns, None
+    elif transition.phase is Phase.RESOLVED:
+        row.resolved_ns = place.now_ns
+    session.flush()
+
+
+def _details(place: Place, config: RuleConfig, transition: Transition) -> dict[str, Any]:
+    """What an alert and its events say beside the finding."""
+    return {
+        "since_step": transition.since_step,
+        "since_ns": transition.since_ns,
+        "labels": dict(config.labels),
+        "dry_run": config.dry_run,
+        "inhibited_by": transition.inhibited_by or None,
+        "message": say(config, transition, _named(place)),
+        "explanation": explain(config, transition).model_dump(mode="json"),
+    }
+
+
+def _data(session: Session, place: Place, judged: Judged, transition: Transition) -> dict[str, Any]:
+    finding, config = transition.finding, judged.config
+    assert finding is not None  # only what fires or is resolved becomes an event
+    assert config is not None
+    return {
+        "attempt": place.attempt,
+        "phase": transition.phase.value,
+        "step": transition.step,
+        "severity": config.severity,
+        "notify": list(config.receivers),
+        **_details(place, config, transition),
+        "rule_config": without_addresses(config.as_data()),
+        "finding": json.loads(finding.model_dump_json()),
+        "fingerprint": fingerprint(place.project, place.run, judged.row),
+        "evidence": evidence_of(session, place, finding.step),
+    }
+
+
+def _named(place: Place) -> RunName:
+    return RunName(place.project, place.run, place.attempt)
+
+
+def _post(session: Session, place: Place, urls: Sequence[str], event: CloudEvent) -> list[int]:
+    added = []
+    for url in urls:
+        cause = {
+            "event_id": event.id,
+            "at_ns": place.now_ns,
+            "payload": {"url": url, "event": event.model_dump(mode="json")},
+        }
+        added.append(add_action(session, place.run_id, "webhook", action_key(event.id, url), cause))
+    return [action_id for action_id in added if action_id is not None]
+
+
+def _reason(place: Place, config: RuleConfig, transition: Transition) -> str:
+    return f"rule {config.name} at step {transition.step}: {say(config, transition, _named(place))}"

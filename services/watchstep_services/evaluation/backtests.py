@@ -1,0 +1,220 @@
+"""Backtests that the service does: asked for through the API, judged one run at a time by whoever is free.
+
+One run is one piece of work, so that many runs never keep a run that goes on from its turn. A worker that dies is found by
+its lease; what was judged before stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from sqlalchemy import CursorResult, select, update
+
+from watchstep.errors import ConfigError, NotFoundError
+from watchstep.format.layout import check_name
+from watchstep_rules.backtest.many import Failed, Replayed, Task, judge_run
+from watchstep_rules.backtest.report import result_as_data, result_from_data
+from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.sandbox.pool import on_behalf_of
+from watchstep_services.core.rule_addresses import without_addresses
+from watchstep_services.core.settings import nanoseconds
+from watchstep_services.core.store_location import StorePlace
+from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.models import Backtest, BacktestResult, Project, Run
+from watchstep_services.service.context import Service
+
+MOST_RUNS = 1000
+MOST_PATTERNS = 20
+_LEASE_SECONDS = 600.0
+"""A run that takes longer is judged twice at the worst, and noted once."""
+
+_MOST_TRIES = 3
+"""After so many workers that died with a run it is left out."""
+
+_FINDINGS = 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a backtest came.
+
+    Attributes:
+        id: its number.
+        state: ``waiting``, ``running`` or ``done``.
+        runs: names of the runs.
+        results: of the first of them.
+        variations: of its sweeps.
+    """
+
+    id: int
+    state: str
+    runs: tuple[str, ...]
+    results: tuple[Replayed | Failed, ...]
+    variations: tuple[Variation, ...]
+
+
+def request_backtest(
+    service: Service, project: str, runs: Sequence[str], configs: Sequence[RuleConfig], sweeps: Sequence[str]
+) -> int:
+    """Ask for a backtest; returns its number.
+
+    Args:
+        service: the service.
+        project: whose runs; only what the service knows of it is judged.
+        runs: names, or patterns with ``*``, ``?`` and ``[...]``.
+        configs: the rules.
+        sweeps: as `watchstep_rules.backtest.sweep.parse_sweep` takes them.
+
+    Raises:
+        NotFoundError: no run has such a name.
+        RuleError: a sweep cannot be done.
+        ConfigError: there are too many runs.
+    """
+    check_name("project", project)
+    variations(configs, [parse_sweep(text, configs) for text in sweeps])
+    chosen = _matching(service, project, runs)
+    with service.database.write() as session:
+        row = Backtest(
+            project=project,
+            runs=chosen,
+            rules=[config.as_data() for config in configs],
+            sweeps=list(sweeps),
+            created_ns=read_clock(session),
+        )
+        session.add(row)
+        session.flush()
+        number = row.id
+    service.notifier.backtest_due(number)
+    return number
+
+
+def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
+    """Names of the runs of a project that are asked for. Matched outside of any transaction: it may take long.
+
+    Raises:
+        NotFoundError: no run has such a name.
+        ConfigError: there are too many runs or patterns.
+    """
+    with service.database.read() as session:
+        known = session.execute(select(Run.run).filter_by(project=project).order_by(Run.run)).scalars().all()
+    patterns = [name for name in dict.fromkeys(runs) if any(character in name for character in "*?[")]
+    if len(patterns) > MOST_PATTERNS:
+        raise ConfigError(
+            f"{len(patterns)} patterns, {MOST_PATTERNS} at the most", "use fewer, or full names"
+        )
+    chosen = set(known).intersection(runs)
+    missing = set(runs) - set(patterns) - chosen
+    for pattern in patterns:
+        matching = [run for run in known if fnmatchcase(run, pattern)]
+        chosen.update(matching)
+        if not matching:
+            missing.add(pattern)
+    for name in runs:
+        if name in missing:
+            raise NotFoundError(f"run {project}/{name}: not known", "see the project's runs for their names")
+    if len(chosen) > MOST_RUNS:
+        raise ConfigError(f"{len(chosen)} runs, {MOST_RUNS} at the most", "name fewer")
+    return sorted(chosen)
+
+
+def due_backtests(service: Service) -> tuple[int, ...]:
+    """Backtests that nobody works on and that are not done."""
+    with service.database.read() as session:
+        return tuple(
+            session.execute(
+                select(Backtest.id)
+                .where(Backtest.state != "done", Backtest.lease_until_ns <= now_ns())
+                .order_by(Backtest.id)
+            ).scalars()
+        )
+
+
+def judge_next(service: Service, number: int) -> bool:
+    """Judge the next run of a backtest; whether there are more. Nothing happens where another does it."""
+    held = _claim(service, number)
+    if held is None:
+        return False
+    row, place = held
+    run = row.runs[row.next]
+    store = service.stores.of_run(place, run)
+    location = store.location
+    if row.tries > _MOST_TRIES:
+        result: Replayed | Failed = Failed(
+            location,
+            f"run {row.project}/{run}: {_MOST_TRIES} workers died with it",
+            "give workers more memory",
+        )
+    else:
+        with on_behalf_of(row.project):
+            result = judge_run(location, _task(row), store)
+    return _note(service, row, result)
+
+
+def read_progress(service: Service, project: str, number: int) -> Progress:
+    """How far a backtest came, and what it found.
+
+    Raises:
+        NotFoundError: the project has none of this number.
+    """
+    with service.database.read() as session:
+        row = session.get(Backtest, number)
+        if row is None or row.project != project:
+            raise NotFoundError(f"backtest {number} of {project}: not known", "ask for one first")
+        found = session.execute(
+            select(BacktestResult.result).filter_by(backtest_id=number).order_by(BacktestResult.place)
+        ).scalars()
+        results = tuple(result_from_data(held) for held in found)
+    state = row.state if row.next == 0 or row.state == "done" else "running"
+    return Progress(number, state, tuple(row.runs), results, _task(row).variations)
+
+
+def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace] | None:
+    with service.database.write() as session:
+        taken = session.execute(
+            update(Backtest)
+            .where(Backtest.id == number, Backtest.state != "done", Backtest.lease_until_ns <= now_ns())
+            .values(
+                claims=Backtest.claims + 1,
+                tries=Backtest.tries + 1,
+                lease_until_ns=now_ns() + nanoseconds(_LEASE_SECONDS),
+            )
+            .execution_options(synchronize_session=False)
+        )
+        assert isinstance(taken, CursorResult)
+        if taken.rowcount != 1:
+            return None
+        row = session.get_one(Backtest, number)
+        return row, session.get_one(Project, row.project).place
+
+
+def _task(row: Backtest) -> Task:
+    configs = tuple(RuleConfig.model_validate(data) for data in row.rules)
+    return Task(configs, tuple(variations(configs, [parse_sweep(text, configs) for text in row.sweeps])))
+
+
+def _note(service: Service, row: Backtest, result: Replayed | Failed) -> bool:
+    more = row.next + 1 < len(row.runs)
+    with service.database.write() as session:
+        now = read_clock(session)
+        moved = session.execute(
+            update(Backtest)
+            .where(Backtest.id == row.id, Backtest.claims == row.claims)
+            .values(
+                next=row.next + 1,
+                tries=0,
+                lease_until_ns=0,
+                state="running" if more else "done",
+                finished_ns=None if more else now,
+            )
+            .execution_options(synchronize_session=False)
+        )
+        assert isinstance(moved, CursorResult)
+        if moved.rowcount != 1:
+            return False  # another has taken it over
+        # Nothing is posted from a result, so it needs no address of a webhook.
+        document = without_addresses(result_as_data(result, _FINDINGS))
+        session.add(BacktestResult(backtest_id=row.id, place=row.next, result=document))
+    return more

@@ -1,0 +1,374 @@
+"""Phase b, first half: find and read the segments that an evaluation judges. No transaction is open meanwhile."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.format import segment
+from watchstep.format.block import Block, BlockMemory
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.format.segment_checks import check_steps
+from watchstep.store.store import Store
+from watchstep_rules.engine.history import canonical
+from watchstep_services.core.settings import nanoseconds
+from watchstep_services.db.models import Attempt, Run
+from watchstep_services.evaluation import cursor as cursors
+from watchstep_services.evaluation.inbox import Inbox, open_inbox
+from watchstep_services.evaluation.plan import Entry, Gap, Patience, Plan, make_plan
+from watchstep_services.evaluation.unfinished_reads import ReadingGuard
+from watchstep_services.runs.attempts import MOST_RANKS
+from watchstep_services.runs.claim import Claim, FencedError, renew
+from watchstep_services.runs.discovery import discover, listing_due
+from watchstep_services.service.context import Service
+from watchstep_services.service.judging import lookback
+
+SLICE_SECONDS = 5.0
+"""After so long an evaluation reads no more: whatever a run has waiting, the others wait for one slice of it."""
+
+LARGE_ROWS = 100_000
+"""After so many rows an evaluation reads no more. Where each of them is a finding, this takes some 0.4 GB and ten seconds."""
+
+_MOST_ERRORS = 3
+"""Writers of an attempt of which the store fails to give a segment, before it is asked for no more of them."""
+
+_MOST_ABSENT = 32
+"""Look-ups of absent segments in one evaluation: so many of writers that were read before, and so many of others."""
+
+_ABSENT_SECONDS = 1.0
+"""How long these may take, for each of the two."""
+
+
+@dataclass
+class Collected:
+    """What was read of one attempt.
+
+    Attributes:
+        attempt: its name; empty where there was nothing to read.
+        cursor: after these segments.
+        blocks: rows of each segment that was read, in journal order.
+        corrupt: segments that are there and cannot be read, and why.
+        missing: gaps that were given up.
+        waiting: gaps that still hold something up.
+        more: there is more to read at once.
+        attempts: rows of the run's attempts, by name, as they were when the segments were looked for.
+        calm: at that time no alert of the run fired, and its last evaluation had not failed.
+        failing: attempts whose last evaluation failed, as it was at that time.
+        failed: attempt → why some of its segments could not be read now; the next evaluation tries again.
+    """
+
+    attempt: str
+    cursor: dict[WriterId, int]
+    blocks: list[tuple[Entry, Block]] = field(default_factory=list)
+    corrupt: list[tuple[Entry, str]] = field(default_factory=list)
+    missing: list[Gap] = field(default_factory=list)
+    waiting: tuple[Gap, ...] = ()
+    more: bool = False
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+    calm: bool = False
+    failing: frozenset[str] = frozenset()
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether judging these rows may take much memory and time."""
+        return sum(len(block) for _, block in self.blocks) >= LARGE_ROWS
+
+
+@dataclass
+class AbsentLookups:
+    """Look-ups of one evaluation that found no segment. Anybody who may announce can cause them, in any number.
+
+    A writer of which a segment was read has at most one next segment, and is looked up beyond the limit of the others: made-up
+    writers delay no real one of which the service knows.
+    """
+
+    _seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    _count: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+
+    @property
+    def seconds(self) -> float:
+        """How long they took."""
+        return sum(self._seconds.values())
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit is reached, so that segments may have been left out."""
+        return any(self.full(of_known_writer=known) for known in (False, True))
+
+    def full(self, *, of_known_writer: bool) -> bool:
+        """Whether no more segments of such writers are looked up in this evaluation."""
+        return (
+            self._count[of_known_writer] >= _MOST_ABSENT or self._seconds[of_known_writer] >= _ABSENT_SECONDS
+        )
+
+    def add(self, seconds: float, *, of_known_writer: bool) -> None:
+        """Count one."""
+        self._count[of_known_writer] += 1
+        self._seconds[of_known_writer] += seconds
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """The store seen from the run, what is asked before a segment of it is read, and how many were not there."""
+
+    store: Store
+    guard: ReadingGuard
+    absent: AbsentLookups = field(default_factory=AbsentLookups)
+
+
+def collect(service: Service, held: Claim, source: RunSource) -> Collected:
+    """Read what can be read, up to the limits of the settings.
+
+    Raises:
+        FencedError: another worker has taken the run.
+        StoreError: the store did not answer.
+    """
+    plan, inbox = _plan(service, held)
+    if not plan.readable:
+        return _without_segments(held, plan, inbox)
+    found, absent = _first_there(service, held, source, plan, inbox)
+    if absent:
+        found.waiting += tuple(absent)
+        if _may_list(service, held, found.waiting):
+            read = [entry.key for entry, _ in found.blocks]
+            # What was left out is looked up next, without those that the listing shows to be absent.
+            listing = discover(service, held.run_id, held, read, forget_at_once=source.absent.limited)
+            found.more |= listing.fresh
+    return found
+
+
+def _first_there(
+    service: Service, held: Claim, source: RunSource, plan: Plan, inbox: Inbox
+) -> tuple[Collected, list[Gap]]:
+    """Read the first attempt of which something is there, and say what is not.
+
+    Announcements are hearsay: those of which nothing is there hold up no other attempt, and make none of which no more is
+    known than that somebody announced it. Attempts that are known come first, and those that failed last: whatever is wrong
+    with one attempt, or with its objects, keeps no other from its turn.
+
+    Raises:
+        StoreError: nothing at all could be read.
+    """
+    began = time.monotonic()
+    chosen: Collected | None = None
+    absent: list[Gap] = []
+    errors: dict[str, StoreError] = {}
+    entries: dict[str, list[Entry]] = {}
+    for entry in plan.readable:
+        entries.setdefault(entry.key.writer.attempt, []).append(entry)
+    ordered = sorted(entries, key=lambda name: (name in inbox.failing, name not in inbox.attempts))
+    for place, attempt in enumerate(ordered, 1):
+        if chosen is not None and attempt not in inbox.attempts and source.absent.full(of_known_writer=False):
+            absent.append(_left_out(entries[attempt][0]))
+            continue
+        found = _begun(attempt, held, plan, inbox)
+        gaps, error = _read_all(service, held, source, entries[attempt], found)
+        absent += gaps
+        if error is not None:
+            errors[attempt] = error
+        there = bool(found.blocks or found.corrupt)
+        if there or chosen is None:
+            chosen = found
+        if there or time.monotonic() - began >= SLICE_SECONDS:
+            chosen.more |= place < len(ordered)
+            break
+    assert chosen is not None
+    if errors and not (chosen.blocks or chosen.corrupt):
+        raise next(iter(errors.values()))
+    # Gaps that are given up are taken once nothing is left to read.
+    chosen.more |= bool(plan.trailing and (chosen.blocks or chosen.corrupt))
+    chosen.failed = {attempt: error.what for attempt, error in errors.items()}
+    if not (chosen.blocks or chosen.corrupt or chosen.attempt in inbox.attempts):
+        chosen.attempt = ""
+    return chosen, absent
+
+
+def _begun(attempt: str, held: Claim, plan: Plan, inbox: Inbox) -> Collected:
+    return Collected(
+        attempt,
+        cursors.decode(held.cursor),
+        waiting=plan.waiting,
+        attempts=inbox.attempts,
+        calm=inbox.calm,
+        failing=inbox.failing,
+    )
+
+
+def _without_segments(held: Claim, plan: Plan, inbox: Inbox) -> Collected:
+    names = sorted((gap.writer.attempt for gap in plan.trailing), key=lambda name: name in inbox.failing)
+    found = _begun(names[0] if names else "", held, plan, inbox)
+    for gap in plan.trailing:
+        found.missing.append(gap)
+        found.cursor[gap.writer] = gap.until
+    return found
+
+
+def _plan(service: Service, held: Claim) -> tuple[Plan, Inbox]:
+    gap_ns = nanoseconds(service.settings.gap_seconds)
+    plan, inbox = _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=False))
+    if not plan.waiting or not _may_list(service, held, plan.waiting):
+        return plan, inbox
+    # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
+    listing = discover(service, held.run_id, held)
+    return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=listing.complete))
+
+
+def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
+    gap_ns = nanoseconds(service.settings.gap_seconds)
+    if any(held.now_ns >= gap.since_ns + gap_ns for gap in gaps):
+        return True
+    with service.database.read() as session:
+        listed_ns = session.get_one(Run, held.run_id).listed_ns
+    return listing_due(service, held.place, held.run_id, listed_ns, held.now_ns)
+
+
+def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan, Inbox]:
+    inbox = open_inbox(service.database, held.run_id)
+    ends = {name: row.ends for name, row in inbox.attempts.items()}
+    return make_plan(cursors.decode(held.cursor), inbox.entries, ends, patience), inbox
+
+
+def _read_all(
+    service: Service, held: Claim, source: RunSource, entries: list[Entry], found: Collected
+) -> tuple[list[Gap], StoreError | None]:
+    """Read in order.
+
+    Returns:
+        The gaps that segments leave which were announced and are not there, or were not looked up, and the first error of the
+        store. A writer with a segment that cannot be read is left, and the others are read; after some such errors it is the
+        store that fails.
+    """
+    size, renewed = 0, time.monotonic()
+    began = renewed
+    known = service.remembered.get((held.run_id, found.attempt), held.epoch)
+    histograms = known is None or lookback(known).histograms
+    absent: dict[WriterId, Gap] = {}
+    errors: dict[WriterId, StoreError] = {}
+    memory = BlockMemory()
+    most = 1 if source.guard.is_careful else service.settings.max_segments
+    for entry in entries:
+        writer = entry.key.writer
+        # What is not there does not count: else made-up announcements keep what is from its turn.
+        read = len(found.blocks) + len(found.corrupt)
+        full = read >= most or size >= service.settings.max_bytes or found.is_large
+        if full or time.monotonic() - began >= SLICE_SECONDS:
+            found.more = not errors or read > 0
+            break
+        if len(errors) >= _MOST_ERRORS:
+            break
+        renewed = _renewed(service, held, renewed)
+        if writer in errors or (writer in absent and entry.key.seq >= found.cursor.get(writer, 0)):
+            continue
+        if source.absent.full(of_known_writer=writer in found.cursor):
+            absent[writer] = _left_out(entry)
+            continue
+        asked = time.monotonic()
+        try:
+            source.guard.check(entry.key)
+            data, block = _read(source.store, entry.key, histograms=histograms)
+            size += len(data)
+            size += max(0, memory.of(block) - len(data))
+            found.blocks.append((entry, block))
+        except NotFoundError:
+            source.absent.add(time.monotonic() - asked, of_known_writer=writer in found.cursor)
+            absent[writer] = _left_out(entry)
+            continue
+        except StoreError as error:
+            errors[writer] = error
+            continue
+        except MemoryError as error:  # it says nothing of the segment, which is read again
+            errors[writer] = StoreError(
+                f"segment {entry.key.path}: memory is short ({error})", "give the evaluator more memory"
+            )
+            continue
+        except FormatError as error:
+            found.corrupt.append((entry, error.what))
+        _advance(found, entry.key)
+    return list(absent.values()), next(iter(errors.values()), None)
+
+
+def _read(run_store: Store, key: SegmentKey, *, histograms: bool) -> tuple[bytes, Block]:
+    """A segment's bytes and rows. What cannot be decoded is fetched once more: the damage may be that of one answer.
+
+    Raises:
+        NotFoundError, StoreError: it cannot be fetched.
+        FormatError: the object itself is damaged.
+    """
+    data = fetch(run_store, key)
+    try:
+        return data, decode(data, key, histograms=histograms)
+    except FormatError:
+        again = fetch(run_store, key)
+        if again == data:
+            raise
+        return again, decode(again, key, histograms=histograms)
+
+
+def _left_out(entry: Entry) -> Gap:
+    return Gap(entry.key.writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
+
+
+def _renewed(service: Service, held: Claim, renewed: float) -> float:
+    lease = service.settings.lease_seconds
+    if time.monotonic() - renewed <= lease / 3:
+        return renewed
+    if not renew(service.database, held, nanoseconds(lease)):
+        raise FencedError
+    return time.monotonic()
+
+
+def _advance(found: Collected, key: SegmentKey) -> None:
+    following = found.cursor.get(key.writer, 0)
+    if key.seq > following:
+        found.missing.append(Gap(key.writer, following, key.seq, 0))
+    found.cursor[key.writer] = max(following, key.seq + 1)
+
+
+def fetch(run_store: Store, key: SegmentKey) -> bytes:
+    """A segment's bytes.
+
+    Raises:
+        NotFoundError: it is not there.
+        FormatError: it is too large to be one.
+        StoreError: the store did not answer.
+    """
+    return run_store.get(key.path, limit=segment.MAX_BYTES)
+
+
+def decode(data: bytes, key: SegmentKey, *, histograms: bool) -> Block:
+    """A segment's rows in canonical order, over a catalogue sorted by name; with their histograms, or without.
+
+    Raises:
+        FormatError: the bytes are no whole segment, or hold steps that its name does not say, or ranks that are not followed.
+    """
+    block = segment.decode(data, key.path, histograms=histograms)
+    with segment.whole(key.path):
+        check_steps(block.step, key.first, key.last)
+        if len(block) and int(block.worker.max()) >= MOST_RANKS:
+            raise ValueError(f"holds rank {block.worker.max()}: ranks below {MOST_RANKS} are followed")
+    return canonical(block)
+
+
+def spans_of_ranks(block: Block) -> list[list[int]]:
+    """Of each rank with rows: rank, first step, last step, rows. By these they are found again after a compaction."""
+    if not len(block):
+        return []
+    order = np.argsort(block.worker, kind="stable")
+    ranks, starts, counts = np.unique(block.worker[order], return_index=True, return_counts=True)
+    steps = block.step[order]
+    columns = (ranks, np.minimum.reduceat(steps, starts), np.maximum.reduceat(steps, starts), counts)
+    spans: list[list[int]] = np.stack([column.astype(np.int64) for column in columns], axis=1).tolist()
+    return spans
+
+
+def run_store_of(service: Service, held: Claim) -> Store:
+    """The store seen from the run.
+
+    Raises:
+        ConfigError, StoreError: it cannot be opened.
+    """
+    return service.stores.of_run(held.place, held.run)

@@ -1,0 +1,168 @@
+"""Earlier rows of an attempt, read again from the store by a process that does not have them in memory.
+
+The rows of a journal position are read from its segment. Retention deletes segments after a compaction; the rows are then
+taken from the compacted run, by the ranks and steps that the database noted when the segment was judged. Both give the
+same rows in the same order.
+
+A segment whose rows are in neither place is left out, and the caller reports it. This is the one exception to split
+invariance: see docs/decisions/080-lost-context-is-reported.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from watchstep.errors import FormatError, NotFoundError, StoreError
+from watchstep.format.block import Block, concatenate
+from watchstep.format.layout import SegmentKey
+from watchstep.reading.compacted import COMPACTED
+from watchstep.reading.index import RunIndex
+from watchstep.store.store import Store
+from watchstep_rules.backtest.steps_read import StepReader
+from watchstep_rules.engine.history import History, canonical, joined, trimmed
+from watchstep_rules.engine.lookback import Reach
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Attempt, Segment
+from watchstep_services.evaluation.collect import RunSource, decode, fetch
+from watchstep_services.runs.discovery import key_of
+from watchstep_services.service.judging import LostContext
+
+_MOST_ROWS = 500_000
+"""Rows that are read before those that are not needed are left out."""
+
+
+@dataclass(frozen=True)
+class _JudgedSegment:
+    """A segment that was judged before: its journal position, its key, and (rank, first step, last step, rows) of each rank."""
+
+    position: int
+    key: SegmentKey
+    ranks: Sequence[Sequence[int]] | None
+
+
+def read_context(
+    database: Database, source: RunSource, attempt: Attempt, depth: Reach
+) -> tuple[History, LostContext | None]:
+    """Read the rows of an attempt that the next evaluation may look back to.
+
+    Args:
+        database: the database.
+        source: of the run's segments.
+        attempt: its row; ``context`` has the journal positions of the rows.
+        depth: how far the rules look back.
+
+    Returns:
+        The rows, and what could not be read.
+
+    Raises:
+        StoreError: the store did not answer, or has nothing of the run at all.
+    """
+    run_store = source.store
+    compacted = _CompactedRun(run_store, attempt.attempt)
+    history, parts = History.empty(), list[tuple[int, Block]]()
+    lost: list[tuple[_JudgedSegment, str]] = []
+    for segment in _segments(database, attempt):
+        try:
+            source.guard.check(segment.key)
+            parts.append((segment.position, _rows_of(run_store, segment, depth, compacted)))
+            if sum(len(rows) for _, rows in parts) > _MOST_ROWS:  # of each segment a few rows may be needed
+                history, parts = trimmed(joined(parts, history), depth, attempt.sealed), []
+        except (FormatError, NotFoundError) as error:
+            lost.append((segment, error.what))
+    history = trimmed(joined(parts, history), depth, attempt.sealed)
+    if not lost:
+        return history, None
+    if _is_empty(run_store):
+        # More likely an unmounted folder than a run of which everything was deleted: it is tried again.
+        raise StoreError(
+            f"store {run_store.location}: holds nothing of the run", "check that it is mounted and readable"
+        )
+    return history, LostContext(len(lost), max(segment.key.last for segment, _ in lost), lost[-1][1])
+
+
+def _segments(database: Database, attempt: Attempt) -> list[_JudgedSegment]:
+    with database.read() as session:
+        rows: Iterable[Segment] = session.execute(
+            select(Segment)
+            .where(Segment.run_id == attempt.run_id, Segment.position.in_(attempt.context))
+            .order_by(Segment.position)
+        ).scalars()
+        return [
+            _JudgedSegment(row.position, key_of(row), row.ranks) for row in rows if row.position is not None
+        ]
+
+
+def _is_empty(run_store: Store) -> bool:
+    return next(iter(run_store.entries("")), None) is None
+
+
+def _rows_of(run_store: Store, segment: _JudgedSegment, depth: Reach, compacted: _CompactedRun) -> Block:
+    """A segment's rows.
+
+    Raises:
+        FormatError, NotFoundError: they can be read neither from the segment nor from the compacted run.
+        StoreError: the store did not answer.
+    """
+    try:
+        return _read_original(run_store, segment.key, histograms=depth.histograms)
+    except (FormatError, NotFoundError) as error:
+        block = compacted.rows_of(segment)
+        if block is None:
+            raise
+        del error
+        return block if depth.histograms else block.without_histograms()
+
+
+def _read_original(run_store: Store, key: SegmentKey, *, histograms: bool) -> Block:
+    """The rows of a segment's own object.
+
+    Damage in its histograms was not noticed when no rule looked into them. Rules that do now report that histograms were
+    not read, and the others go on.
+    """
+    data = fetch(run_store, key)
+    try:
+        return decode(data, key, histograms=histograms)
+    except FormatError:
+        return decode(data, key, histograms=False)
+
+
+class _CompactedRun:
+    """What a compaction made of a run; opened when the first segment is missing."""
+
+    def __init__(self, run_store: Store, attempt: str) -> None:
+        self._store, self._attempt = run_store, attempt
+        self._opened: tuple[RunIndex, StepReader | None] | None = None
+
+    def rows_of(self, segment: _JudgedSegment) -> Block | None:
+        """The rows of a segment; None where they are not in the compacted run, or cannot be told from others.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        if segment.ranks is None:
+            return None
+        index, reader = self._open()
+        if reader is None or index.manifest is None or segment.key.path not in index.manifest.sources:
+            return None
+        parts = []
+        for rank, first, last, rows in segment.ranks:
+            part = reader.rows_of(rank, first, last)
+            # A rank's step is never split, so its rows are exactly those of the segment.
+            if len(part) != rows:
+                return None
+            parts.append(part)
+        return canonical(concatenate(parts))
+
+    def _open(self) -> tuple[RunIndex, StepReader | None]:
+        if self._opened is None:
+            index = RunIndex(self._store)
+            reader = None
+            # A refresh opens every segment that no manifest covers: it is worth it only where there is a manifest.
+            if any(entry.key.endswith("/manifest.json") for entry in self._store.entries(COMPACTED)):
+                index.refresh()
+                reader = StepReader(index, self._attempt)
+            self._opened = (index, reader)
+        return self._opened

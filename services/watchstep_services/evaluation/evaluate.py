@@ -1,0 +1,387 @@
+"""The heart: evaluate one run. Production calls it from a Celery task, the embedded service from a thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
+from watchstep.errors import WatchstepError
+from watchstep.format import layout
+from watchstep_rules.custom.sandbox.pool import on_behalf_of
+from watchstep_rules.engine.history import History, joined, trimmed
+from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_services.core.failpoints import reach
+from watchstep_services.core.settings import NANOSECONDS, nanoseconds
+from watchstep_services.db.limits import is_of_all
+from watchstep_services.db.models import Attempt
+from watchstep_services.evaluation import cursor as cursors
+from watchstep_services.evaluation import seals, ticks
+from watchstep_services.evaluation.baselines import pin_baseline
+from watchstep_services.evaluation.collect import (
+    AbsentLookups,
+    Collected,
+    RunSource,
+    collect,
+    run_store_of,
+    spans_of_ranks,
+)
+from watchstep_services.evaluation.commit import Outcome, commit
+from watchstep_services.evaluation.context import read_context
+from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
+from watchstep_services.evaluation.keeping import kept
+from watchstep_services.evaluation.observation import Observation, came_to, observing
+from watchstep_services.evaluation.plan import Gap, ended_ranks
+from watchstep_services.evaluation.seals import AttemptProgress, WriterProgress
+from watchstep_services.evaluation.unfinished_reads import ReadingGuard
+from watchstep_services.runs import attempts
+from watchstep_services.runs.claim import (
+    Claim,
+    FencedError,
+    claim,
+    claim_longest_due,
+    lock_run,
+    release,
+    release_after_failure,
+)
+from watchstep_services.runs.discovery import discover
+from watchstep_services.service.context import Service
+from watchstep_services.service.judging import Judged, LostContext, judge_all, lookback, report_lost_context
+from watchstep_services.service.large_turn import RETRY_SECONDS
+from watchstep_services.service.rule_time import charged
+
+_RETRY_SECONDS = 5.0
+_NEVER = 1 << 62
+_MOST_FAILED = 20
+"""Attempts that a run's health names."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation did.
+
+    Attributes:
+        outcome: ``busy``: another worker holds the run; ``idle``: nothing to judge; ``committed``;
+            ``fenced``: another worker took the run meanwhile, and everything was discarded.
+        more: there is more to judge at once.
+        actions: ids of the actions that it caused.
+        steady: the run goes on as it did: nothing was seen that could change its state or that of an alert.
+    """
+
+    outcome: Literal["busy", "idle", "committed", "fenced"]
+    more: bool = False
+    actions: tuple[int, ...] = ()
+    steady: bool = False
+
+
+def evaluate(service: Service, run_id: int) -> Evaluation:
+    """Read and judge what is new of a run.
+
+    Raises:
+        StoreError, ConfigError: the store did not answer; the run is let go and looked at again later.
+    """
+    with observing() as seen, ExitStack() as large:
+        held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
+        evaluation = _evaluate(service, held, seen, large)
+    came_to(evaluation.outcome)
+    return evaluation
+
+
+def evaluate_longest_due(service: Service, run_id: int) -> tuple[int, Evaluation]:
+    """Read and judge what is new of the run that has been due for longest, among those that this worker is to take.
+
+    Args:
+        service: the service.
+        run_id: the run that was asked for, which is evaluated where none is due.
+
+    Returns:
+        The run's id, and what its evaluation did.
+
+    Raises:
+        StoreError, ConfigError: as `evaluate`.
+    """
+    with observing() as seen, ExitStack() as large:
+        lease_ns = nanoseconds(service.settings.lease_seconds)
+        held = claim_longest_due(service.database, run_id, service.worker, lease_ns)
+        if held is None:
+            held = claim(service.database, run_id, lease_ns)
+        evaluation = _evaluate(service, held, seen, large)
+    came_to(evaluation.outcome)
+    return (run_id if held is None else held.run_id), evaluation
+
+
+def _evaluate(service: Service, held: Claim | None, seen: Observation, large: ExitStack) -> Evaluation:
+    if held is None:
+        return Evaluation("busy")
+    seen.claimed(held)
+    reach("evaluate.claimed", held)
+    collected = None
+    try:
+        if not _answers(service, held):
+            wait = service.hanging_stores.retry_seconds(held.place.registration)
+            return Evaluation("idle", _postpone(service, held, wait))
+        guard, absent = ReadingGuard(service.database, held), AbsentLookups()
+        rule_seconds = service.settings.rule_seconds
+        time_limits = charged(
+            service.database, held.project, rule_seconds, service.usual_time, lambda: absent.seconds
+        )
+        noted = service.hanging_stores.noted(held.place.registration)
+        with kept(service, held), guard.watching(), on_behalf_of(held.project), time_limits, noted:
+            source = RunSource(run_store_of(service, held), guard, absent)
+            collected = _collect(service, held, source)
+            reach("evaluate.read", held)
+            postponed = collected.is_large and not service.large_turn.take(held.project)
+            if collected.is_large and not postponed:
+                large.callback(service.large_turn.release)
+            if collected.attempt and not postponed:
+                outcome, history = _judge(service, held, source, collected)
+        if postponed:
+            # A thread that waited for the other evaluation would keep other runs from their turn.
+            return Evaluation("idle", _postpone(service, held, RETRY_SECONDS))
+        if not collected.attempt:
+            more = release(service.database, held, _due(service, held, collected))
+            reach("evaluate.let_go", held)
+            return Evaluation("idle", more)
+        reach("evaluate.judged", held)
+        with seen.committing(held, outcome):
+            done = commit(service, held, outcome)
+    except FencedError:
+        done = None
+    except BaseException as error:
+        _let_go(service, held, error, collected)
+        raise
+    if done is None:
+        reach("evaluate.fenced", held)
+        return Evaluation("fenced")
+    reach("evaluate.committed", held)
+    seen.committed(held, outcome)
+    key = (held.run_id, outcome.collected.attempt)
+    service.histories.put(key, outcome.cursor, history.lookback, history.rows)
+    service.remembered.put(
+        key, held.epoch, [one.committed(done.told.get(one.row.id)) for one in outcome.judged]
+    )
+    more = outcome.collected.more or done.hinted
+    steady = history.steady and not any(one.transitions for one in outcome.judged)
+    return Evaluation("committed", more, tuple(done.actions), steady)
+
+
+def _answers(service: Service, held: Claim) -> bool:
+    """Whether the run's store may be used: it does not hang, as far as this process knows."""
+
+    def probe() -> None:
+        run_store_of(service, held).get(layout.RUN_DOCUMENT)
+
+    return service.hanging_stores.answers(held.place.registration, probe)
+
+
+def _postpone(service: Service, held: Claim, seconds: float) -> bool:
+    """Let the run go, to be evaluated in some seconds; whether it is due again at once."""
+    return release(service.database, held, held.now_ns + nanoseconds(seconds))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    rows: History
+    lookback: Reach
+    steady: bool
+
+
+def _let_go(service: Service, held: Claim, error: BaseException, collected: Collected | None) -> None:
+    """Note why an evaluation failed, and let the run go. An attempt that failed comes after the others from now on."""
+    attempt = "" if collected is None else collected.attempt
+    retry_ns = nanoseconds(_RETRY_SECONDS)
+    failure = error if isinstance(error, Exception) and not is_of_all(error) else None
+    try:
+        if failure is not None:
+            problem = _problem_of(failure)
+            with suppress(FencedError), service.database.write() as session:
+                run = lock_run(session, held.run_id, held)
+                health = {**run.health, "evaluation": problem}
+                if attempt:
+                    failed = {**health.get(FAILED_ATTEMPTS, {}), attempt: problem}
+                    health[FAILED_ATTEMPTS] = dict(list(failed.items())[-_MOST_FAILED:])
+                run.health = health
+        if failure is not None and collected is not None and attempt and attempt not in collected.failing:
+            retry_ns = 0  # the others need not wait
+        release_after_failure(service.database, held, retry_ns)
+    except SQLAlchemyError as another:
+        # What ended the evaluation is raised, not this: the lease ends by itself, and then the run is due as it was.
+        _log.warning("run %s/%s: is held until its lease ends: %s", held.project, held.run, another)
+
+
+def _problem_of(error: Exception) -> str:
+    """What a run's health says of an error. The text of one that is no message to users may hold anything."""
+    if isinstance(error, WatchstepError):
+        return error.what[:500]
+    return f"the service failed on it ({type(error).__name__}); see the service's log"
+
+
+def _judge(service: Service, held: Claim, source: RunSource, collected: Collected) -> tuple[Outcome, _Kept]:
+    attempt = collected.attempts.get(collected.attempt)
+    if attempt is None or not attempt.world_size:
+        attempt = attempts.load(service.database, source.store, held.run_id, collected.attempt, held)
+    # Ticks of rules that watch the clock may come before the first rows.
+    first = (
+        next((block for _, block in collected.blocks if len(block)), None) if attempt.largest < 0 else None
+    )
+    if first is not None:
+        pin_baseline(service, source.store, attempt, held.project, first.catalogue)
+    configs = ticks.held_configs(service, held, collected.attempt, anew=first is not None)
+    depth = lookback(configs)
+    before, lost = _history(service, held, source, attempt, depth)
+    for entry, _ in collected.blocks:
+        source.guard.check(entry.key)  # what ends the process from here on is due to what is judged now
+
+    progress = _progress(service, held, attempt, collected)
+    # While more waits to be read, a worker is not silent: it is only not read yet.
+    patience = _NEVER if collected.more else nanoseconds(service.settings.seal_seconds)
+    blocks = [block if depth.histograms else block.without_histograms() for _, block in collected.blocks]
+    parts = list(enumerate(blocks, held.journal))
+    arrived = joined(parts, History.empty()).block
+    steps = np.concatenate([before.block.step, arrived.step])
+    seal = seals.bounded(seals.decide(progress, held.now_ns, patience), progress.sealed, steps)
+    sealed = seal.step if seal else progress.sealed
+    ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
+    judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
+    if lost is not None:
+        judged = report_lost_context(judged, lost, attempt.sealed)
+    rows = trimmed(joined(parts, before), depth, sealed)
+    outcome = Outcome(
+        collected=collected,
+        cursor=cursors.encode(collected.cursor),
+        progress=progress,
+        seal=seal,
+        context=rows.positions,
+        judged=judged,
+        ended=ended,
+        lost=lost,
+        due_ns=_due(service, held, collected, replace(progress, sealed=sealed), judged),
+    )
+    goes_on = held.state == "running" and held.attempt == attempt.attempt and not attempt.ends
+    return outcome, _Kept(rows, depth, goes_on)
+
+
+def _collect(service: Service, held: Claim, source: RunSource) -> Collected:
+    """What there is to judge: rows, or else an attempt that is to be sealed further or whose silence is to be judged."""
+    collected = collect(service, held, source)
+    if collected.blocks:
+        return collected
+    silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
+    # A lost announcement is as silent as a training that stands still; only the store can tell which.
+    if silent and discover(service, held.run_id, held).fresh:
+        collected = collect(service, held, source)
+        silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
+    if not collected.attempt:
+        waiting = (_attempt_to_seal(service, held, collected.failing), silent)
+        named = [attempt for attempt in waiting if attempt]
+        collected.attempt = min(named, key=lambda attempt: attempt in collected.failing, default="")
+    return collected
+
+
+def _attempt_to_seal(service: Service, held: Claim, failing: frozenset[str]) -> str:
+    """An attempt in which a deadline lets further steps be sealed, one that did not fail if there is; empty for none."""
+    with service.database.read() as session:
+        rows = session.execute(
+            select(Attempt).where(Attempt.run_id == held.run_id, Attempt.sealed < Attempt.largest)
+        ).scalars()
+        found = sorted((row for row in rows if row.writers), key=lambda row: row.attempt in failing)
+    patience = nanoseconds(service.settings.seal_seconds)
+    nothing = Collected("", cursors.decode(held.cursor))
+    for row in found:
+        if seals.decide(_progress(service, held, row, nothing), held.now_ns, patience):
+            return row.attempt
+    return ""
+
+
+def _history(
+    service: Service, held: Claim, source: RunSource, attempt: Attempt, depth: Reach
+) -> tuple[History, LostContext | None]:
+    """Earlier rows: from this process if it judged last, else from the store; and what cannot be read there."""
+    known = service.histories.get((held.run_id, attempt.attempt), held.cursor, depth)
+    if known is not None:
+        return known, None
+    return read_context(service.database, source, attempt, depth)
+
+
+def _progress(service: Service, held: Claim, row: Attempt, collected: Collected) -> AttemptProgress:
+    until = held.now_ns - nanoseconds(service.settings.gap_seconds)
+    progress = AttemptProgress(
+        row.world_size,
+        row.first_heard_ns,
+        seals.writers_from_data(row.writers),
+        ended_ranks(collected.cursor, row.attempt, row.ends, until),
+        row.sealed,
+    )
+    # Of a node's writer a segment holds several ranks, of which each may be at another step.
+    return progress.heard(
+        (
+            f"{entry.key.writer.node}/{entry.key.writer.writer}/{rank}",
+            WriterProgress(last, entry.found_ns, (rank,)),
+        )
+        for entry, block in collected.blocks
+        for rank, _, last, _ in spans_of_ranks(block)
+    )
+
+
+def _due(
+    service: Service,
+    held: Claim,
+    collected: Collected,
+    progress: AttemptProgress | None = None,
+    judged: Sequence[Judged] = (),
+) -> int | None:
+    """When to look again, should no hint come before."""
+    settings = service.settings
+    if collected.more:
+        return held.now_ns
+    retry_ns = held.now_ns + nanoseconds(_RETRY_SECONDS)
+    moments = [retry_ns for _ in collected.failed]
+    moments += [_gap_due(service, held, gap) for gap in collected.waiting]
+    moments += _later_seals(service, held, collected)
+    if progress is not None:
+        sealing = seals.due_ns(progress, nanoseconds(settings.seal_seconds))
+        moments += [] if sealing is None else [sealing]
+    ticking = _tick_due(service, held, collected.attempt, judged)
+    moments += [] if ticking is None else [ticking]
+    return min(moments, default=None)
+
+
+def _tick_due(service: Service, held: Claim, attempt: str, judged: Sequence[Judged]) -> int | None:
+    """When a rule wants to be judged though nothing comes; a rule that asks for the past gets the next second."""
+    if held.attempt == attempt and ticks.next_tick(judged) is None:
+        return None  # none of its rules watches the clock
+    newest = ticks.newest_attempt(service, held.run_id)
+    if not newest:
+        return None
+    remembered = (
+        judged if newest == attempt else ticks.load_configs(service, held.run_id, newest, only_clocks=True)
+    )
+    due = ticks.next_tick(remembered)
+    return None if due is None else max(due, held.now_ns + NANOSECONDS)
+
+
+def _gap_due(service: Service, held: Claim, gap: Gap) -> int:
+    return min(
+        gap.since_ns + nanoseconds(service.settings.gap_seconds),
+        held.now_ns + service.settings.listing_ns(local=held.place.is_local),
+    )
+
+
+def _later_seals(service: Service, held: Claim, collected: Collected) -> list[int]:
+    """When deadlines let steps of other attempts be sealed."""
+    nothing = Collected("", cursors.decode(held.cursor))
+    due = [
+        seals.due_ns(_progress(service, held, row, nothing), nanoseconds(service.settings.seal_seconds))
+        for row in collected.attempts.values()
+        if row.sealed < row.largest and row.attempt != collected.attempt
+    ]
+    return [moment for moment in due if moment is not None]

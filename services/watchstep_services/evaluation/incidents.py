@@ -1,0 +1,188 @@
+"""The incidents of an attempt, made anew where alerts of it begin or are revised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_rules.engine.incident import (
+    IncidentSummary,
+    Onset,
+    incident_id,
+    incidents_of,
+    onset_changes,
+    summarize,
+    unaffected_before,
+)
+from watchstep_rules.engine.judge import Health
+from watchstep_services.db.models import Alert, Incident, Standing
+from watchstep_services.evaluation.evidence import RECORDER
+from watchstep_services.runs.claim import Place
+from watchstep_services.service.judging import Judged
+
+
+@dataclass(frozen=True)
+class Incidents:
+    """The incident that each rule config's alert of the attempt belongs to now, by the config's number; of those near a change."""
+
+    by_config: Mapping[int, IncidentSummary]
+
+    def as_data(self, config_id: int) -> dict[str, object] | None:
+        """What events say of the incident of an alert; None where it belongs to none."""
+        found = self.by_config.get(config_id)
+        return None if found is None else found.model_dump(mode="json")
+
+    def assign(self, session: Session, place: Place) -> None:
+        """Have the alerts say which incident they belong to, once they are there."""
+        if not self.by_config:
+            return
+        configs, attempt = list(self.by_config), place.attempt
+        alerts = select(Alert).where(Alert.attempt == attempt, Alert.config_id.in_(configs))
+        for alert in session.execute(alerts).scalars():
+            alert.incident = self.by_config[alert.config_id].id
+        standings = select(Standing).where(
+            Standing.run_id == place.run_id, Standing.attempt == attempt, Standing.config_id.in_(configs)
+        )
+        for row in session.execute(standings).scalars():
+            row.incident = self.by_config[row.config_id].id
+
+
+class _Place(NamedTuple):
+    """Which rule config's alert begins, and at which step."""
+
+    config: int
+    step: int
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Onsets that became known, and those that a revision takes back."""
+
+    added: dict[_Place, Onset]
+    removed: set[_Place]
+
+
+def update_incidents(
+    session: Session, place: Place, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
+) -> Incidents:
+    """Take alerts that begin, or are revised, into the incidents of the attempt.
+
+    What a recorder asks for belongs to no incident: it could keep an alert of the owner's from being notified of. Neither do notes of
+    severity info: they would be named as causes, and would join incidents that are apart.
+
+    Args:
+        session: the transaction, before it moves these alerts.
+        place: where and when.
+        judged: every rule config of the run.
+        told: what happened to the alert of each, in the same order.
+    """
+    changes = _changes(session, place, judged, told)
+    if not changes.added:
+        return Incidents({})
+    low = min(one.step for one in (*changes.added, *changes.removed))
+    # Those that end earlier are as they were: neither a new onset nor one that is taken back is near them.
+    rows = session.execute(
+        select(Incident).where(
+            Incident.run_id == place.run_id,
+            Incident.attempt == place.attempt,
+            Incident.last_step >= unaffected_before(low),
+        )
+    ).scalars()
+    before = {row.key: row for row in rows}
+    onsets = {
+        _Place(onset.config, onset.step): onset
+        for row in before.values()
+        for onset in map(Onset.model_validate, row.onsets)
+    }
+    for one in changes.removed:
+        onsets.pop(one, None)
+    onsets |= changes.added
+    return _write(session, place, before, onsets.values(), _silent(judged))
+
+
+def _changes(
+    session: Session, place: Place, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
+) -> _Changes:
+    changes = _Changes({}, set())
+    fired = [
+        (one, transitions)
+        for one, transitions in zip(judged, told, strict=True)
+        if one.row.origin != RECORDER
+        and one.config is not None
+        and one.config.severity != "info"
+        and any(change.phase is Phase.FIRING for change in transitions)
+    ]
+    if not fired:
+        return changes
+    alerts = session.execute(
+        select(Alert).where(
+            Alert.attempt == place.attempt,
+            Alert.phase == Phase.FIRING.value,
+            Alert.config_id.in_([one.row.id for one, _ in fired]),
+        )
+    ).scalars()
+    begun = {row.config_id: int(row.details["since_step"]) for row in alerts if row.details}
+    for one, transitions in fired:
+        config = one.row.id
+        found = onset_changes(transitions, begun.get(config))
+        changes.added.update(
+            {_Place(config, step): _onset(one, change) for step, change in found.added.items()}
+        )
+        changes.removed.update(_Place(config, step) for step in found.removed)
+    return changes
+
+
+def _onset(judged: Judged, transition: Transition) -> Onset:
+    assert judged.config is not None  # a config that cannot be read judges nothing
+    assert transition.finding is not None  # what fires has one
+    what_to_try = judged.config.implementation.advice(transition.finding).what_to_try
+    return Onset(
+        config=judged.row.id,
+        name=judged.config.name,
+        rule=judged.config.rule,
+        severity=judged.config.severity,
+        step=transition.since_step,
+        finding=transition.finding,
+        check=what_to_try[0] if what_to_try else "",
+    )
+
+
+def _silent(judged: Sequence[Judged]) -> set[str]:
+    """Rules that judged rows of the attempt, and whose alerts never fired on it."""
+    return {
+        one.config.rule
+        for one in judged
+        if one.config is not None
+        and one.memory.health is Health.OK
+        and one.memory.judged > 0
+        and one.memory.alert.phase in (Phase.INACTIVE, Phase.PENDING)
+        and one.memory.alert.closed < 0
+    }
+
+
+def _write(
+    session: Session, place: Place, before: dict[str, Incident], onsets: Iterable[Onset], silent: set[str]
+) -> Incidents:
+    by_config: dict[int, IncidentSummary] = {}
+    left = dict(before)
+    for members in incidents_of(onsets):
+        key = incident_id(place.project, place.run, place.attempt, members[0].step)
+        summary = summarize(key, members, silent)
+        row = left.pop(key, None)
+        if row is None:
+            row = Incident(run_id=place.run_id, attempt=place.attempt, key=key, first_step=members[0].step)
+            session.add(row)
+        row.last_step = members[-1].step
+        row.onsets = [json.loads(onset.model_dump_json()) for onset in members]
+        row.summary = summary.model_dump(mode="json")
+        by_config |= {onset.config: summary for onset in members}
+    if left:
+        session.execute(delete(Incident).where(Incident.id.in_([row.id for row in left.values()])))
+    session.flush()
+    return Incidents(by_config)

@@ -1,0 +1,217 @@
+"""The journal on the store: what was judged, written from the tables, so that it can be replayed without them.
+
+Parts are made of committed ticks only, and created only if absent. So two processes that write the same part at once, or one
+that dies between the object and the row that records it, leave one part, which is taken as it is. Ticks and watermarks
+leave the database once the journal has them: a run of weeks would keep millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
+from sqlalchemy.orm import Session, aliased
+
+from watchstep.errors import FormatError, StoreError
+from watchstep.format import journal
+from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
+from watchstep.format.layout import journal_part
+from watchstep.reading.journal import read_part
+from watchstep_services.core.failpoints import reach
+from watchstep_services.core.settings import nanoseconds
+from watchstep_services.core.store_location import StorePlace
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.models import Attempt, Project, Run, Seal, Segment, Tick
+from watchstep_services.runs.discovery import key_of
+from watchstep_services.runs.lifecycle import ENDED
+from watchstep_services.service.context import Service
+
+
+def purge_written(session: Session, run_id: int) -> None:
+    """Delete what no part of a run's journal that is still to be written needs.
+
+    That is the last tick before it, of whatever attempt, which says where its segments begin, and each attempt's last seal.
+    """
+    unwritten = (
+        select(func.min(Attempt.journaled))
+        .where(Attempt.run_id == run_id, Attempt.ticks > Attempt.journaled)
+        .scalar_subquery()
+    )
+    all_ticks = select(Run.ticks).where(Run.id == run_id).scalar_subquery()
+    bound = session.execute(select(func.coalesce(unwritten, all_ticks, 0))).scalar_one() - 1
+    session.execute(
+        delete(Tick)
+        .where(Tick.run_id == run_id, Tick.tick < bound)
+        .execution_options(synchronize_session=False)
+    )
+    later = aliased(Seal)
+    followed = select(later.tick).where(
+        later.run_id == run_id, later.attempt == Seal.attempt, later.tick > Seal.tick, later.tick < bound
+    )
+    session.execute(
+        delete(Seal)
+        .where(Seal.run_id == run_id, Seal.tick < bound, followed.exists())
+        .execution_options(synchronize_session=False)
+    )
+
+
+_OVER = (*ENDED, "lost")
+_RETRY_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """An attempt with evaluations that are not on the store yet."""
+
+    attempt_id: int
+    run_id: int
+    attempt: str
+    project: str
+    run: str
+    place: StorePlace
+
+
+def unwritten(service: Service) -> list[Unwritten]:
+    """Attempts that have ended, or were judged so often that their journal gets a part."""
+    rows = select(Attempt, Run, Project).join(Run, Run.id == Attempt.run_id)
+    with service.database.read() as session:
+        found = session.execute(rows.join(Project, Project.name == Run.project).where(_is_due())).all()
+        return [
+            Unwritten(attempt.id, run.id, attempt.attempt, run.project, run.run, project.place)
+            for attempt, run, project in found
+        ]
+
+
+def _is_due() -> ColumnElement[bool]:
+    over = or_(Run.state.in_(_OVER), Run.attempt != Attempt.attempt)
+    return and_(
+        Attempt.ticks > Attempt.journaled,
+        Attempt.journal_due_ns <= now_ns(),
+        or_(over, Attempt.ticks - Attempt.journaled >= journal.MOST_EVALUATIONS),
+    )
+
+
+def write_journal(service: Service, due: Unwritten) -> int:
+    """Write what is due of an attempt's journal; returns how many parts that were.
+
+    Raises:
+        StoreError: the store cannot be written; it is tried again after some time.
+        FormatError: something else lies where a part should be; what is due now is left out.
+    """
+    written = 0
+    while _write_part(service, due):
+        written += 1
+    return written
+
+
+def _write_part(service: Service, due: Unwritten) -> bool:
+    with service.database.read() as session:
+        row = session.get_one(Attempt, due.attempt_id)
+        evaluations = journal.first_part(_evaluations(session, row))
+    if not evaluations:
+        return False
+    part = JournalPart(due.attempt, row.journal_parts, evaluations)
+    try:
+        reach("journal.writing", due)
+        part = _put(service, due, part, row.ticks)
+        reach("journal.on_store", due)
+    except FormatError:
+        _note(service, part, due, row.journal_parts, row.ticks)
+        raise
+    except StoreError:
+        _put_off(service, due)
+        raise
+    _note(service, part, due, part.number + 1, part.evaluations[-1].tick + 1)
+    reach("journal.noted", due)
+    return True
+
+
+def _put(service: Service, due: Unwritten, part: JournalPart, ticks: int) -> JournalPart:
+    """Create a part; returns the one that lies there."""
+    run_store = service.stores.of_run(due.place, due.run)
+    key = journal_part(due.attempt, part.number)
+    if run_store.create(key, journal.encode(part)):
+        return part
+    there = read_part(run_store, due.attempt, part.number)
+    if there.evaluations[-1].tick >= ticks:
+        raise FormatError(f"{key}: not written by this service", "remove it, if nobody needs it")
+    return there
+
+
+def _note(service: Service, part: JournalPart, due: Unwritten, parts: int, journaled: int) -> None:
+    with service.database.write() as session:
+        session.execute(
+            update(Attempt)
+            .where(Attempt.id == due.attempt_id, Attempt.journal_parts == part.number)
+            .values(journal_parts=parts, journaled=journaled)
+        )
+        session.flush()
+        purge_written(session, due.run_id)
+
+
+def _put_off(service: Service, due: Unwritten) -> None:
+    """A store that the service may only read is not asked at every sweep."""
+    with service.database.write() as session:
+        session.execute(
+            update(Attempt)
+            .where(Attempt.id == due.attempt_id)
+            .values(journal_due_ns=now_ns() + nanoseconds(_RETRY_SECONDS))
+            .execution_options(synchronize_session=False)
+        )
+
+
+def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluation]:
+    """Those that are not in the journal, in order."""
+    of_run, of_attempt = Tick.run_id == attempt.run_id, Tick.attempt == attempt.attempt
+    ticks = (
+        session.execute(
+            select(Tick)
+            .where(of_run, of_attempt, Tick.tick >= attempt.journaled)
+            .order_by(Tick.tick)
+            .limit(journal.MOST_EVALUATIONS)
+        )
+        .scalars()
+        .all()
+    )
+    if not ticks:
+        return
+    first, last = ticks[0].tick, ticks[-1].tick
+    seals = {
+        seal.tick: seal.step
+        for seal in session.execute(
+            select(Seal).where(Seal.run_id == attempt.run_id, Seal.tick.between(first, last))
+        ).scalars()
+    }
+    known = session.execute(select(Tick).where(of_run, Tick.tick.between(first - 1, last))).scalars()
+    ends = {tick.tick: tick.position for tick in known}
+    sealed = _sealed_before(session, attempt)
+    for tick in ticks:
+        sealed = seals.get(tick.tick, sealed)
+        segments = _segments(session, attempt.run_id, ends.get(tick.tick - 1, 0), tick.position)
+        yield JournalEvaluation(tick.tick, tick.at_ns, sealed, tick.ended, segments)
+
+
+def _sealed_before(session: Session, attempt: Attempt) -> int:
+    step = session.execute(
+        select(Seal.step)
+        .where(Seal.run_id == attempt.run_id, Seal.attempt == attempt.attempt, Seal.tick < attempt.journaled)
+        .order_by(Seal.tick.desc())
+        .limit(1)
+    ).scalar_one_or_none()
+    return -1 if step is None else step
+
+
+def _segments(session: Session, run_id: int, start: int, end: int) -> tuple[JournalSegment, ...]:
+    if start >= end:
+        return ()
+    rows = session.execute(
+        select(Segment)
+        .where(Segment.run_id == run_id, Segment.position >= start, Segment.position < end)
+        .order_by(Segment.position)
+    ).scalars()
+    return tuple(JournalSegment(key_of(row), _ranks(row)) for row in rows)
+
+
+def _ranks(row: Segment) -> tuple[RankRows, ...] | None:
+    return None if row.ranks is None else tuple(RankRows(*entry) for entry in row.ranks)

@@ -1,0 +1,208 @@
+"""An alert as people see it: one over all attempts of its run, from the time it first fired."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from sqlalchemy import bindparam, select, update
+from sqlalchemy.orm import Session
+
+from watchstep_rules.engine.alert_memory import Phase, Transition
+from watchstep_services.db.models import Alert, Run, Standing
+from watchstep_services.evaluation.evidence import fingerprint
+from watchstep_services.runs.claim import Place
+from watchstep_services.service.judging import Judged
+
+Change = Literal["opened", "revealed", "continued", "closed", "none"]
+"""It began to fire; it fires and is no longer kept quiet; it fires on another attempt, too; it is over; nothing new."""
+
+
+def find(session: Session, place: Place, judged: Judged) -> Standing | None:
+    """Where the alert of a rule config stands."""
+    name = fingerprint(place.project, place.run, judged.row)
+    return session.execute(
+        select(Standing).filter_by(run_id=place.run_id, fingerprint=name)
+    ).scalar_one_or_none()
+
+
+def follow(
+    session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> tuple[Standing, Change]:
+    """Take over a change to *firing* or *resolved* on one attempt.
+
+    Args:
+        session: the transaction.
+        place: where and when.
+        judged: whose alert.
+        transition: the change.
+        said: the alert's details, and ``event_id``.
+    """
+    row = find(session, place, judged)
+    if row is None:
+        row = _new(session, place, judged, transition, said)
+        if transition.phase is Phase.FIRING:
+            return row, "opened"
+    if transition.phase is Phase.RESOLVED:
+        return row, _close(row, place, judged, transition, said)
+    if row.phase != Phase.FIRING.value:
+        row.episode += 1
+        row.fired_ns, row.resolved_ns = place.now_ns, None
+        row.acknowledged_by, row.acknowledged_ns, row.acknowledgement = "", None, ""
+        _hold(row, place, judged, transition, said)
+        row.inhibited_by = transition.inhibited_by
+        return row, "opened"
+    return row, _again(session, row, place, judged, transition, said)
+
+
+def revise(
+    session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> Standing | None:
+    """Take over that an alert that fires names a likelier cause: what is told of it from now on says so.
+
+    Returns:
+        The alert; None where there is none, or it is over or fires on another attempt by now.
+    """
+    row = find(session, place, judged)
+    if row is None or row.phase != Phase.FIRING.value:
+        return None
+    if (row.config_id, row.attempt) != (judged.row.id, place.attempt):
+        return None
+    assert transition.finding is not None
+    row.finding, row.since_ns = json.loads(transition.finding.model_dump_json()), transition.since_ns
+    row.step = transition.step
+    row.message, row.explanation = said["message"], said["explanation"]
+    return row
+
+
+def _new(
+    session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> Standing:
+    row = Standing(
+        run_id=place.run_id,
+        fingerprint=fingerprint(place.project, place.run, judged.row),
+        episode=1,
+        fired_ns=place.now_ns,
+        inhibited_by=transition.inhibited_by,
+    )
+    _hold(row, place, judged, transition, said)
+    session.add(row)
+    session.flush()
+    return row
+
+
+def _hold(row: Standing, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]) -> None:
+    """From now on the alert is that of this rule config and attempt."""
+    assert judged.config is not None
+    assert transition.finding is not None
+    row.config_id, row.attempt = judged.row.id, place.attempt
+    row.name, row.rule = judged.config.name, judged.config.rule
+    row.severity, row.labels = judged.config.severity, dict(judged.config.labels)
+    row.receivers, row.dry_run = list(judged.config.receivers), judged.config.dry_run
+    row.phase = Phase.FIRING.value
+    row.since_ns = transition.since_ns
+    row.finding = json.loads(transition.finding.model_dump_json())
+    _say(row, transition.step, said)
+
+
+def _say(row: Standing, step: int, said: dict[str, Any]) -> None:
+    row.step, row.event_id = step, said["event_id"]
+    row.message, row.explanation = said["message"], said["explanation"]
+
+
+def _again(
+    session: Session,
+    row: Standing,
+    place: Place,
+    judged: Judged,
+    transition: Transition,
+    said: dict[str, Any],
+) -> Change:
+    """It fires already: on this attempt, where it was kept quiet, or on another."""
+    was_hidden = row.is_hidden
+    same = (row.config_id, row.attempt) == (judged.row.id, place.attempt)
+    newest = session.get_one(Run, place.run_id).attempt
+    if not same and place.attempt != newest and row.attempt == newest:
+        return "none"  # late rows of an attempt that is over
+    _hold(row, place, judged, transition, said)
+    # What people know of stays known: that it follows from something else on a later attempt takes nothing back.
+    row.inhibited_by = transition.inhibited_by if was_hidden else ""
+    if was_hidden and not row.is_hidden:
+        return "revealed"
+    return "continued"
+
+
+def _close(
+    row: Standing, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> Change:
+    if row.phase != Phase.FIRING.value or (row.config_id, row.attempt) != (judged.row.id, place.attempt):
+        return "none"  # another attempt makes it fire
+    _say(row, transition.step, said)
+    row.phase, row.resolved_ns = Phase.RESOLVED.value, place.now_ns
+    return "closed"
+
+
+# Made once: every evaluation asks it.
+_FIRING = (
+    select(Standing)
+    .where(Standing.run_id == bindparam("of_run"), Standing.phase == Phase.FIRING.value)
+    .order_by(Standing.id)
+)
+
+
+def left_behind(
+    session: Session, place: Place, judged: list[Judged], sealed: int
+) -> list[tuple[Standing, str]]:
+    """Alerts that nothing makes fire any more, and why: no change of theirs will ever come.
+
+    One that fired on an earlier attempt is over once the run's newest has come past that step without it, and so is one whose
+    rule config was changed meanwhile; one whose rule config is no longer there is over at once.
+
+    Args:
+        session: the transaction.
+        place: where and when.
+        judged: all rule configs of the run, as they were judged on ``place.attempt``.
+        sealed: the last step of it that every worker has passed.
+    """
+    rows = list(session.execute(_FIRING, {"of_run": place.run_id}).scalars())
+    if not rows or session.get_one(Run, place.run_id).attempt != place.attempt:
+        return []
+    of = {fingerprint(place.project, place.run, one.row): one for one in judged}
+    found = []
+    for row in rows:
+        one = of.get(row.fingerprint)
+        if one is None:
+            found.append((row, "its rule config is no longer in use"))
+        elif _came_past(row, one, sealed):
+            found.append((row, f"attempt {place.attempt} came past step {row.step} without it"))
+    return found
+
+
+def _came_past(row: Standing, one: Judged, sealed: int) -> bool:
+    if one.config is None or one.memory.alert.phase in (Phase.FIRING, Phase.PENDING):
+        return False
+    judged = one.memory.judged > 0 or one.config.implementation.clock
+    return judged and (sealed >= row.step or one.config.implementation.clock)
+
+
+def close_left_behind(session: Session, row: Standing, step: int, now_ns: int, event_id: str) -> None:
+    """End an alert that nothing makes fire any more, on every attempt."""
+    row.phase, row.resolved_ns, row.event_id = Phase.RESOLVED.value, now_ns, event_id
+    row.step = step
+    row.explanation = resolved_title(row, step)
+    session.execute(
+        update(Alert)
+        .where(
+            Alert.run_id == row.run_id,
+            Alert.fingerprint == row.fingerprint,
+            Alert.phase == Phase.FIRING.value,
+        )
+        .values(phase=Phase.RESOLVED.value, resolved_ns=now_ns)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def resolved_title(row: Standing, step: int) -> dict[str, Any]:
+    """What was said of it, with a title that says that it is over."""
+    title = f"{row.name} ({row.severity}) resolved at step {step}"
+    return {**row.explanation, "title": title} if row.explanation else {}

@@ -1,0 +1,109 @@
+"""Find the segment that ends the process that reads it, and keep it from ending the next one.
+
+A reader that is killed (out of memory, a crash of native code) leaves nothing but its lease. The claim counts such leases in the
+statement that it sends anyway, so ordinary evaluations pay nothing:
+
+    ordinary ── `CAREFUL` claims left in a row ──▶ careful ── the same segment read at `CONDEMNED` ──▶ marked as bad
+        ▲                                             │
+        └───────── nothing more waits ◀── a commit ───┘
+
+A careful evaluation reads one new segment, and notes before it reads any segment which one it is. A segment whose reader ended
+twice in a row is not read again: a new one is marked as corrupt, and one of the context counts as lost. Careful evaluations of
+one process take turns, so that none is blamed for what another read meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import bindparam, update
+
+from watchstep.errors import FormatError
+from watchstep.format.layout import SegmentKey
+from watchstep_services.db.engine import Database
+from watchstep_services.db.records import RUNS
+from watchstep_services.runs.claim import Claim, FencedError
+
+CAREFUL = 3
+"""After so many claims in a row that ended with their process, segments are read one by one."""
+CONDEMNED = CAREFUL + 2
+"""After so many, the segment that the last two of them were reading is bad."""
+
+_turn = threading.Lock()
+
+
+class ReadingGuard:
+    """Asked before a segment is read; costs nothing unless earlier claims of the run ended with their process.
+
+    Args:
+        database: the database.
+        claim: of the evaluation.
+    """
+
+    def __init__(self, database: Database, claim: Claim) -> None:
+        self._database, self._claim = database, claim
+        self._noted = ""
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether only one new segment is to be read."""
+        return self._claim.unfinished >= CAREFUL
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The part of an evaluation that reads and judges.
+
+        Raises:
+            FencedError: another worker has taken the run.
+        """
+        if not self.is_careful:
+            yield
+            return
+        with _turn:
+            yield
+            self._note("", self._claim.unfinished)
+
+    def check(self, key: SegmentKey) -> None:
+        """Note that a segment is read next.
+
+        Raises:
+            FormatError: it must not be read.
+            FencedError: another worker has taken the run.
+        """
+        if not self.is_careful:
+            return
+        same = key.path == self._claim.reading
+        if same and self._claim.unfinished >= CONDEMNED:
+            raise FormatError(
+                f"segment {key.path}: the last {CONDEMNED - CAREFUL} processes that read it were killed or crashed",
+                "read it in a process with a memory limit to find out why",
+            )
+        self._note(key.path, self._claim.unfinished if same else CAREFUL)
+
+    def _note(self, path: str, unfinished: int) -> None:
+        if path == self._noted:
+            return
+        values = {
+            "of_run": self._claim.run_id,
+            "mine": self._claim.epoch,
+            "reading": f"{self._claim.epoch} {path}" if path else "",
+            "unfinished": unfinished,
+        }
+        with self._database.bare() as connection:
+            if connection.execute(_NOTE, values).rowcount != 1:
+                raise FencedError
+        self._noted = path
+
+
+def unfinished_after(claim: Claim, *, more: bool) -> int:
+    """How many claims count as unfinished after a commit: evaluations stay careful until nothing more waits."""
+    return CAREFUL if more and claim.unfinished >= CAREFUL else 0
+
+
+_NOTE = (
+    update(RUNS)
+    .where(RUNS.c.id == bindparam("of_run"), RUNS.c.epoch == bindparam("mine"))
+    .values(reading=bindparam("reading"), unfinished_claims=bindparam("unfinished"))
+)

@@ -1,1 +1,0 @@
-"""From segments to alerts: the heart of the service."""

@@ -1,0 +1,1 @@
+"""Groups of alerts, silences, and the receivers of a project."""

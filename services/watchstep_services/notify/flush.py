@@ -1,0 +1,360 @@
+"""Flush a group that is due: what its receiver does not know yet becomes one notification in the outbox.
+
+All of it is one short transaction that begins by taking the group: of two workers one finds that it is no longer due, and a
+process that dies in between has notified nobody and lost nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from watchstep_rules.engine.explanation import Explanation
+from watchstep_rules.engine.incident import IncidentSummary
+from watchstep_rules.rule import SEVERITIES
+from watchstep_services.channels.notification import Notification, NotifiedAlert, Status
+from watchstep_services.core.events import run_url
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.limits import is_of_all
+from watchstep_services.db.models import AlertGroup, GroupMember, Incident, Run, Standing
+from watchstep_services.db.records import add_action
+from watchstep_services.notify import silences
+from watchstep_services.notify.deliver import NOTIFY
+from watchstep_services.notify.silences import labels_of, mute
+from watchstep_services.runs.lifecycle import ENDED
+from watchstep_services.service.context import Service
+
+
+def alert_of(
+    row: Standing, run: Run, said: Status, now_ns: int, incident: IncidentSummary | None = None
+) -> NotifiedAlert:
+    """An alert as it stands; of one that is told to fire and is over by now, ``resolved_ns`` says since when."""
+    ended = row.resolved_ns
+    if said == "resolved" and ended is None:
+        ended = now_ns  # it fires again, and of that nobody is told
+    return NotifiedAlert(
+        name=row.name,
+        rule=row.rule,
+        severity=row.severity,
+        phase=said,
+        attempt=row.attempt,
+        step=row.step,
+        labels=labels_of(row, run.project, run.run),
+        message=row.message,
+        explanation=Explanation.model_validate(row.explanation) if row.explanation else None,
+        fingerprint=row.fingerprint,
+        since_ns=row.since_ns,
+        fired_ns=row.fired_ns,
+        resolved_ns=ended,
+        event_id=row.event_id,
+        acknowledged_by=row.acknowledged_by,
+        incident=incident,
+    )
+
+
+def notification_of(
+    base_url: str, group: AlertGroup, runs: Sequence[Run], alerts: Sequence[NotifiedAlert], now_ns: int
+) -> Notification:
+    """A notification of these alerts, those that fire first; its id is the group's number and generation."""
+    alone = runs[0].run if len(runs) == 1 else ""
+    return Notification(
+        id=f"{group.id}-{group.generation}-{group.key[:16]}",
+        project=group.project,
+        run=alone,
+        run_url=run_url(base_url, group.project, alone)
+        if alone
+        else f"{base_url}/v1/projects/{group.project}",
+        status="firing" if any(alert.phase == "firing" for alert in alerts) else "resolved",
+        group_key=group.key,
+        group_labels=group.labels,
+        alerts=tuple(alerts),
+        at_ns=now_ns,
+        repeat=group.repeats,
+    )
+
+
+_AGAIN_NS = 60 * NANOSECONDS
+_HEALTH = "notifications"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """An alert of the group as it is now, beside what was told of it."""
+
+    member: GroupMember
+    row: Standing
+    run: Run
+    silence: silences.Active | None
+    incident: IncidentSummary | None = None
+    joins: bool = False
+    """Its incident was told of in this group by alerts that are as severe: it is told with the next notification."""
+
+    @property
+    def fires(self) -> bool:
+        """Whether somebody is to know that it fires."""
+        return self.row.phase == "firing" and not self.row.is_hidden
+
+    @property
+    def is_news(self) -> bool:
+        """It began to fire and that was not told; it may be over by now."""
+        return self.is_untold and not self.joins
+
+    @property
+    def is_untold(self) -> bool:
+        return not self.row.is_hidden and self.member.told_episode != self.row.episode
+
+    @property
+    def is_joined(self) -> bool:
+        """It fires and is told with the next notification, of which it is no reason."""
+        return self.is_untold and self.joins and self.fires and self.run.state not in ENDED
+
+    @property
+    def is_cause(self) -> bool:
+        """It is the likeliest cause of its incident."""
+        return self.incident is not None and self.incident.cause == self.row.name
+
+    @property
+    def is_over(self) -> bool:
+        """Its end was not told."""
+        return self.member.told_phase == "firing" and not self.fires and not self.is_news
+
+    @property
+    def lasts(self) -> bool:
+        """It fires, and that is known; nothing comes of a run that has ended."""
+        known = self.member.told_phase == "firing" and self.member.told_episode == self.row.episode
+        return self.fires and known and self.run.state not in ENDED
+
+    @property
+    def matters(self) -> bool:
+        """There is something to tell of it, now or again."""
+        return self.is_news or self.is_over or self.lasts or self.is_joined
+
+
+def due_groups(service: Service, limit: int = 100) -> list[int]:
+    """Ids of groups that are due, the longest due first."""
+    with service.database.read() as session:
+        return list(
+            session.execute(
+                select(AlertGroup.id)
+                .where(AlertGroup.due_ns <= now_ns())
+                .order_by(AlertGroup.due_ns)
+                .limit(limit)
+            ).scalars()
+        )
+
+
+def flush_due(service: Service) -> list[int]:
+    """Look at all groups that are due; returns the ids of the actions that it caused."""
+    told = [_flushed(service, group_id) for group_id in due_groups(service)]
+    return [action for action in told if action is not None]
+
+
+def _flushed(service: Service, group_id: int) -> int | None:
+    try:
+        return flush(service, group_id)
+    except Exception as error:
+        if is_of_all(error):
+            raise
+        # A fault of ours with this group: no other waits for it, nor does a stop.
+        _log.exception("group %d of alerts: cannot be looked at; it is tried again in a minute", group_id)
+        metrics.SWEEP_FAULTS.labels("group").inc()
+        try:
+            _put_off(service, group_id, type(error).__name__)
+        except SQLAlchemyError as another:
+            _log.warning("group %d of alerts: the next sweep tries it again: %s", group_id, another)
+        return None
+
+
+def _put_off(service: Service, group_id: int, fault: str) -> None:
+    """Have a group that cannot be looked at looked at later, and say so in the health of the runs whose alerts it holds."""
+    with service.database.write() as session:
+        session.execute(
+            update(AlertGroup)
+            .where(AlertGroup.id == _free(group_id))
+            .values(due_ns=now_ns() + _AGAIN_NS)
+            .execution_options(synchronize_session=False)
+        )
+        held = (
+            select(Standing.run_id)
+            .join(GroupMember, GroupMember.standing_id == Standing.id)
+            .where(GroupMember.group_id == group_id)
+        )
+        said = f"alerts: the service failed to tell of them ({fault}); it is tried again each minute"
+        for run in _free_runs(session, held):
+            run.health = {**run.health, _HEALTH: said}
+
+
+def _free_runs(session: Session, ids: Any) -> list[Run]:
+    """Runs that nobody is writing, locked: an evaluation takes its run first and then its groups, and must not wait for us."""
+    chosen = select(Run).where(Run.id.in_(ids)).order_by(Run.id).with_for_update(skip_locked=True)
+    return list(session.execute(chosen.execution_options(populate_existing=True)).scalars())
+
+
+def _free(group_id: int) -> Any:
+    """The group's id, if nobody is writing it: who hangs with one group keeps nobody from the others."""
+    return (
+        select(AlertGroup.id)
+        .where(AlertGroup.id == group_id)
+        .with_for_update(skip_locked=True)
+        .scalar_subquery()
+    )
+
+
+def flush(service: Service, group_id: int) -> int | None:
+    """Look at one group if it is due.
+
+    Returns:
+        The id of the action that tells its receiver; None where there is nothing to tell.
+    """
+    with service.database.write() as session:
+        taken = session.execute(
+            update(AlertGroup)
+            .where(AlertGroup.id == _free(group_id), AlertGroup.due_ns <= now_ns())
+            .values(due_ns=None)
+            .returning(AlertGroup.id)
+            .execution_options(synchronize_session=False)
+        ).first()
+        if taken is None:
+            return None
+        group = session.get_one(AlertGroup, group_id)
+        now = read_clock(session)
+        seen = _look(session, group, now)
+        told = _to_tell(group, seen, now)
+        ended = [one for one in seen if one.silence is None and one.is_over]
+        action = _tell(service, session, group, told, now) if told else None
+        for one in ended:  # told, or not to be told by its route
+            one.member.told_phase = "resolved"
+        _mute(session, group, seen, now)
+        _schedule(group, seen, now)
+        _forget(session, group, seen)
+        for run in _free_runs(session, {one.run.id for one in seen if _HEALTH in one.run.health}):
+            run.health = {name: said for name, said in run.health.items() if name != _HEALTH}
+        return action
+
+
+def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
+    rows = session.execute(
+        select(GroupMember, Standing, Run, Incident.summary)
+        .join(Standing, Standing.id == GroupMember.standing_id)
+        .join(Run, Run.id == Standing.run_id)
+        .outerjoin(Incident, (Incident.run_id == Standing.run_id) & (Incident.key == Standing.incident))
+        .where(GroupMember.group_id == group.id)
+        .order_by(Standing.fired_ns, Standing.id)
+    ).all()
+    held = silences.active(session, group.project, now)
+    seen = [
+        _Seen(
+            member,
+            row,
+            run,
+            silences.covering(held, labels_of(row, run.project, run.run)),
+            None if summary is None else IncidentSummary.model_validate(summary),
+        )
+        for member, row, run, summary in rows
+    ]
+    return seen if group.refresh else _joined(seen)
+
+
+def _joined(seen: Sequence[_Seen]) -> list[_Seen]:
+    """Mark alerts of incidents that were told of; one that is more severe than all that was told of its incident is news."""
+    told: dict[str, int] = {}
+    for one in seen:
+        if one.incident is not None and one.member.told_phase == "firing" and not one.is_untold:
+            severity = SEVERITIES.index(one.row.severity)
+            told[one.incident.id] = max(told.get(one.incident.id, -1), severity)
+    return [
+        replace(one, joins=True)
+        if one.incident is not None and SEVERITIES.index(one.row.severity) <= told.get(one.incident.id, -1)
+        else one
+        for one in seen
+    ]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a notification says: of these alerts that they fire, and of these that they are over."""
+
+    firing: Sequence[_Seen]
+    over: Sequence[_Seen]
+    has_news: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.firing or self.over)
+
+
+def _to_tell(group: AlertGroup, seen: Sequence[_Seen], now: int) -> _Told:
+    heard = [one for one in seen if one.silence is None]
+    news = [one for one in heard if one.is_news]
+    lasting = [one for one in heard if one.lasts or one.is_joined]
+    over = [one for one in heard if one.is_over]
+    if news or (over and group.send_resolved):
+        return _Told([*news, *lasting], over if group.send_resolved else [], has_news=True)
+    again = [
+        one for one in lasting if group.refresh or not (one.row.acknowledged_by or one.run.state == "lost")
+    ]
+    if again and now >= group.told_ns + group.repeat_ns:
+        return _Told(lasting, [], has_news=False)
+    return _Told([], [], has_news=False)
+
+
+def _tell(service: Service, session: Session, group: AlertGroup, told: _Told, now: int) -> int | None:
+    group.generation += 1
+    group.repeats = 0 if told.has_news else group.repeats + 1
+    group.told_ns = now
+    firing = sorted(told.firing, key=lambda one: not one.is_cause)
+    alerts = [alert_of(one.row, one.run, "firing", now, one.incident) for one in firing]
+    alerts += [alert_of(one.row, one.run, "resolved", now, one.incident) for one in told.over]
+    runs = {one.run.id: one.run for one in (*told.firing, *told.over)}
+    notification = notification_of(service.base_url, group, list(runs.values()), alerts, now)
+    first = (*told.firing, *told.over)[0]
+    payload: dict[str, Any] = {"receiver": group.receiver, "notification": notification.as_data()}
+    cause = {"event_id": first.row.event_id, "at_ns": now, "payload": payload}
+    for one in told.firing:
+        one.member.told_episode, one.member.told_phase = one.row.episode, "firing"
+    return add_action(session, first.run.id, NOTIFY, f"{NOTIFY}:{group.id}:{group.generation}", cause)
+
+
+def _mute(session: Session, group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
+    for one in seen:
+        if one.silence is not None and one.matters:
+            mute(session, one.row, group.receiver, ("silenced", f"silence {one.silence.id}"), now)
+        elif one.is_joined and one.incident is not None:
+            mute(session, one.row, group.receiver, ("incident", one.incident.id), now)
+
+
+def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
+    group.open = any(one.lasts or one.is_joined or (one.silence is None and one.is_over) for one in seen)
+    moments = []
+    for one in seen:
+        if one.silence is not None:
+            if one.matters:
+                moments.append(one.silence.ends_ns)
+        elif one.is_over:
+            # It was over before it was told: that it fired is said first, and this after the interval.
+            moments.append(group.told_ns + group.interval_ns)
+        elif (one.lasts or one.is_joined) and (group.refresh or not one.row.acknowledged_by):
+            moments.append((now if one.run.state == "lost" else group.told_ns) + group.repeat_ns)
+    group.due_ns = max(now, min(moments)) if moments else None
+
+
+def _forget(session: Session, group: AlertGroup, seen: Sequence[_Seen]) -> None:
+    """Let go of alerts whose end is known, so that a group over many runs does not grow."""
+    gone = [
+        one.row.id for one in seen if not one.fires and not one.is_news and one.member.told_phase != "firing"
+    ]
+    if gone:
+        session.flush()
+        session.execute(
+            delete(GroupMember)
+            .where(GroupMember.group_id == group.id, GroupMember.standing_id.in_(gone))
+            .execution_options(synchronize_session=False)
+        )

@@ -1,0 +1,120 @@
+"""Notifications to look at: an example, or an alert that there was."""
+
+from __future__ import annotations
+
+import uuid
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from watchstep.errors import NotFoundError
+from watchstep_rules.engine.explanation import Explanation
+from watchstep_services.channels.notification import (
+    Notification,
+    NotifiedAlert,
+    Status,
+    alert_labels,
+)
+from watchstep_services.core.events import run_url
+from watchstep_services.db.models import Alert, RuleConfigRow, Run
+from watchstep_services.service.context import Service
+from watchstep_services.service.judging import load_config
+
+_SECOND = 1_000_000_000
+
+
+def example(service: Service, project: str, status: Status, at_ns: int) -> Notification:
+    """A notification that tells that it is a test. Each has an id of its own."""
+    own = {"project": project, "run": "test", "name": "test", "rule": "nan_or_inf", "severity": "info"}
+    alert = NotifiedAlert(
+        name="test",
+        rule="nan_or_inf",
+        severity="info",
+        phase=status,
+        attempt="test",
+        step=0,
+        labels=alert_labels(own, {}),
+        message="This is a test of a receiver: no run is ill.",
+        explanation=Explanation(
+            title=f"test (info) {status} at step 0",
+            seen="nothing: somebody tries this receiver out",
+            where="no tensor",
+            against="nothing",
+            since="step 0",
+            usual_causes=("Somebody wanted to see that messages arrive.",),
+            what_to_try=("Nothing has to be done.",),
+        ),
+        fingerprint="test",
+        since_ns=at_ns - _SECOND,
+        fired_ns=at_ns - _SECOND,
+        resolved_ns=at_ns if status == "resolved" else None,
+    )
+    return _alone(service, alert, f"test-{uuid.uuid4()}", at_ns)
+
+
+def of_alert(service: Service, session: Session, run: Run, name: str, at_ns: int) -> Notification:
+    """The newest alert of a rule config on a run, as a notification of its own.
+
+    Raises:
+        NotFoundError: it has never fired.
+    """
+    row = _newest(session, run, name)
+    details = row.details or {}
+    own = {
+        "project": run.project,
+        "run": run.run,
+        "name": row.name,
+        "rule": row.rule,
+        "severity": row.severity,
+    }
+    alert = NotifiedAlert(
+        name=row.name,
+        rule=row.rule,
+        severity=row.severity,
+        phase="resolved" if row.phase == "resolved" else "firing",
+        attempt=row.attempt,
+        step=row.since_step,
+        labels=alert_labels(own, details.get("labels", {})),
+        message=str(details.get("message", "")),
+        explanation=Explanation.model_validate(details["explanation"]) if details else None,
+        fingerprint=f"{run.id}-{row.config_id}",
+        since_ns=row.since_ns,
+        fired_ns=row.fired_ns,
+        resolved_ns=row.resolved_ns,
+    )
+    return _alone(service, alert, f"preview-{uuid.uuid4()}", at_ns)
+
+
+def named_receivers(session: Session, run: Run, name: str) -> tuple[str, ...]:
+    """Receivers that the alert's rule config names itself."""
+    config = load_config(session.get_one(RuleConfigRow, _newest(session, run, name).config_id), None).config
+    return () if config is None else tuple(config.receivers)
+
+
+def _newest(session: Session, run: Run, name: str) -> Alert:
+    row = session.execute(
+        select(Alert)
+        .where(Alert.run_id == run.id, Alert.name == name, Alert.fired_ns.is_not(None))
+        .order_by(Alert.id.desc())
+        .limit(1)
+    ).scalar_one_or_none()
+    if row is None:
+        raise NotFoundError(
+            f"alert {name!r} of run {run.project}/{run.run}: has never fired", "name one that has"
+        )
+    return row
+
+
+def _alone(service: Service, alert: NotifiedAlert, number: str, at_ns: int) -> Notification:
+    project, run = alert.labels["project"], alert.labels["run"]
+    return Notification(
+        id=number,
+        project=project,
+        run=run,
+        run_url=run_url(service.base_url, project, run),
+        status="resolved" if alert.phase == "resolved" else "firing",
+        group_key=number,
+        group_labels={"project": project, "run": run},
+        alerts=(alert,),
+        at_ns=at_ns,
+    )

@@ -1,0 +1,203 @@
+"""Silences, labels of alerts, and why somebody was not notified.
+
+While a silence is active, nobody is notified of alerts that match its labels; if it says so, it also holds back stops. The
+reason for each notification that was not sent is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from watchstep.errors import ConfigError
+from watchstep_services.channels.notification import alert_labels
+from watchstep_services.channels.routing import Matcher, parse_matcher
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import AlertGroup, GroupMember, Muted, Run, Silence, Standing
+from watchstep_services.db.models.alert_life import WHO_LENGTH
+from watchstep_services.db.upsert import insert_missing
+
+
+def labels_of(row: Standing, project: str, run: str) -> dict[str, str]:
+    """An alert's labels: the rule config's own, and those that every alert has."""
+    own = {"project": project, "run": run, "name": row.name, "rule": row.rule, "severity": row.severity}
+    return alert_labels(own, row.labels)
+
+
+Reason = Literal["info", "dry_run", "inhibited", "silenced", "acknowledged", "known", "unknown", "incident"]
+WEBHOOK = "webhook"
+NOBODY = ""
+
+
+def mute(session: Session, row: Standing, receiver: str, why: tuple[Reason, str], at_ns: int) -> None:
+    """Note, once for each time that the alert began to fire, that a receiver was not told.
+
+    Args:
+        session: the transaction.
+        row: the alert.
+        receiver: who; `WEBHOOK` for the addresses of its rule config, `NOBODY` where nobody at all is told.
+        why: ``info``: a note, of which nobody is told; ``dry_run``; ``inhibited``, by which rule config; ``silenced``, by which silence; ``acknowledged``, by whom: it is not
+            repeated; ``known``: it fired on an earlier attempt already; ``unknown``: there is no such receiver; ``incident``, by the incident's id: its notification was sent before, and the next one names the alert.
+        at_ns: when.
+    """
+    reason, detail = why
+    values = {
+        "standing_id": row.id,
+        "episode": row.episode,
+        "receiver": receiver,
+        "reason": reason,
+        "detail": detail[:WHO_LENGTH],
+        "at_ns": at_ns,
+    }
+    insert_missing(session, Muted, values)
+
+
+MOST_MATCHERS = 16
+LONGEST_NS = 366 * 86400 * 10**9
+MOST_ACTIVE = 500
+"""Silences of a project that have not ended: each alert that changes is held against all of them."""
+
+
+@dataclass(frozen=True)
+class Active:
+    """A silence that is in force."""
+
+    id: int
+    matchers: tuple[Matcher, ...]
+    holds_stop: bool
+    ends_ns: int
+
+    def covers(self, labels: Mapping[str, str]) -> bool:
+        """Whether it silences an alert with these labels."""
+        return all(matcher.holds(labels) for matcher in self.matchers)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A silence that somebody asks for."""
+
+    matchers: tuple[Matcher, ...]
+    author: str
+    reason: str
+    starts_ns: int
+    ends_ns: int
+    holds_stop: bool
+
+
+def read_matchers(texts: Iterable[str]) -> tuple[Matcher, ...]:
+    """Matchers as they are written.
+
+    Raises:
+        ConfigError: one cannot be read, or all of them match what has no labels at all: that would silence everything.
+    """
+    try:
+        matchers = tuple(parse_matcher(text) for text in texts)
+    except ValueError as error:
+        raise ConfigError(f"matcher: {error}", "a matcher is LABEL=VALUE, with =, !=, =~ or !~") from error
+    if not 0 < len(matchers) <= MOST_MATCHERS:
+        raise ConfigError(f"{len(matchers)} matchers", f"give at least one, and no more than {MOST_MATCHERS}")
+    if all(matcher.holds({}) for matcher in matchers):
+        raise ConfigError(
+            f"matchers {', '.join(map(str, matchers))}: they match every alert",
+            'name at least one value; severity=~".+" is said on purpose',
+        )
+    return matchers
+
+
+def create(session: Session, project: str, asked: Asked, now: int) -> Silence:
+    """Add a silence.
+
+    Raises:
+        ConfigError: it ends before it begins, has ended, lasts too long, has no reason, or there are too many.
+    """
+    starts = max(asked.starts_ns, now)
+    if not asked.reason.strip():
+        raise ConfigError("reason: none is given", "say why, for those who wonder why nobody was told")
+    if not starts < asked.ends_ns <= starts + LONGEST_NS:
+        raise ConfigError(
+            f"a silence from {starts} to {asked.ends_ns} ns",
+            "let it end later than it begins, within 366 days",
+        )
+    held = session.execute(
+        select(Silence.id).where(Silence.project == project, Silence.ends_ns > now).limit(MOST_ACTIVE)
+    ).all()
+    if len(held) >= MOST_ACTIVE:
+        raise ConfigError(f"{len(held)} silences", "expire some of them first, or match more with one")
+    row = Silence(
+        project=project,
+        matchers=[_as_data(matcher) for matcher in asked.matchers],
+        author=asked.author,
+        reason=asked.reason,
+        holds_stop=asked.holds_stop,
+        created_ns=now,
+        starts_ns=starts,
+        ends_ns=asked.ends_ns,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def expire(session: Session, row: Silence, who: str) -> None:
+    """End a silence now; groups of what it held back are looked at again at once. One that has ended stays as it is."""
+    now = read_clock(session)
+    if row.ends_ns <= now:
+        return
+    row.ends_ns, row.starts_ns, row.expired_by = now, min(row.starts_ns, now), who
+    session.flush()
+    # Which alerts it held back is not kept: groups that have any look at them.
+    wanted = select(GroupMember.group_id)
+    session.execute(
+        update(AlertGroup)
+        .where(AlertGroup.project == row.project, AlertGroup.id.in_(wanted))
+        .values(due_ns=now)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def active(session: Session, project: str, now_ns: int) -> list[Active]:
+    """The silences that are in force."""
+    rows = session.execute(
+        select(Silence)
+        .where(Silence.project == project, Silence.ends_ns > now_ns, Silence.starts_ns <= now_ns)
+        .order_by(Silence.id)
+    ).scalars()
+    return [Active(row.id, matchers_of(row), row.holds_stop, row.ends_ns) for row in rows]
+
+
+def covering(silences: Sequence[Active], labels: Mapping[str, str]) -> Active | None:
+    """The silence of an alert; of several the one that ends last."""
+    return max(
+        (silence for silence in silences if silence.covers(labels)),
+        key=lambda one: (one.ends_ns, -one.id),
+        default=None,
+    )
+
+
+def matching(session: Session, project: str, matchers: Sequence[Matcher], limit: int) -> list[Standing]:
+    """Alerts that fire now and that these matchers match: what a silence would hold back."""
+    rows = session.execute(
+        select(Standing, Run)
+        .join(Run, Run.id == Standing.run_id)
+        .where(Run.project == project, Standing.phase == "firing")
+        .order_by(Standing.fired_ns.desc(), Standing.id)
+    ).all()
+    found = (
+        row
+        for row, run in rows
+        if all(matcher.holds(labels_of(row, run.project, run.run)) for matcher in matchers)
+    )
+    return [row for row, _ in zip(found, range(limit), strict=False)]
+
+
+def matchers_of(row: Silence) -> tuple[Matcher, ...]:
+    """What a silence matches."""
+    return tuple(Matcher(held["label"], held["operator"], held["value"]) for held in row.matchers)
+
+
+def _as_data(matcher: Matcher) -> dict[str, Any]:
+    return {"label": matcher.label, "operator": matcher.operator, "value": matcher.value}

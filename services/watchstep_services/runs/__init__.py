@@ -1,0 +1,1 @@
+"""Runs and attempts: registration, discovery, claims, lifecycle and stop requests."""

@@ -1,0 +1,315 @@
+"""Claims: a run is claimed for one evaluation, the claim is renewed and released, and a fence guards every write.
+
+What an evaluation writes, it writes while the run is claimed by it, or not at all. Events carry the context of the claim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import BigInteger, bindparam, case, or_, select, update
+from sqlalchemy.orm import Session
+
+from watchstep_services.core.failpoints import reach
+from watchstep_services.core.settings import NANOSECONDS
+from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Project, ProjectStore, Run, StoreRow
+from watchstep_services.db.records import RUNS
+
+MESSAGE_NS = 5 * NANOSECONDS
+"""So long a message that a run is to be evaluated is waited for; then it is taken for lost."""
+KEPT_NS = 20 * NANOSECONDS
+"""So much longer has another worker's run to wait before one that has work of its own takes it."""
+URGENT_NS = 15 * NANOSECONDS
+"""So long a run of which a recorder said something sudden comes before others, as if it had been due for `AHEAD_NS` longer."""
+AHEAD_NS = 300 * NANOSECONDS
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right to evaluate a run until the lease ends or another takes it.
+
+    Attributes:
+        run_id: in the database.
+        project: the project's name.
+        run: the run's name.
+        place: of the project.
+        epoch: the fence: a commit with an older one changes nothing.
+        cursor: as it was at the claim, canonical text.
+        journal: position that the next segment takes.
+        tick: number of this evaluation, should it judge.
+        now_ns: the tick's clock.
+        hints: how many hints of work had come; those that come later are not lost.
+        state: of the run.
+        attempt: the run's newest.
+        unfinished: claims before this one, in a row, whose process ended without a commit or a release.
+        reading: the segment that the last of them was reading, where that was noted; else empty.
+    """
+
+    run_id: int
+    project: str
+    run: str
+    place: StorePlace
+    epoch: int
+    cursor: str
+    journal: int
+    tick: int
+    now_ns: int
+    hints: int
+    state: str
+    attempt: str
+    unfinished: int = 0
+    reading: str = ""
+
+
+def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
+    """Claim a run; None where another holds it, or there is none."""
+    reach("evaluate.claiming", run_id)
+    return _claimed(database, _CLAIM, {"run_id": run_id, "lease_ns": lease_ns})
+
+
+def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: int) -> Claim | None:
+    """Claim the run that has been due for longest; None where none is that this worker is to take.
+
+    It is to take those whose earlier rows it holds, those that nobody holds, those that have been due for longer than a
+    worker that lives lets them wait, and the one that it was asked for. Those of other workers count as due much later,
+    lest workers that are behind take each other's runs, read the earlier rows of each anew, and fall further behind by it; those
+    of which a recorder just said that something sudden happened count as due much earlier. So it matters little in which order messages come,
+    and a run whose worker is gone is taken by whoever works next, whatever became of its message.
+
+    Args:
+        database: the database.
+        run_id: the one that it was asked for.
+        worker: its name.
+        lease_ns: how long it is held.
+    """
+    reach("evaluate.claiming", run_id)
+    named = {"asked_id": run_id, "worker": worker, "lease_ns": lease_ns}
+    return _claimed(database, _CLAIM_LONGEST_DUE, named)
+
+
+def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, Any]) -> Claim | None:
+    with database.bare() as connection:
+        # SQLite's RETURNING gives columns of the updated table alone.
+        at_once = connection.dialect.name != "sqlite"
+        run = connection.execute(statement[at_once], named).one_or_none()
+        if run is None:
+            return None
+        held = run if at_once else connection.execute(_PLACE, {"project": run.project}).one()
+    registration = Registration(held.url, held.role_arn, held.external_id, held.region, held.endpoint)
+    return Claim(
+        run_id=run.id,
+        project=run.project,
+        run=run.run,
+        place=StorePlace(held.store_id, held.version, registration, held.prefix, run.project),
+        epoch=run.epoch,
+        cursor=run.cursor,
+        journal=run.journal,
+        tick=run.ticks,
+        now_ns=clock_of(run),
+        hints=run.hints,
+        state=run.state,
+        attempt=run.attempt,
+        unfinished=run.unfinished_claims,
+        reading=_read_by_last(run.reading, run.epoch),
+    )
+
+
+def _read_by_last(reading: str, epoch: int) -> str:
+    """The segment that the claim before this one was reading; one before that does not count."""
+    noted, _, path = reading.partition(" ")
+    return path if noted == str(epoch - 1) else ""
+
+
+def clock_of(row: Any) -> int:
+    """The database's clock, as a claim's statement gave it."""
+    return int(row.now_ns)
+
+
+# Made once: every evaluation begins with these.
+_ANY = (
+    update(Run)
+    .where(Run.lease_until_ns <= now_ns())
+    .values(
+        epoch=Run.epoch + 1,
+        lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()),
+        # A commit and a release set the lease to 0: a lease that is merely over was left by a process that ended.
+        unfinished_claims=case((Run.lease_until_ns > 0, Run.unfinished_claims + 1), else_=Run.unfinished_claims),
+    )
+    .returning(
+        Run.id, Run.project, Run.run, Run.epoch, Run.cursor, Run.journal, Run.ticks, Run.hints, Run.state, Run.attempt,
+        Run.unfinished_claims, Run.reading, now_ns().label("now_ns"),
+    )
+    .execution_options(synchronize_session=False)
+)  # fmt: skip
+_PLACED = (
+    ProjectStore.store_id, ProjectStore.prefix, StoreRow.version,
+    StoreRow.url, StoreRow.role_arn, StoreRow.external_id, StoreRow.region, StoreRow.endpoint,
+)  # fmt: skip
+_PLACE = (
+    select(*_PLACED)
+    .join(StoreRow, StoreRow.id == ProjectStore.store_id)
+    .where(ProjectStore.project == bindparam("project"))
+)
+
+
+def _both(statement: Any) -> tuple[Any, Any]:
+    """A claim by itself, and one that gives the project's place as well."""
+    joined = statement.where(ProjectStore.project == Run.project, StoreRow.id == ProjectStore.store_id)
+    return statement, joined.returning(*_PLACED)
+
+
+_CLAIM = _both(_ANY.where(Run.id == bindparam("run_id")))
+_NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
+_MINE = Run.holder.in_(["", bindparam("worker")])
+_LEFT = Run.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
+_URGENT = Run.urgent_ns > _NOW - URGENT_NS
+_DEFERRED_UNTIL = (
+    select(Project.deferred_until_ns).where(Project.name == Run.project).correlate(Run).scalar_subquery()
+)
+_LONGEST_DUE = (
+    select(Run.id)
+    .where(
+        Run.due_ns <= _NOW,
+        Run.lease_until_ns <= _NOW,
+        or_(
+            Run.id == bindparam("asked_id"),
+            _MINE,
+            Run.due_ns <= _NOW - MESSAGE_NS,
+        ),
+    )
+    # To read earlier rows again costs more than ten evaluations: where all wait, workers keep to what they hold.
+    .order_by(
+        Run.due_ns
+        + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS)
+        - case((_URGENT, AHEAD_NS), else_=0)
+        + case((_DEFERRED_UNTIL > _NOW, _DEFERRED_UNTIL - _NOW), else_=0)
+    )
+    .limit(1)
+    # One that is being written, were it by a worker that stands still, keeps nobody from the others.
+    .with_for_update(skip_locked=True)
+    .scalar_subquery()
+)
+_CLAIM_LONGEST_DUE = _both(_ANY.where(Run.id == _LONGEST_DUE))
+
+
+def renew(database: Database, held: Claim, lease_ns: int) -> bool:
+    """Hold a claim for longer; False where another has taken the run."""
+    with database.once() as session:
+        return _changed(
+            session.execute(
+                update(Run)
+                .where(Run.id == held.run_id, Run.epoch == held.epoch)
+                .values(lease_until_ns=now_ns() + lease_ns)
+                .execution_options(synchronize_session=False)
+            )
+        )
+
+
+def release(database: Database, held: Claim, due_ns: int | None) -> bool:
+    """Let a run go without a change, unless another has taken it.
+
+    Args:
+        database: the database.
+        held: the claim.
+        due_ns: when to look again without a hint.
+
+    Returns:
+        Whether a hint came while it was held, whose message may have found it held: it is to be looked at again.
+    """
+    named = {"of_run": held.run_id, "mine": held.epoch, "seen": held.hints, "next_ns": due_ns}
+    with database.bare() as connection:
+        hints = connection.execute(_RELEASE, named).scalar_one_or_none()
+    return hints is not None and hints != held.hints
+
+
+def release_after_failure(database: Database, held: Claim, after_ns: int) -> None:
+    """Let a run go that could not be evaluated, unless another has taken it; it is due again after some time.
+
+    Args:
+        database: the database.
+        held: the claim.
+        after_ns: how long to wait, from now on.
+    """
+    named = {"of_run": held.run_id, "mine": held.epoch, "seen": held.hints, "after_ns": after_ns}
+    with database.bare() as connection:
+        connection.execute(_RELEASE_AFTER_FAILURE, named)
+
+
+_UNHINTED = RUNS.c.hints == bindparam("seen")
+# Made once. Where a hint came meanwhile it is due at once, and whoever lets it go sends a message.
+_MINE_STILL = update(RUNS).where(RUNS.c.id == bindparam("of_run"), RUNS.c.epoch == bindparam("mine"))
+_RELEASE = _MINE_STILL.values(
+    lease_until_ns=0,
+    unfinished_claims=0,
+    reading="",
+    due_ns=case((_UNHINTED, bindparam("next_ns", type_=BigInteger())), else_=now_ns()),
+    asked_ns=case((_UNHINTED, RUNS.c.asked_ns), else_=now_ns()),
+).returning(RUNS.c.hints)
+# Nobody sends a message: the sweep finds the run. What was hinted meanwhile may be of another attempt, and does not wait.
+_RELEASE_AFTER_FAILURE = _MINE_STILL.values(
+    lease_until_ns=0,
+    reading="",
+    due_ns=case((_UNHINTED, now_ns() + bindparam("after_ns", type_=BigInteger())), else_=now_ns()),
+)
+
+
+def _changed(result: Any) -> bool:
+    return bool(result.rowcount == 1)
+
+
+class FencedError(Exception):
+    """Another worker has taken the run: whatever was found out is discarded."""
+
+
+def lock_run(session: Session, run_id: int, held: Claim | None) -> Run:
+    """Lock a run's row until the transaction ends, so that nobody takes the run meanwhile.
+
+    Args:
+        session: the transaction.
+        run_id: of the run.
+        held: the claim in whose name is written; None for work that needs none.
+
+    Raises:
+        FencedError: another worker has taken the run.
+    """
+    run = session.get_one(Run, run_id, with_for_update=True)
+    if held is not None and run.epoch != held.epoch:
+        raise FencedError
+    return run
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's attempt at a moment.
+
+    Attributes:
+        base_url: of the API.
+        run_id: in the database.
+        project: the run's.
+        run: its name.
+        location: URL or path that holds the project's runs.
+        attempt: which attempt.
+        now_ns: the database's time.
+    """
+
+    base_url: str
+    run_id: int
+    project: str
+    run: str
+    location: str
+    attempt: str
+    now_ns: int
+
+    @classmethod
+    def of(cls, base_url: str, held: Claim, attempt: str, now_ns: int) -> Place:
+        """That of an evaluation."""
+        return cls(base_url, held.run_id, held.project, held.run, held.place.location, attempt, now_ns)
+
+    @property
+    def named(self) -> tuple[str, str]:
+        """Project and run."""
+        return self.project, self.run

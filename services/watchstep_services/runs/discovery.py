@@ -1,0 +1,325 @@
+"""Look at the store itself: attempts, ends and segments that nobody announced."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from watchstep.errors import FormatError
+from watchstep.format import documents, layout
+from watchstep.format.documents import AttemptDocument, EndDocument
+from watchstep.format.layout import SegmentKey
+from watchstep.store.store import Entry, Store
+from watchstep_services.core.failpoints import reach
+from watchstep_services.core.settings import nanoseconds
+from watchstep_services.core.store_location import StorePlace
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.models import Attempt, Project, Run, Segment
+from watchstep_services.db.records import hint, put_segment
+from watchstep_services.runs import attempts
+from watchstep_services.runs.claim import Claim, lock_run
+from watchstep_services.service.context import Service
+from watchstep_services.service.listings import RefusedDocuments
+
+_ROWS_AT_ONCE = 500
+_DOCUMENT_BYTES = 32 * 1024 * 1024
+"""Of documents that one listing reads, good and damaged; the next one reads on."""
+_RANK_DIGITS = len(str(attempts.MOST_RANKS))
+_ENDS_AT_ONCE = attempts.MOST_RANKS
+"""End documents that one listing reads; the next one reads on."""
+_SEGMENTS_AT_ONCE = 2_000
+"""Segments that one listing puts into the database; the next one goes on."""
+_MOST_WAITING = 4_000
+"""Segments that wait to be read, from which on a listing puts only a few more into the database: every evaluation sorts all of them."""
+_LEAST_SEGMENTS = 200
+UNLISTED = "unlisted_segments"
+"""In a run's health: how many segments on the store the last listing left to the next ones."""
+
+
+_Document = TypeVar("_Document", AttemptDocument, EndDocument)
+
+
+@dataclass
+class _Found:
+    attempts: list[AttemptDocument] = field(default_factory=list)
+    ends: dict[str, list[EndDocument]] = field(default_factory=dict)
+    segments: set[SegmentKey] = field(default_factory=set)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a listing of a run came to.
+
+    Attributes:
+        fresh: there is something new to read, or, where that was asked for, some announcements were forgotten.
+        complete: the database now has every segment that is on the store.
+    """
+
+    fresh: bool
+    complete: bool
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the database knew before the listing, and when that was by its clock."""
+
+    attempts: set[str]
+    ends: set[tuple[str, int]]
+    segments: set[SegmentKey]
+    waiting: int
+    at_ns: int
+
+
+def discover(
+    service: Service,
+    run_id: int,
+    held: Claim | None = None,
+    read: Collection[SegmentKey] = (),
+    *,
+    forget_at_once: bool = False,
+) -> Listing:
+    """List a run and put what was not known into the database, up to some thousands of segments.
+
+    Announcements of segments that do not exist are forgotten if they were older than the gap time when the listing began.
+    Segments that an evaluation may have read already are not: their rows are needed for its commit.
+
+    Args:
+        service: the service.
+        run_id: of the run.
+        held: the claim of the evaluation that looks; None where somebody else does.
+        read: segments that this evaluation has read.
+        forget_at_once: younger announcements of segments that do not exist are forgotten, too. A segment that was announced
+            before it was written is found by a later listing.
+
+    Raises:
+        FencedError: another worker has taken the run.
+        StoreError: the store did not answer.
+    """
+    began = time.monotonic()
+    with service.database.read() as session:
+        run = session.get_one(Run, run_id)
+        place = session.get_one(Project, run.project).place
+        known = _known(service, run_id)
+    run_store = service.stores.of_run(place, run.run)
+    found = _list(_Documents(run_store, run_id, service.refused_documents), known)
+    reach("discover.listed", run_id)
+    found.segments.update(read)
+    gap_ns = 0 if forget_at_once else nanoseconds(service.settings.gap_seconds)
+    chosen, left = _chosen(known, found)
+    fresh, forgotten = _record(service, (run_id, held), chosen, left, found, known.at_ns - gap_ns)
+    service.listing_times.put(run_id, time.monotonic() - began)
+    reach("discover.recorded", run_id)
+    return Listing(fresh or (forget_at_once and forgotten > 0), complete=not left)
+
+
+def _known(service: Service, run_id: int) -> _Known:
+    with service.database.read() as session:
+        rows = session.execute(select(Attempt).filter_by(run_id=run_id)).scalars().all()
+        segments = session.execute(
+            select(Segment).where(Segment.run_id == run_id, Segment.state != "missing")
+        ).scalars()
+        keys, waiting = set(), 0
+        for row in segments:
+            keys.add(key_of(row))
+            waiting += row.state == "announced"
+        return _Known(
+            {row.attempt for row in rows if row.world_size},
+            {(row.attempt, int(rank)) for row in rows for rank in row.ends},
+            keys,
+            waiting,
+            read_clock(session),
+        )
+
+
+def key_of(row: Segment) -> SegmentKey:
+    """The key of an inbox row."""
+    return SegmentKey(layout.WriterId(row.attempt, row.node, row.writer), row.seq, row.first, row.last)
+
+
+@dataclass
+class _Documents:
+    """The documents of a run, of which one listing reads so many bytes, and none twice that it refused.
+
+    Attributes:
+        store: the run's.
+        run_id: of the run.
+        refused: what this process has refused before.
+        problems: what is wrong with which, for the run's health.
+        left: bytes that may still be read.
+    """
+
+    store: Store
+    run_id: int
+    refused: RefusedDocuments
+    problems: dict[str, str] = field(default_factory=dict)
+    left: int = field(default_factory=lambda: _DOCUMENT_BYTES)
+
+    def read(
+        self, kind: type[_Document], entry: Entry, key_of: Callable[[_Document], str]
+    ) -> _Document | None:
+        """A document whose content belongs to its key; None where it is damaged, or this listing has read enough."""
+        problem = self.refused.get(self.run_id, entry.key, entry.size)
+        if problem is None:
+            if self.left <= 0:
+                return None
+            self.left -= min(entry.size, documents.MAX_BYTES)
+            try:
+                data = self.store.get(entry.key, limit=documents.MAX_BYTES)
+                document = documents.decode(kind, data, entry.key)
+                if key_of(document) == entry.key:
+                    return document
+                problem = f"{entry.key}: its content belongs to {key_of(document)}"
+            except FormatError as error:
+                problem = error.what
+            self.refused.put(self.run_id, entry.key, entry.size, problem)
+        self.problems[entry.key] = problem
+        return None
+
+
+def _list(held: _Documents, known: _Known) -> _Found:
+    found = _Found(problems=held.problems)
+    for entry in held.store.entries(layout.ATTEMPTS):
+        attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
+        if attempt not in known.attempts:
+            document = held.read(AttemptDocument, entry, lambda said: layout.attempt_document(said.attempt))
+            if document is not None:
+                found.attempts.append(replace(document, host=""))  # which may be long, and is not kept
+    _list_ends(held, known, found)
+    for entry in held.store.entries(layout.SEGMENTS):
+        try:
+            found.segments.add(SegmentKey.parse(entry.key))
+        except FormatError as error:
+            found.problems[entry.key] = error.what
+    found.attempts.sort(key=lambda document: (document.started_ns, document.attempt))
+    return found
+
+
+def _list_ends(held: _Documents, known: _Known, found: _Found) -> None:
+    left = _ENDS_AT_ONCE
+    for entry in held.store.entries(layout.ENDS):
+        attempt, _, rank = entry.key.removeprefix(layout.ENDS).removesuffix(".json").partition("/")
+        if not (rank.isascii() and rank.isdecimal()):
+            continue
+        if len(rank) > _RANK_DIGITS or int(rank) >= attempts.MOST_RANKS:
+            found.problems[entry.key] = (
+                f"{entry.key[:200]}: the ranks that are followed are below {attempts.MOST_RANKS}"
+            )
+            continue
+        if (attempt, int(rank)) in known.ends:
+            continue
+        left -= 1
+        if left < 0:
+            return
+        end = held.read(EndDocument, entry, functools.partial(_key_of_end, attempt))
+        if end is not None:
+            # Of up to so many that are read before they are recorded, what is not kept need not stay in memory.
+            end = replace(end, reason=end.reason[: attempts.LONGEST_REASON], health={})
+            found.ends.setdefault(attempt, []).append(end)
+
+
+def _key_of_end(attempt: str, end: EndDocument) -> str:
+    return layout.end_document(attempt, end.worker)
+
+
+def _chosen(known: _Known, found: _Found) -> tuple[list[SegmentKey], int]:
+    """The new segments that this listing puts into the database, and how many it leaves to the next ones.
+
+    Those of all writers come by turns, each writer's in its order, so that none of them waits for another's backlog.
+    """
+    fresh = found.segments - known.segments
+    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, _MOST_WAITING - known.waiting))
+    chosen = heapq.nsmallest(room, fresh, key=lambda key: (key.seq, key))
+    return sorted(chosen), len(fresh) - len(chosen)
+
+
+def _record(
+    service: Service,
+    of: tuple[int, Claim | None],
+    fresh: list[SegmentKey],
+    left: int,
+    found: _Found,
+    before_ns: int,
+) -> tuple[bool, int]:
+    """Returns whether there is something new to read, and how many announcements were forgotten."""
+    run_id, held = of
+    forgotten = 0
+    something = bool(found.attempts or found.ends)
+    # In portions, so that a long backlog does not hold SQLite's one writer.
+    for start in range(0, len(fresh), _ROWS_AT_ONCE):
+        with service.database.write() as session:
+            if held is not None:
+                lock_run(session, run_id, held)
+            now = read_clock(session)
+            for key in fresh[start : start + _ROWS_AT_ONCE]:
+                something |= put_segment(session, run_id, key, now, listed=True)
+    for start in range(0, len(found.attempts), _ROWS_AT_ONCE):
+        with service.database.write() as session:
+            run = lock_run(session, run_id, held)
+            for document in found.attempts[start : start + _ROWS_AT_ONCE]:
+                attempts.found(session, run, document)
+    for portion in _portions(found.ends):
+        with service.database.write() as session:
+            lock_run(session, run_id, held)
+            now = read_clock(session)
+            for attempt in portion:
+                attempts.note_ends(attempts.ensure(session, run_id, attempt), found.ends[attempt], now)
+    with service.database.write() as session:
+        # The run's row first, as every other transaction takes it, so that none waits for another in a circle.
+        run = lock_run(session, run_id, held)
+        now = read_clock(session)
+        if held is not None or run.lease_until_ns <= now:
+            forgotten = _forget_bogus(session, run, before_ns, found, claimed=held is not None)
+        run.listed_ns = now
+        if fresh:
+            run.heard_ns = now
+        if found.problems:
+            run.health = {**run.health, "documents": dict(sorted(found.problems.items())[:20])}
+        if left or UNLISTED in run.health:
+            others = {name: value for name, value in run.health.items() if name != UNLISTED}
+            run.health = {**others, UNLISTED: left} if left else others
+        if something:
+            session.flush()
+            hint(session, run_id)
+    return something, forgotten
+
+
+def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
+    """Attempts, each with all its ends, whose ends are recorded in one transaction."""
+    portion: list[str] = []
+    size = 0
+    for attempt, documents_of in ends.items():
+        portion.append(attempt)
+        size += len(documents_of)
+        if size >= _ROWS_AT_ONCE:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
+
+
+def _forget_bogus(session: Session, run: Run, before_ns: int, found: _Found, *, claimed: bool) -> int:
+    """Forget announcements, as old as that, of segments that the listing did not find; returns how many."""
+    announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
+    bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in found.segments]
+    if not bogus:
+        return 0
+    for start in range(0, len(bogus), _ROWS_AT_ONCE):
+        session.execute(delete(Segment).where(Segment.id.in_(bogus[start : start + _ROWS_AT_ONCE])))
+    if not claimed:
+        # An evaluation that was paused past its lease may have read one that came after the listing: it must not commit.
+        run.epoch += 1
+    return len(bogus)
+
+
+def listing_due(service: Service, place: StorePlace, run_id: int, quiet_since_ns: int, now_ns: int) -> bool:
+    """Whether a run has been quiet for so long that its store is worth a listing."""
+    pause_ns = max(service.settings.listing_ns(local=place.is_local), service.listing_times.pause_ns(run_id))
+    return now_ns - quiet_since_ns >= pause_ns

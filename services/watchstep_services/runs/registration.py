@@ -1,0 +1,512 @@
+"""Registration: how runs enter the database, through the API or found on the store.
+
+Rules that a recorder brings have bounded costs: it does not pay for the service.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from watchstep.errors import (
+    BadNameError,
+    ConfigError,
+    FormatError,
+    NotFoundError,
+    RuleError,
+    StoreError,
+    WatchstepError,
+)
+from watchstep.format import documents, layout
+from watchstep.format.control import ControlDocument
+from watchstep.format.documents import RunDocument
+from watchstep.store.store import Store
+from watchstep_launch.backend import JobHandle
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.custom.python.source import NOT_FROM_RECORDERS, no_programs
+from watchstep_rules.custom.sandbox.pool import BusyError, on_behalf_of
+from watchstep_rules.custom.sql.rule import Sql, SqlParams
+from watchstep_rules.rule_files import rule_file
+from watchstep_services.core.settings import NANOSECONDS, nanoseconds
+from watchstep_services.core.telemetry import metrics
+from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.limits import is_of_all
+from watchstep_services.db.models import Job, Project, Run
+from watchstep_services.db.records import hint
+from watchstep_services.db.upsert import insert_missing
+from watchstep_services.runs import attempts, rule_configs
+from watchstep_services.runs.lifecycle import ENDED
+from watchstep_services.runs.rule_configs import Origin
+from watchstep_services.runs.stop_requests import take_up
+from watchstep_services.service.context import Service
+from watchstep_services.tenancy import jobs
+from watchstep_services.tenancy.backends import allow_local, allow_owned, allowed_backend
+from watchstep_services.tenancy.projects import make_project, open_project
+from watchstep_services.tenancy.stores import own_store
+
+MOST_RULES = 100
+MOST_QUERIES = 3
+MOST_SECONDS = 1.0
+"""For one step of one query, as by default; over the rows of a step it takes some milliseconds."""
+
+MOST_MIB = 256
+
+_MEND = "have an operator ask for it, or give the rule file to the service"
+
+
+def check(asked: Sequence[RuleConfig]) -> None:
+    """See that rules which a recorder asks for keep the workers free for others.
+
+    Raises:
+        RuleError: too many, or a SQL rule that may take too much.
+    """
+    _check_counts([config.rule for config in asked])
+    queries = [(config.name, config.parameters) for config in asked if config.rule == Sql.name]
+    for name, params in queries:
+        assert isinstance(params, SqlParams)
+        if params.seconds > MOST_SECONDS or params.memory_mb > MOST_MIB:
+            raise RuleError(
+                f"rule {name!r}: seconds = {params.seconds:g}, memory_mb = {params.memory_mb}: a recorder's SQL rule may take "
+                f"{MOST_SECONDS:g} s and {MOST_MIB} MiB a step",
+                _MEND,
+            )
+
+
+def check_counts(data: Sequence[Any]) -> None:
+    """Refuse data of too many rules before any of their queries is checked, which takes a process and seconds.
+
+    Raises:
+        RuleError: too many rules, or too many SQL rules.
+    """
+    _check_counts(_rules_in(data))
+
+
+def has_queries(data: Sequence[Any]) -> bool:
+    """Whether data of rules has SQL rules, to check which takes a process and seconds."""
+    return any(rule == Sql.name for rule in _rules_in(data))
+
+
+def _rules_in(data: Sequence[Any]) -> list[Any]:
+    return [entry.get("rule") if isinstance(entry, dict) else None for entry in data]
+
+
+def _check_counts(rules: Sequence[Any]) -> None:
+    if len(rules) > MOST_RULES:
+        raise RuleError(f"{len(rules)} rules: a recorder may ask for {MOST_RULES}", _MEND)
+    queries = sum(rule == Sql.name for rule in rules)
+    if queries > MOST_QUERIES:
+        raise RuleError(f"{queries} SQL rules: a recorder may ask for {MOST_QUERIES}", _MEND)
+
+
+SLICE_SECONDS = 2.0
+"""How long a listing takes in new runs of a project; those left are taken in at the next listings."""
+
+_ALL_SECONDS = 5.0
+"""How long the listings of all projects take in new runs; beyond, each takes in one."""
+
+_MOST_OWN_BYTES = 4 * 1024 * 1024
+_MOST_BYTES = 64 * 1024 * 1024
+"""Of documents that wait for the check of their rules, of one project and of all; each project may have one."""
+
+_MOST_FOLDERS = 2000
+"""Folders of runs whose times one turn looks at: some ten milliseconds."""
+
+_RECENT_NS = 3600 * NANOSECONDS
+"""Of attempts that began before this process looked for the first time: those of the last hour are looked at."""
+
+_NAMES_AT_ONCE = 500
+_TIMES_AS_LONG = 4
+
+_log = logging.getLogger(__name__)
+
+_Intake = int | Future[int | None]
+"""A run's id, or what gives it once the run is taken in."""
+
+
+def register(
+    service: Service,
+    project: str,
+    run: str,
+    asked: tuple[RuleConfig, ...],
+    origin: Origin,
+    registered_by: str = "",
+) -> int:
+    """Make a run known, with the owner's rules and those that are asked for. Safe to repeat.
+
+    Args:
+        service: the service.
+        project: its project; see `ensure_project`.
+        run: its name.
+        asked: rule configs. An operator's replace the owner's of the same name; a recorder's inhibit nothing. They stop the job
+            where an operator has allowed them to (`dispatcher.grants`).
+        origin: who asks.
+        registered_by: the id of the token of an operator who asks; a run that is new is its own (`run_tokens`).
+
+    Returns:
+        The run's id in the database.
+
+    Raises:
+        BadNameError: a name cannot be used.
+        NotFoundError, ConflictError: as of `ensure_project`.
+        RuleError: a recorder asks for more than it may (`recorders_rules`).
+    """
+    layout.run_prefix(project, run)
+    if origin == "recorder":
+        check(asked)
+    with service.database.write() as session:
+        ensure_project(session, service, project)
+        now = read_clock(session)
+        values = {
+            "project": project, "run": run, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
+            "cursor": "{}", "journal": 0, "ticks": 0, "last_step": -1, "control": ControlDocument().as_data(),
+            "health": {}, "created_ns": now, "heard_ns": now, "listed_ns": 0, "hints": 0,
+            "registered_by": registered_by,
+        }  # fmt: skip
+        insert_missing(session, Run, values)
+        row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one()
+        rule_configs.put_all(session, row, service.owner_rules, asked, origin)
+        session.execute(update(Run).where(Run.id == row.id).values(listed_ns=0, look_ns=0, quiet_ns=0))
+        return row.id
+
+
+def ensure_project(session: Session, service: Service, project: str) -> None:
+    """See that a project takes runs; one that is not there is made on the service's own store, where that is allowed.
+
+    Raises:
+        BadNameError: the name cannot be one.
+        NotFoundError: it is not there, and admins make projects.
+        ConflictError: it is archived, or there is no place for it.
+    """
+    layout.check_name("project", project)
+    if service.settings.new_projects == "by_admins" or session.get(Project, project) is not None:
+        open_project(session, project)
+        return
+    if make_project(session, project, own_store(session, service.settings.store)) and service.local_jobs:
+        allow_local(session, project)
+
+
+def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_by: str) -> None:
+    """Bind the job of one attempt, so that it can be stopped.
+
+    Raises:
+        BadNameError: the attempt's name cannot be used.
+        ConfigError: the backend is not registered for the run's project, the identity is not one of its, or another job is
+            bound already.
+        ConflictError: the job is another project's, or the project is archived.
+    """
+    layout.check_name("attempt", attempt)
+    with service.database.write() as session:
+        project = open_project(session, session.get_one(Run, run_id).project)
+        if service.owner_backends is not None:
+            allow_owned(session, project.name, service.owner_backends, job.backend)
+        registered = allowed_backend(session, project.name, job.backend)
+        kind = registered.kind
+        backend = service.backend_of(kind, registered.settings)
+        if backend is not None:
+            job = backend.settled(job)
+        identity = dict(job.identity)
+        jobs.hold(session, project.name, kind, job)
+        attempts.ensure(session, run_id, attempt)
+        values = {
+            "run_id": run_id, "attempt": attempt, "backend": job.backend, "job_id": job.id,
+            "identity": identity, "bound_by": bound_by, "state": "running",
+        }  # fmt: skip
+        if not insert_missing(session, Job, values):
+            bound = session.execute(select(Job).filter_by(run_id=run_id, attempt=attempt)).scalar_one()
+            if (bound.backend, bound.job_id, bound.identity) != (job.backend, job.id, identity):
+                raise ConfigError(
+                    f"attempt {attempt!r} is bound to job {bound.backend}:{bound.job_id}",
+                    "register another attempt for another job",
+                )
+        take_up(session, run_id, attempt)
+        hint(session, run_id)
+
+
+def discover_runs(service: Service) -> list[int]:
+    """Find runs on the stores that nobody registered; returns their ids.
+
+    A project whose store does not answer is told in the log and counted, is asked less often, and keeps no other from its
+    turn for longer than `Settings.store_wait_seconds`, and that once; what is found after that is not among the ids. Nor does
+    the service's own store, where new projects are found. Runs that ask for SQL rules are taken in by threads, fairly by
+    project: their queries are checked, which takes seconds. All of these are waited for so long, too, where no other of their
+    project waits from before.
+
+    Raises:
+        SQLAlchemyError: the database did not answer.
+    """
+    _attempted(service, "", lambda: _discover_projects(service))
+    with service.database.read() as session:
+        projects = list(session.execute(select(Project).filter_by(archived_ns=None)).scalars())
+    found: list[_Intake] = []
+    until = time.monotonic() + _ALL_SECONDS
+    for project in projects:
+        look = functools.partial(_discover_in, service, project, until)
+        found += service.patience.ask(
+            project.place.registration,
+            functools.partial(_attempted, service, project.name, look),
+            service.settings.store_wait_seconds,
+            [],
+        )
+    wait([one for one in found if isinstance(one, Future)], service.settings.store_wait_seconds)
+    return [run_id for one in found if (run_id := _run_id_of(one)) is not None]
+
+
+def _run_id_of(intake: _Intake) -> int | None:
+    """The run's id, once it is taken in."""
+    if not isinstance(intake, Future):
+        return intake
+    return intake.result() if intake.done() and not intake.cancelled() else None
+
+
+def _attempted(service: Service, project: str, look: Callable[[], list[_Intake]]) -> list[_Intake]:
+    """What a look found; nothing where it failed, which the log is told once for each time that it begins."""
+    began = time.monotonic()
+    try:
+        found = look()
+    except Exception as error:
+        if is_of_all(error):
+            raise
+        known = error.what if isinstance(error, WatchstepError) else ""
+        metrics.SWEEP_FAULTS.labels("project").inc()
+        if (project, "") not in service.untaken:
+            service.untaken.add((project, ""))
+            where = f"runs of project {project}" if project else "new projects"
+            _log.warning(
+                "%s cannot be looked for: %s; it is tried again", where, known or error,
+                exc_info=None if known else error,
+            )  # fmt: skip
+        if project:
+            _put_off(service, project, time.monotonic() - began)
+        return []
+    service.untaken.discard((project, ""))
+    return found
+
+
+def _put_off(service: Service, project: str, seconds: float) -> None:
+    """Have a store that failed asked less often, the longer it took: sweeps have others to look at."""
+    with service.database.write() as session:
+        session.execute(
+            update(Project)
+            .where(Project.name == project)
+            .values(listed_ns=now_ns() + nanoseconds(_TIMES_AS_LONG * seconds))
+            .execution_options(synchronize_session=False)
+        )
+
+
+def _discover_projects(service: Service) -> list[_Intake]:
+    root = service.stores.open(service.settings.store)
+    # In a bucket, projects are made by registration: listing it every second costs money.
+    if not root.is_local or service.settings.new_projects != "on_first_run":
+        return []
+    with service.database.read() as session:
+        known = set(session.execute(select(Project.name)).scalars())
+    for name in root.folders():
+        if name in known or not _is_name(name):
+            continue
+        try:
+            with service.database.write() as session:
+                ensure_project(session, service, name)
+        except WatchstepError as error:
+            if (name, "") not in service.untaken:
+                service.untaken.add((name, ""))
+                _log.warning("project %s cannot be taken in: %s", name, error.what)
+    return []
+
+
+def _discover_in(service: Service, project: Project, until: float) -> list[_Intake]:
+    """Take in a project's new runs, for some time; ``until`` then, by the monotonic clock, only one."""
+    store = service.stores.of(project.place)
+    interval = service.settings.listing_ns(local=store.is_local)
+    with service.database.write() as session:
+        # One of several workers lists, and not more often than the interval.
+        turn = session.execute(
+            update(Project)
+            .where(Project.name == project.name, Project.listed_ns <= now_ns() - interval)
+            .values(listed_ns=now_ns())
+            .returning(Project.name)
+            .execution_options(synchronize_session=False)
+        ).scalar_one_or_none()
+    if turn is None:
+        return []
+    names = store.folders(f"{project.name}/")
+    if store.is_local:
+        _look_at_begun(service, store, project.name, names)
+    fresh = [
+        name
+        for name in _not_known(service, project.name, names)
+        if _is_name(name) and (project.name, name) not in service.in_intake
+    ]
+    is_behind = any(of == project.name for of, _ in list(service.in_intake))
+    found: list[_Intake] = []
+    until = min(until, time.monotonic() + SLICE_SECONDS)
+    for name in fresh:
+        one = _seen(service, store, project.name, name)
+        if one is not None and not (is_behind and isinstance(one, Future)):
+            found.append(one)
+        # Other projects and due stops wait for this sweep.
+        if time.monotonic() >= until:
+            break
+    return found
+
+
+def _look_at_begun(service: Service, store: Store, project: str, names: Sequence[str]) -> None:
+    """Have runs looked at that are over and in whose folder an attempt has begun: nobody announces it.
+
+    A folder's time tells of it without a listing of each run. In a bucket only the looks at runs that are over find it.
+    """
+    first = service.begun_from.get(project, 0) if len(names) > _MOST_FOLDERS else 0
+    window = names[first : first + _MOST_FOLDERS]
+    service.begun_from[project] = first + _MOST_FOLDERS if first + _MOST_FOLDERS < len(names) else 0
+    begun, recently = [], time.time_ns() - _RECENT_NS
+    for name in window:
+        changed = store.changed_ns(f"{project}/{name}/{layout.ATTEMPTS}")
+        before = service.begun_ns.get((project, name))
+        service.begun_ns[project, name] = changed
+        if changed != before and (before is not None or changed > recently):
+            begun.append(name)
+    for start in range(0, len(begun), _NAMES_AT_ONCE):
+        chosen = (Run.project == project, Run.run.in_(begun[start : start + _NAMES_AT_ONCE]))
+        with service.database.write() as session:
+            session.execute(
+                update(Run)
+                .where(*chosen, Run.state.in_((*ENDED, "lost")))
+                .values(look_ns=0, listed_ns=0)
+                .execution_options(synchronize_session=False)
+            )
+
+
+def _not_known(service: Service, project: str, names: Iterable[str]) -> list[str]:
+    """Of runs on a store those that the database does not know; those that it once knew are not asked for again."""
+    fresh = [name for name in names if (project, name) not in service.known]
+    for start in range(0, len(fresh), _NAMES_AT_ONCE):
+        asked = fresh[start : start + _NAMES_AT_ONCE]
+        with service.database.read() as session:
+            rows = session.execute(select(Run.run).where(Run.project == project, Run.run.in_(asked)))
+            service.known.update((project, name) for name in rows.scalars())
+    return [name for name in fresh if (project, name) not in service.known]
+
+
+def _seen(service: Service, store: Store, project: str, run: str) -> _Intake | None:
+    """A run taken in, or what takes it in; None where there is none, or it cannot be taken in now."""
+    key = layout.run_prefix(project, run) + layout.RUN_DOCUMENT
+    document: RunDocument | Exception
+    size = 0
+    try:
+        document, size = _run_document(store, key)
+    except NotFoundError:
+        return None  # a folder, not yet a run
+    except StoreError as error:
+        _not_taken_in(service, project, run, error)
+        return None
+    except Exception as error:  # noqa: BLE001 - it may hold anything
+        document = error
+    if isinstance(document, Exception) or not has_queries(document.rules):
+        return _take_in(service, project, run, document)
+    if not _has_room(service, project):
+        return None
+    service.in_intake[project, run] = size
+    return service.intake.submit(project, functools.partial(_check, service, project, run, document))
+
+
+def _run_document(store: Store, key: str) -> tuple[RunDocument, int]:
+    """A run's document and its bytes. One that cannot be decoded is fetched once more: the damage may be that of one answer.
+
+    Raises:
+        NotFoundError, StoreError: it cannot be fetched.
+        FormatError: it is damaged, or holds what it cannot.
+    """
+    content = store.get(key, limit=documents.MAX_BYTES)
+    try:
+        return documents.decode(RunDocument, content, key), len(content)
+    except FormatError:
+        again = store.get(key, limit=documents.MAX_BYTES)
+        if again == content:
+            raise
+        return documents.decode(RunDocument, again, key), len(again)
+
+
+def _has_room(service: Service, project: str) -> bool:
+    """Whether a document of a project may wait for its check: those that wait stay in memory."""
+    waiting = list(service.in_intake.items())
+    own = sum(size for (of, _), size in waiting if of == project)
+    return own == 0 or (own < _MOST_OWN_BYTES and sum(size for _, size in waiting) < _MOST_BYTES)
+
+
+def _check(service: Service, project: str, run: str, document: RunDocument) -> int | None:
+    """Take a run in, in a thread of the intake."""
+    try:
+        with on_behalf_of(project):
+            return _take_in(service, project, run, document)
+    finally:
+        del service.in_intake[project, run]
+
+
+def _take_in(service: Service, project: str, run: str, document: RunDocument | Exception) -> int | None:
+    """A run taken in. What goes wrong with it is told in the log, and keeps no other run from being seen."""
+    try:
+        run_id = _registered(service, project, run, document)
+    except Exception as error:  # noqa: BLE001 - whatever its owner wrote there
+        _not_taken_in(service, project, run, error)
+        return None
+    service.untaken.discard((project, run))
+    return run_id
+
+
+def _not_taken_in(service: Service, project: str, run: str, error: Exception) -> None:
+    if (project, run) in service.untaken:
+        return
+    service.untaken.add((project, run))
+    known = error.what if isinstance(error, WatchstepError) else ""
+    _log.warning(
+        "run %s/%s cannot be taken in: %s; it is tried at every listing", project, run, known or error,
+        exc_info=None if known else error,
+    )  # fmt: skip
+
+
+def _registered(service: Service, project: str, run: str, document: RunDocument | Exception) -> int:
+    asked: tuple[RuleConfig, ...] = ()
+    # A recorder's document may hold anything; its fault is the run's health.
+    fault = document if isinstance(document, Exception) else None
+    if not isinstance(document, Exception):
+        try:
+            asked = _asked(document, layout.run_prefix(project, run) + layout.RUN_DOCUMENT)
+        except BusyError:
+            raise  # it says nothing of the document
+        except Exception as error:  # noqa: BLE001 - as above
+            fault = error
+    problem = "" if fault is None else fault.what if isinstance(fault, WatchstepError) else str(fault)
+    try:
+        run_id = register(service, project, run, asked, "recorder")
+    except Exception as error:
+        if not asked:
+            raise
+        problem = f"its rules cannot be kept: {type(error).__name__}: {error}"
+        run_id = register(service, project, run, (), "recorder")
+    if problem:
+        _log.warning("%s", problem)
+        with service.database.write() as session:
+            row = session.get_one(Run, run_id)
+            row.health = {**row.health, "run_document": problem.replace("\0", "\ufffd")[:500]}
+    return run_id
+
+
+def _asked(document: RunDocument, key: str) -> tuple[RuleConfig, ...]:
+    """The rule configs that a run's document asks for."""
+    check_counts(document.rules)
+    with no_programs(NOT_FROM_RECORDERS):
+        return rule_file.check({"rules": list(document.rules)}, key)
+
+
+def _is_name(name: str) -> bool:
+    try:
+        layout.check_name("run", name)
+    except BadNameError:
+        return False
+    return True

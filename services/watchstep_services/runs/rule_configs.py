@@ -1,0 +1,181 @@
+"""The rule configs of a run: the owner's, those of its project, an operator's and a recorder's, and which stands for which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Memory, ProjectRule, RuleConfigRow, Run
+from watchstep_services.db.records import hint
+from watchstep_services.runs.lifecycle import ENDED
+
+Origin = Literal["owner", "project", "operator", "recorder"]
+
+_Held = dict[tuple[str, str], RuleConfigRow]
+_REPLACED_BY: Mapping[Origin, tuple[Origin, ...]] = {
+    "owner": ("project", "operator"),
+    "project": ("operator",),
+    "operator": (),
+    # Not the owner's: most of those are the defaults, which a program may want beside its own parameters.
+    "recorder": ("project", "operator"),
+}
+
+STRONGER_THAN_RECORDERS = _REPLACED_BY["recorder"]
+
+OVERRIDDEN = "retired-recorder"
+"""Origin of a recorder's rule config that does not judge, for somebody who may operate gave another of its name."""
+
+
+def put_all(
+    session: Session, run: Run, owners: Sequence[RuleConfig], asked: Sequence[RuleConfig], origin: Origin
+) -> None:
+    """Give a run the owner's rule configs, its project's, and those that are asked for.
+
+    Of one name, an operator's stands for all others, and the project's for the owner's and a recorder's: one that a recorder
+    asks for is kept as overridden then, and judges when it is asked for again and no other stands for it. A recorder's keep no
+    other quiet, and are left out where the same judges already. An evaluation under way begins anew where something changed.
+    """
+    held = _held(session, run)
+    before = {name: row.data for name, row in held.items()}
+    if origin == "operator":
+        for config in asked:
+            _put(session, run, "operator", config, held)
+    ours = of_project(session, run.project)
+    for config in ours:
+        _put(session, run, "project", config, held)
+    _put_owners(session, run, owners, held)
+    if origin == "recorder":
+        plain = {_without_actions(config) for config in (*owners, *ours)}
+        for config in asked:
+            if _without_actions(config) not in plain:
+                _put(session, run, "recorder", config.without_inhibits(), held)
+    if before and {name: row.data for name, row in held.items()} != before:
+        _fence(session, run)
+
+
+def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
+    """Give the owner's rule configs of now to every run that has not ended, and take earlier ones out of use.
+
+    A service that starts with another rule file, or with none, judges and stops by that file alone.
+    """
+    with database.read() as session:
+        run_ids = list(session.execute(select(Run.id).where(Run.state.not_in(ENDED))).scalars())
+    for run_id in run_ids:
+        with database.write() as session:
+            run = session.get_one(Run, run_id)
+            held = _held(session, run)
+            before = {name: row.data for name, row in held.items()}
+            _put_owners(session, run, owners, held)
+            if {name: row.data for name, row in held.items()} != before:
+                _fence(session, run)
+
+
+def put_one(session: Session, run: Run, config: RuleConfig) -> None:
+    """An operator's rule config for one run, which judges from the next rows on; an evaluation under way begins anew."""
+    _put(session, run, "operator", config, _held(session, run))
+    _fence(session, run)
+
+
+def remove(session: Session, run: Run, row: RuleConfigRow) -> None:
+    """Take a rule config out of use for one run; what it found stays."""
+    _retire(row)
+    _fence(session, run)
+
+
+def in_force(session: Session, run: Run, name: str) -> RuleConfigRow | None:
+    """The rule config of a name that judges a run: the operator's before the project's, the owner's and a recorder's."""
+    rows = {kind: row for (kind, held), row in _held(session, run).items() if held == name}
+    return next(
+        (rows[origin] for origin in ("operator", "project", "owner", "recorder") if origin in rows), None
+    )
+
+
+def of_project(session: Session, project: str) -> list[RuleConfig]:
+    """The rule configs of a project, by name; one that this version cannot read is left out."""
+    rows = session.execute(
+        select(ProjectRule).filter_by(project=project).order_by(ProjectRule.name)
+    ).scalars()
+    found = []
+    for row in rows:
+        try:
+            found.append(RuleConfig.model_validate(row.data))
+        except ValueError:
+            continue
+    return found
+
+
+def _held(session: Session, run: Run) -> _Held:
+    rows = session.execute(select(RuleConfigRow).filter_by(run_id=run.id)).scalars()
+    return {(row.origin, row.name): row for row in rows}
+
+
+def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _Held) -> None:
+    if any((stronger, config.name) in held for stronger in _REPLACED_BY[origin]):
+        if origin == "recorder":
+            _put_overridden(session, run, config, held)
+        return
+    data = config.as_data()
+    overridden = held.pop((OVERRIDDEN, config.name), None) if origin == "recorder" else None
+    if overridden is not None:
+        overridden.origin = origin
+        held[origin, config.name] = overridden
+    known = held.get((origin, config.name))
+    stops = config.stops and origin == "owner"
+    if known is None:
+        row = RuleConfigRow(
+            run_id=run.id, origin=origin, name=config.name, rule=config.rule, data=data, granted_stop=stops
+        )
+        session.add(row)
+        held[origin, config.name] = row
+    elif known.data != data:
+        known.data, known.rule, known.granted_stop = data, config.rule, stops
+        # What it remembers was gathered under other parameters.
+        session.execute(delete(Memory).where(Memory.config_id == known.id))
+    for weaker, stronger in _REPLACED_BY.items():
+        if origin in stronger and (weaker, config.name) in held:
+            row = held.pop((weaker, config.name))
+            if weaker == "recorder":
+                row.origin, row.granted_stop = OVERRIDDEN, False
+                held[OVERRIDDEN, config.name] = row
+            else:
+                _retire(row)
+
+
+def _put_owners(session: Session, run: Run, owners: Sequence[RuleConfig], held: _Held) -> None:
+    for config in owners:
+        _put(session, run, "owner", config, held)
+    names = {config.name for config in owners}
+    for origin, name in [key for key in held if key[0] == "owner" and key[1] not in names]:
+        _retire(held.pop((origin, name)))
+
+
+def _put_overridden(session: Session, run: Run, config: RuleConfig, held: _Held) -> None:
+    row = held.get((OVERRIDDEN, config.name))
+    if row is None:
+        row = RuleConfigRow(run_id=run.id, origin=OVERRIDDEN, name=config.name, granted_stop=False)
+        session.add(row)
+        held[OVERRIDDEN, config.name] = row
+    row.rule, row.data = config.rule, config.as_data()
+
+
+def _without_actions(config: RuleConfig) -> str:
+    return config.model_copy(update={"actions": ()}).model_dump_json(by_alias=True)
+
+
+def _retire(row: RuleConfigRow) -> None:
+    """Take a config out of use; alerts that it had keep it, without its actions."""
+    row.granted_stop = False
+    row.origin = f"retired-{row.id}"[:16]
+    row.data = {**row.data, "actions": []}
+
+
+def _fence(session: Session, run: Run) -> None:
+    """Have an evaluation that began under other rules write nothing; the next one comes at once."""
+    session.flush()
+    session.execute(update(Run).where(Run.id == run.id).values(epoch=Run.epoch + 1, lease_until_ns=0))
+    hint(session, run.id)

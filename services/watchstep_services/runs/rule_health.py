@@ -1,0 +1,123 @@
+"""Events of rules that cannot be evaluated, or judge nothing: an alert of theirs would never come.
+
+A rule in error is told at once. That a rule judges nothing is told of those that somebody chose, and only when no data is
+likely to come: after a thousand steps, or at the end of the run. The default rules are there for every program, and few
+programs have data for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.judge import Health, RuleMemory
+from watchstep_services.core.events import EventType, make_event
+from watchstep_services.db.models import Memory, RuleConfigRow, Run
+from watchstep_services.db.records import add_event
+from watchstep_services.runs.claim import Place
+from watchstep_services.service.judging import Judged, load_config
+
+NO_DATA_STEPS = 1000
+"""Steps that every worker has passed before a rule that judged none of them is told of."""
+
+_KINDS: dict[Health, EventType] = {
+    Health.OK: "watchstep.rule.ok",
+    Health.NO_DATA: "watchstep.rule.no_data",
+    Health.ERROR: "watchstep.rule.error",
+}
+
+
+def tell_health(session: Session, place: Place, judged: Judged, kept: Memory, sealed: int) -> None:
+    """Publish that a rule came into error, judges nothing, or is well again; each once.
+
+    Args:
+        session: the transaction.
+        place: where and when.
+        judged: what the rule config said.
+        kept: its row of the attempt.
+        sealed: the last step that every worker has passed.
+    """
+    if not has_news(judged.config, judged.memory, kept.told_health, sealed):
+        return
+    health = judged.memory.health
+    if health is Health.ERROR:
+        _tell(session, place, judged.row, judged.memory, kept)
+    elif health is Health.OK:
+        _tell(session, place, judged.row, judged.memory, kept)
+        kept.told_health = ""
+    else:
+        if not _was_told(session, judged.row.id):
+            _tell(session, place, judged.row, judged.memory, kept)
+        kept.told_health = health.value
+
+
+def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, sealed: int) -> bool:
+    """Whether `tell_health` has something to tell, or to note.
+
+    Args:
+        config: the rule config.
+        memory: what it remembers.
+        told: the health that was last told of.
+        sealed: the last step that every worker has passed.
+    """
+    health = memory.health
+    if health is Health.ERROR:
+        return told != Health.ERROR.value
+    if health is Health.OK:
+        return bool(told)
+    return not told and sealed >= NO_DATA_STEPS and _is_chosen(config)
+
+
+def tell_silent(session: Session, place: Place) -> None:
+    """Publish of a run that has ended which rules, of those that somebody chose, judged nothing of its last attempt."""
+    rows = session.execute(
+        select(RuleConfigRow, Memory)
+        .join(Memory, Memory.config_id == RuleConfigRow.id)
+        .where(
+            RuleConfigRow.run_id == place.run_id,
+            Memory.attempt == place.attempt,
+            Memory.told_health == "",
+            ~RuleConfigRow.origin.startswith("retired"),
+        )
+        .order_by(RuleConfigRow.id)
+    ).all()
+    for row, kept in rows:
+        loaded = load_config(row, kept.memory)
+        if loaded.memory.health is Health.NO_DATA and _is_chosen(loaded.config):
+            if not _was_told(session, row.id):
+                _tell(session, place, row, loaded.memory, kept)
+            kept.told_health = Health.NO_DATA.value
+
+
+def _is_chosen(config: RuleConfig | None) -> bool:
+    return config is not None and config not in DEFAULT_RULES
+
+
+def _was_told(session: Session, config_id: int) -> bool:
+    """Of another attempt: that the same rule has no data again is nothing new."""
+    return (
+        session.execute(
+            select(Memory.config_id).filter_by(config_id=config_id, told_health=Health.NO_DATA.value).limit(1)
+        ).first()
+        is not None
+    )
+
+
+def _tell(session: Session, place: Place, row: RuleConfigRow, memory: RuleMemory, kept: Memory) -> None:
+    last_step = session.get_one(Run, place.run_id).last_step
+    data: dict[str, Any] = {
+        "attempt": place.attempt,
+        "name": row.name,
+        "rule": row.rule,
+        "health": memory.health.value,
+        "problem": memory.problem,
+        "judged": memory.judged,
+        "step": last_step,
+    }
+    event = make_event(_KINDS[memory.health], place.base_url, place.named, place.now_ns, data)
+    add_event(session, place.run_id, event, place.now_ns)
+    kept.told_health = memory.health.value

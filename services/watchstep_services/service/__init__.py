@@ -1,0 +1,1 @@
+"""The context of the service: its settings, its database, and the caches of its workers."""

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.services.channels.samples import sample
+from watchstep_services.channels.kinds import RECEIVER
+from watchstep_services.channels.wording import (
+    ALERT_FIELDS,
+    MOST_TEXT,
+    MOST_TITLE,
+    TEXT_FIELDS,
+    Templates,
+    word,
+)
+
+
+def test_what_is_told_by_default() -> None:
+    title, text = word(sample(alerts=2), Templates())
+    assert title == "[FIRING] no-nans (critical) vision/run-1, and 1 more"
+    assert text.count("seen    3 of 64 elements are NaN") == 2
+    shown = "watchstep runs alerts vision/run-1 --service http://watch.example"
+    assert text.endswith(f"{shown}\n{sample().run_url}")
+
+
+def test_every_field_has_a_value() -> None:
+    every = " ".join(f"{{{name}}}" for name in TEXT_FIELDS)
+    one = " ".join(f"{{{name}}}" for name in ALERT_FIELDS)
+    _, text = word(sample(), Templates(text=f"{every} {{label.team}} {{label.none}} {{{{x}}}}", alert=one))
+    assert text.endswith("vision - {x}")
+    assert (
+        text.count(" - ") == 3
+    )  # nobody has acknowledged it, in the text and in the alert, and there is no such label
+
+
+@pytest.mark.parametrize(
+    "template", ["{alerts.__class__}", "{0}", "{nobody}", "{", "{label.}", "{{}", "{name!r}"]
+)
+def test_a_template_reaches_no_further_than_its_fields(template: str) -> None:
+    with pytest.raises(ValidationError):
+        RECEIVER.validate_python({"name": "r", "kind": "webhook", "url": "https://h/", "text": template})
+
+
+@given(st.text(max_size=200))
+def test_words_are_bounded_and_have_no_control_characters(message: str) -> None:
+    title, text = word(
+        sample(alerts=3, message=message * 100), Templates(title="{message}" * 50, text="{alerts}" * 100)
+    )
+    assert len(title) <= MOST_TITLE
+    assert len(text) <= MOST_TEXT
+    assert "\n" not in title
+    assert not any(ord(letter) < 32 and letter != "\n" for letter in title + text)
+    (title + text).encode()
+
+
+def test_many_alerts_are_counted() -> None:
+    _, text = word(sample(alerts=1000), Templates(alert="{step}"))
+    assert "and 950 more" in text

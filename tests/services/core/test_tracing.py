@@ -1,0 +1,137 @@
+"""One trace from an announcement to what it caused, at a real collector; and nothing where nobody asks."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from tests.services.core.collector import Collector, collecting
+from tests.services.recording import PROJECT, Recording, damage_from
+from watchstep.capture.service import trace_context
+from watchstep.capture.service.client import ServiceClient
+from watchstep.platform.transport import ServiceAddress
+from watchstep.store.store import Store
+from watchstep_services.core.settings import load_settings
+from watchstep_services.core.telemetry import logs, tracing
+from watchstep_services.serve.embedded import EmbeddedService
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    with collecting() as running:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.url)
+        tracing.start("serve")
+        yield running
+        tracing.stop()
+
+
+def test_one_trace_from_the_announcement_to_the_stop(collector: Collector, tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store", create=True)
+    settings = load_settings(
+        home=tmp_path / "home", store=store.location, grace_seconds=0.01, silent_seconds=1e6
+    )
+    recording = Recording(store).begin(on_stop="ignore")
+    with EmbeddedService(settings) as service:
+        client = ServiceClient(ServiceAddress.checked(service.url, service.recorder_token), PROJECT)
+        client.register({"run": "run-1", "attempt": "a1", "rules": []})
+        client.announce("run-1", recording.write(0, 0, 3), {})
+        client.announce("run-1", recording.write(1, 4, 7, damage_from(6)), {})
+        from sqlalchemy import select
+
+        from watchstep_services.db.models import Action
+
+        def over() -> bool:
+            with service.database.read() as session:
+                states = list(session.execute(select(Action.state).filter_by(kind="stop")).scalars())
+            return states == ["done"]
+
+        assert service.wait_until(over, 60)
+    tracing.stop()  # what was not sent is sent
+
+    (stopped,) = [
+        span for span in collector.named("watchstep.stop") if span.attributes["watchstep.outcome"] == "done"
+    ]
+    (announced,) = [span for span in collector.named("watchstep.announce") if span.trace == stopped.trace]
+    (evaluated,) = [span for span in collector.named("watchstep.evaluate") if span.trace == stopped.trace]
+    assert stopped.parent == evaluated.span
+    assert evaluated.parent == announced.span
+    assert len(announced.parent) == 16  # the recorder's
+    assert {stopped.service, announced.service} == {"watchstep-serve"}
+    assert stopped.attributes["watchstep.run"] == "run-1"
+
+
+def test_a_trace_goes_on_where_the_program_has_one(collector: Collector) -> None:
+    with TracerProvider(shutdown_on_exit=False).get_tracer("training").start_as_current_span("epoch") as span:
+        context = span.get_span_context()
+        assert (
+            trace_context.current_span()
+            == f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+        )
+    assert trace_context.current_span() == ""
+    first, second = trace_context.new_trace(), trace_context.new_trace()
+    assert first != second
+    assert tracing.checked(first) == first
+    assert tracing.checked("00-" + "0" * 32 + "-b7ad6b7169203331-01") == ""
+    assert tracing.checked("what a stranger sends") == ""
+
+
+def test_spans_that_fail_and_that_lead_to_several(collector: Collector) -> None:
+    other = trace_context.new_trace()
+
+    def outer_work() -> None:
+        assert tracing.current_trace_id() == PARENT[3:35]
+        assert logs.current()["trace"] == PARENT[3:35]
+        with tracing.span("inner") as inner:
+            inner.say(more=1)
+        with tracing.span("dropped") as dropped:
+            dropped.drop()
+        raise KeyError(other)
+
+    with pytest.raises(KeyError), tracing.span("outer", PARENT, links=[other, other, "nonsense"]):
+        outer_work()
+    assert tracing.current() == ""
+    tracing.stop()
+    (outer,) = collector.named("outer")
+    (inner_span,) = collector.named("inner")
+    assert (outer.trace, outer.parent, outer.failed) == (PARENT[3:35], PARENT[36:52], True)
+    assert outer.links == {other[3:35]}
+    assert (inner_span.parent, inner_span.attributes["watchstep.more"]) == (outer.span, "1")
+    assert not collector.named("dropped")
+
+
+def test_nothing_is_kept_or_sent_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    tracing.start("api")
+    assert not tracing.wanted()
+    with tracing.span("name", PARENT) as span:
+        span.say(more=1)
+        span.fail("why")
+        assert tracing.current() == ""
+    assert tracing.checked(PARENT) == ""
+
+
+def test_what_is_asked_for_and_not_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("watchstep_services.core.telemetry.tracing._sdk_found", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        tracing.start("api")
+    assert "watchstep[telemetry]" in caplog.text
+
+
+def test_nothing_is_imported_unless_asked_for() -> None:
+    # FastAPI itself loads OpenTelemetry's interface where it is installed; what makes and sends spans is ours to load.
+    code = (
+        "import sys, watchstep, watchstep_services.cli.app, watchstep_services.core.telemetry.tracing as t; t.start('api'); "
+        "sys.exit(any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

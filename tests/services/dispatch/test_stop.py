@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.services.driving import RULES, Driven
+from tests.services.jobs import STUBBORN, WILLING, eventually, launch
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.format.control import ControlDocument
+from watchstep.format.documents import EndState
+from watchstep.store.store import Store
+from watchstep_launch.backend import JobHandle
+from watchstep_launch.backends.local.backend import Local
+from watchstep_rules.config.rule_config import RuleConfig, StopAction
+from watchstep_services.core.due_action import Tried
+from watchstep_services.core.failpoints import listening
+from watchstep_services.core.settings import nanoseconds
+from watchstep_services.db.models import Action
+from watchstep_services.dispatch import dispatch as dispatching
+from watchstep_services.dispatch.dispatch import dispatch, due_actions, next_due_ns
+from watchstep_services.dispatch.stop import try_stop
+from watchstep_services.runs.discovery import discover
+from watchstep_services.runs.grants import allow
+from watchstep_services.runs.lifecycle import advance_run
+from watchstep_services.runs.registration import bind_job, register
+
+
+def backend_of(driven: Driven) -> Local:
+    backend = driven.service.backends["local"]
+    assert isinstance(backend, Local)
+    return backend
+
+
+def fired(driven: Driven, recording: Recording, job: JobHandle | None = None) -> tuple[int, Action]:
+    """A run whose owner's rule has asked for a stop, and that action."""
+    run_id = driven.register()
+    if job is not None:
+        bind_job(driven.service, run_id, recording.attempt, job, "operator")
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    (action,) = driven.actions(run_id)
+    return run_id, action
+
+
+def control_of(recording: Recording) -> ControlDocument:
+    return ControlDocument.decode(recording.store.get("control.json"))
+
+
+def done_event(driven: Driven, run_id: int) -> dict[str, object]:
+    (event,) = [event for event in driven.events(run_id) if event["type"] == "watchstep.stop.done"]
+    data: dict[str, object] = event["data"]
+    return data
+
+
+def exits_with(code: int) -> str:
+    """A program that ends with this exit code on SIGUSR1."""
+    return WILLING.replace("\n\n", f"\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))\n", 1)
+
+
+@pytest.mark.parametrize(("program", "how", "stages"), [(WILLING, "terminated", 3), (STUBBORN, "killed", 4)])
+def test_a_job_is_asked_then_terminated_then_killed(
+    driven: Driven, folder_store: Store, tmp_path: Path, program: str, how: str, stages: int
+) -> None:
+    driven = driven.with_settings(grace_seconds=0.2)
+    recording = Recording(folder_store).begin(on_stop="raise")
+    job = launch(backend_of(driven), tmp_path, program)
+    run_id, action = fired(driven, recording, job)
+
+    action = driven.finish(action.id)
+
+    assert action.state == "done"
+    assert backend_of(driven).status(job).state == "ended"
+    tries = driven.tries(action.id)
+    assert stages - 1 <= len(tries) <= stages, (
+        "a job that is gone at once after the signal needs no further look"
+    )
+    assert tries[0] == ("advanced", "asked all workers to stop at step 8")
+    stop = control_of(recording).stop
+    assert stop is not None
+    assert (stop.attempt, stop.step, control_of(recording).version) == ("a1", 8, 1)
+    assert control_of(recording).tombstone
+    assert control_of(recording).as_data() == ControlDocument.from_data(driven.run(run_id).control).as_data()
+    assert done_event(driven, run_id)["how"] == how
+    assert done_event(driven, run_id)["stopped_at_step"] == 7
+    assert driven.with_settings(grace_seconds=0.0).run(run_id).state in {"running", "created"}
+    assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "stopped"
+
+
+def test_a_job_that_ends_when_asked(driven: Driven, folder_store: Store, tmp_path: Path) -> None:
+    recording = Recording(folder_store).begin(on_stop="raise")
+    job = launch(backend_of(driven), tmp_path, WILLING)
+    run_id, action = fired(driven, recording, job)
+    dispatch(driven.service, action.id)
+    recording.end("stopped", 8)  # what a worker that was asked writes before it ends
+    backend_of(driven).stop(job)
+    eventually(lambda: backend_of(driven).status(job).state == "ended")
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["how"] == "cooperative"
+    assert done_event(driven, run_id)["stopped_at_step"] == 8
+
+
+def test_a_program_that_does_not_listen_is_terminated_at_once(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    driven = driven.with_settings(grace_seconds=3600.0)
+    recording = Recording(folder_store).begin(on_stop="ignore")
+    job = launch(backend_of(driven), tmp_path, WILLING)
+    run_id, action = fired(driven, recording, job)
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["how"] == "terminated"
+
+
+def test_a_job_that_has_ended_is_a_recorded_no_op(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    recording = Recording(folder_store).begin()
+    job = launch(backend_of(driven), tmp_path, WILLING)
+    backend_of(driven).kill(job)
+    eventually(lambda: backend_of(driven).status(job).state == "ended")
+    run_id, action = fired(driven, recording, job)
+    assert driven.finish(action.id).state == "skipped"
+    assert done_event(driven, run_id)["how"] == "already ended"
+    assert driven.run(run_id).control["version"] == 0
+
+
+def test_without_a_job_the_workers_last_words_count(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin(world_size=2)
+    run_id, action = fired(driven, recording)
+    dispatch(driven.service, action.id)
+    stop = control_of(recording).stop
+    assert stop is not None
+    assert stop.step == 7 + 16  # of several workers each learns of it with its next announcement only
+    recording.end("stopped", stop.step)
+    recording.end("stopped", stop.step, worker=1)
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["stopped_at_step"] == stop.step
+
+
+def test_a_program_that_trained_to_its_end_was_not_stopped(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id, action = fired(driven, recording)
+    dispatch(driven.service, action.id)
+    recording.end("completed", 899)
+    action = driven.finish(action.id)
+    assert (action.state, "ended by itself" in action.outcome) == ("done", True)
+    assert done_event(driven, run_id)["how"] == "asked"
+
+
+@pytest.mark.parametrize(("ends", "says"), [(("failed",), "failed by itself"), ((), "no worker has said")])
+def test_a_job_that_crashes_after_it_was_asked_has_failed(
+    driven: Driven, folder_store: Store, tmp_path: Path, ends: tuple[EndState, ...], says: str
+) -> None:
+    driven = driven.with_settings(grace_seconds=3600.0)
+    recording = Recording(folder_store).begin(on_stop="raise")
+    crashes = exits_with(1)
+    job = launch(backend_of(driven), tmp_path, crashes)
+    run_id, action = fired(driven, recording, job)
+    assert dispatch(driven.service, action.id) is not None  # asks
+    for state in ends:
+        recording.end(state, 8)
+    os.kill(int(job.id), signal.SIGUSR1)
+    eventually(lambda: backend_of(driven).status(job).exit_code == 1)
+    action = driven.finish(action.id)
+    assert (action.state, says in action.outcome) == ("done", True)
+    assert done_event(driven, run_id)["how"] == "asked"
+    assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "failed"
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["exit-code-alone", "last-words"])
+def test_a_job_that_ends_by_the_code_of_a_stop_has_obeyed(
+    driven: Driven, folder_store: Store, tmp_path: Path, *, written: bool
+) -> None:
+    recording = Recording(folder_store).begin(on_stop="raise")
+    obeys = exits_with(86)
+    job = launch(backend_of(driven), tmp_path, obeys)
+    run_id, action = fired(driven, recording, job)
+    dispatch(driven.service, action.id)
+    if written:
+        recording.end("stopped", 8)
+    os.kill(int(job.id), signal.SIGUSR1)
+    eventually(lambda: backend_of(driven).status(job).exit_code == 86)
+    assert driven.finish(action.id).state == "done"
+    assert done_event(driven, run_id)["how"] == "cooperative"
+    assert advance_run(driven.with_settings(grace_seconds=0.0).service, run_id) == "stopped"
+
+
+def test_without_a_job_and_without_an_answer(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    _, action = fired(driven.with_settings(silent_seconds=1e-9), recording)
+    action = driven.with_settings(silent_seconds=1e-9).finish(action.id)
+    assert action.state == "done"
+    assert action.outcome.startswith("no job bound: asked cooperatively")
+
+
+def test_a_job_out_of_reach_is_asked_and_then_given_up(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    elsewhere = {"pid": 1, "start_ticks": 1, "boot": "another", "host": "another-host"}
+    driven = driven.with_settings(silent_seconds=1e-9)
+    _, action = fired(driven, recording, JobHandle("local", "1", elsewhere))
+    action = driven.finish(action.id)
+    assert (action.state, "another-host" in action.outcome) == ("failed", True)
+    assert control_of(recording).version == 1
+
+
+def test_two_rules_make_one_stop(driven: Driven, folder_store: Store) -> None:
+    twice = RuleConfig(rule="non_finite_values", name="again", actions=(StopAction(),))
+    recording = Recording(folder_store).begin()
+    run_id = register(driven.service, PROJECT, "run-1", (twice,), "operator")
+    with driven.service.database.write() as session:
+        allow(session, PROJECT, twice, "an operator", "tried for a month")
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    driven.settle(run_id)
+    assert driven.event_types(run_id).count("alert.firing") == 2
+    assert driven.event_types(run_id).count("stop.requested") == 1
+    assert len(driven.actions(run_id)) == 1
+
+
+def test_a_rule_that_nobody_allowed_stops_nothing(driven: Driven, folder_store: Store) -> None:
+    stops = RuleConfig(
+        rule="non_finite_values", name="mine", params={"only_nan": True}, actions=(StopAction(),)
+    )
+    recording = Recording(folder_store).begin()
+    quiet = Driven(replace(driven.service, owner_rules=RULES[1:]))
+    run_id = quiet.register(rules=[stops])
+    quiet.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    quiet.settle(run_id)
+    assert quiet.event_types(run_id) == ["run.started", "alert.firing", "stop.would_have"]
+    assert quiet.actions(run_id) == []
+
+
+def test_a_stop_of_an_attempt_that_is_over_does_nothing(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id, action = fired(driven, recording)
+    again = Recording(folder_store, attempt="a2").begin()
+    driven.announce(run_id, again.write(0, 6, 9))
+    driven.settle(run_id)
+    assert driven.finish(action.id).state == "skipped"
+    assert driven.run(run_id).control["version"] == 0
+
+
+def resumed_beside(
+    driven: Driven, root: Store, *, ahead_ns: int, seen_before: bool
+) -> tuple[int, Recording, Recording]:
+    """A run whose first attempt's clock is ahead, and whose second one is damaged; the service has seen the first before, or sees both at once."""
+    now = time.time_ns()
+    first = Recording(root).begin(started_ns=now + ahead_ns)
+    run_id = driven.register()
+    key = first.write(0, 0, 4)
+    if seen_before:
+        driven.announce(run_id, key)
+        driven.settle(run_id)
+    second = Recording(root, attempt="a2").begin(started_ns=time.time_ns())
+    driven.announce(run_id, key, second.write(0, 5, 9, nan_from(7)))
+    driven.settle(run_id)
+    return run_id, first, second
+
+
+def test_a_resumed_attempt_is_stopped_though_the_clock_of_the_first_was_ahead(
+    driven: Driven, folder_store: Store
+) -> None:
+    run_id, _, second = resumed_beside(driven, folder_store, ahead_ns=6 * 3600 * 10**9, seen_before=True)
+    assert driven.run(run_id).attempt == "a2"
+    (action,) = driven.actions(run_id)
+    dispatch(driven.service, action.id)
+    stop = control_of(second).stop
+    assert stop is not None
+    assert stop.attempt == "a2"
+
+
+def test_an_attempt_that_only_seems_to_be_older_is_stopped_once_the_other_has_ended(
+    driven: Driven, folder_store: Store
+) -> None:
+    run_id, first, second = resumed_beside(driven, folder_store, ahead_ns=6 * 3600 * 10**9, seen_before=False)
+    assert driven.run(run_id).attempt == "a1"
+    (action,) = driven.actions(run_id)
+    assert driven.dispatched(action.id).state == "pending"
+    first.end("failed", last_step=4)
+    discover(driven.service, run_id)
+    assert driven.dispatched(action.id).state == "pending"
+    stop = control_of(second).stop
+    assert stop is not None
+    assert stop.attempt == "a2"
+
+
+def test_an_attempt_that_only_seems_to_be_older_is_stopped_once_the_other_is_silent(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, _, second = resumed_beside(driven, folder_store, ahead_ns=6 * 3600 * 10**9, seen_before=False)
+    (action,) = driven.actions(run_id)
+    assert driven.dispatched(action.id).state == "pending"
+    monkeypatch.setattr("watchstep_services.dispatch.stop._AHEAD_NS", 1)
+    driven.announce(run_id, second.write(1, 10, 14, nan_from(10)))
+    driven.settle(run_id)
+    driven.dispatched(action.id)
+    stop = control_of(second).stop
+    assert stop is not None
+    assert stop.attempt == "a2"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_silent_attempt_with_a_job_of_its_own_is_ended_though_another_is_newer(
+    driven: Driven, folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, shared: bool
+) -> None:
+    """Restarts that share a job are another thing: to end it would end the newest attempt."""
+    recording = Recording(folder_store).begin(on_stop="ignore")
+    job = launch(backend_of(driven), tmp_path, WILLING, "first")
+    run_id, action = fired(driven, recording, job)
+    newest = job if shared else launch(backend_of(driven), tmp_path, WILLING, "second")
+    bind_job(driven.service, run_id, "a2", newest, "operator")
+    again = Recording(folder_store, attempt="a2").begin()
+    driven.announce(run_id, again.write(0, 6, 9))
+    driven.settle(run_id)
+    monkeypatch.setattr("watchstep_services.dispatch.stop._SILENT_NS", 0)
+    assert driven.finish(action.id).state == ("skipped" if shared else "done")
+    assert backend_of(driven).status(job).is_over == (not shared)
+    assert not backend_of(driven).status(newest).is_over
+    backend_of(driven).kill(newest)
+
+
+def test_an_action_that_fails_blocks_no_other(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, working = Recording(folder_store, run="broken").begin(), Recording(folder_store).begin()
+    run_id = driven.register("broken")
+    driven.announce(run_id, broken.write(0, 0, 3, nan_from(1)))
+    driven.settle(run_id)
+    (first,) = driven.actions(run_id)
+    _, second = fired(driven, working)
+    stop = try_stop
+
+    def fails_once(service: object, due: object) -> object:
+        if due.id == first.id:  # type: ignore[attr-defined]
+            raise ZeroDivisionError
+        return stop(service, due)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(dispatching._KINDS, "stop", fails_once)
+    assert due_actions(driven.service) == [first.id, second.id]
+    for action_id in due_actions(driven.service):
+        dispatch(driven.service, action_id)
+    assert driven.tries(first.id)[0][0] == "error"
+    assert "ZeroDivisionError" in driven.tries(first.id)[0][1]
+    assert driven.tries(second.id)[0][0] == "advanced"
+
+
+def test_an_action_whose_worker_died_is_done_by_another(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    _, action = fired(driven, recording)
+    held = dispatching._claim(driven.service, action.id)
+    assert held is not None
+    assert dispatch(driven.service, action.id) is None
+    with driven.service.database.write() as session:  # its lease ends
+        session.get_one(Action, action.id).next_ns = 0
+    assert dispatch(driven.service, action.id) is not None
+    dispatching._record(driven.service, held, Tried("done", "too late"))
+    assert driven.tries(action.id) == [("advanced", "asked all workers to stop at step 8")]
+
+
+def test_a_stop_waits_for_a_worker_that_died_as_long_as_its_lease_and_no_receiver(
+    driven: Driven, folder_store: Store
+) -> None:
+    driven = driven.with_settings(lease_seconds=20.0, webhook_seconds=600.0)
+    _, action = fired(driven, Recording(folder_store).begin(on_stop="raise"))
+
+    def die(point: str, _: object) -> None:
+        if point == "dispatch.claimed":
+            raise KeyboardInterrupt
+
+    with listening(die), pytest.raises(KeyboardInterrupt):
+        dispatch(driven.service, action.id)
+    waits_ns = next_due_ns(driven.service)
+    assert waits_ns is not None
+    assert 0 < waits_ns <= nanoseconds(20.0)

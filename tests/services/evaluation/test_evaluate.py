@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from tests.services.driving import RULES, Driven, make_service
+from tests.services.recording import PROJECT, Recording, exploding_from, healthy, nan_from
+from watchstep.errors import StoreError
+from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.lookback import Reach
+from watchstep_services.db.models import Run
+from watchstep_services.evaluation import commit as committing
+from watchstep_services.evaluation import evaluate as evaluating
+from watchstep_services.runs.claim import claim
+from watchstep_services.runs.registration import register
+from watchstep_services.service.judging import judge_all
+
+
+def test_segments_are_judged_and_an_alert_fires(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    recording.write_all([3, 7], nan_from(5))
+    run_id = driven.register()
+    driven.announce(run_id, *recording.written["w0"])
+
+    result = driven.evaluate(run_id)
+
+    assert result.outcome == "committed"
+    phase, step, finding = driven.alerts(run_id)["non_finite_values"]
+    assert (phase, step) == ("firing", 5)
+    assert finding is not None
+    assert finding["tensor"] == "loss"
+    assert driven.run(run_id).last_step == 7
+    assert driven.run(run_id).cursor == '{"a1/node/w0":2}'
+    fired = next(event for event in driven.events(run_id) if event["type"] == "watchstep.alert.firing")
+    assert fired["data"]["evidence"]["segments"] == [recording.written["w0"][1].path]
+    assert fired["data"]["finding"]["value"] == 1.0
+    assert [action.id for action in driven.actions(run_id)] == list(result.actions)
+
+
+def test_nothing_to_judge_leaves_everything(driven: Driven, folder_store: Store) -> None:
+    Recording(folder_store).begin()
+    run_id = driven.register()
+    assert driven.evaluate(run_id).outcome == "idle"
+    assert driven.run(run_id).ticks == 0
+
+
+def test_a_run_that_another_holds_is_left_alone(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+    assert claim(driven.service.database, run_id, 10**12) is not None
+    assert driven.evaluate(run_id).outcome == "busy"
+    assert driven.segments(run_id) == {("w0", 0): "announced"}
+
+
+def test_a_worker_whose_epoch_was_taken_commits_nothing(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(2)))
+    judge = judge_all
+
+    def overtaken(*args: object) -> object:
+        monkeypatch.setattr(evaluating, "judge_all", judge)
+        with driven.service.database.write() as session:  # the lease ends while the rules run
+            session.execute(update(Run).values(lease_until_ns=0))
+        assert driven.restarted().evaluate(run_id).outcome == "committed"
+        return judge(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(evaluating, "judge_all", overtaken)
+    assert driven.evaluate(run_id).outcome == "fenced"
+    assert driven.event_types(run_id) == ["run.started", "alert.firing", "stop.requested"]
+    assert len(driven.actions(run_id)) == 1
+    assert driven.run(run_id).ticks == 1
+
+
+def test_an_announcement_during_an_evaluation_is_not_lost(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+    judge = judge_all
+
+    def announced_meanwhile(*args: object) -> object:
+        driven.announce(run_id, recording.write(1, 4, 7))
+        return judge(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(evaluating, "judge_all", announced_meanwhile)
+    driven.evaluate(run_id)
+    assert driven.run(run_id).due_ns is not None
+
+
+def ended_with(
+    driven: Driven, folder_store: Store, splits: list[int], *, restart: bool
+) -> tuple[Any, Any, Any]:
+    """What is known after the same segments were announced in portions."""
+    recording = Recording(folder_store, run="run-1").begin()
+    if not recording.written:
+        recording.write_all(list(range(4, 60, 5)), exploding_from(41))
+    keys = recording.written["w0"]
+    run_id = driven.register()
+    for start, end in zip([0, *splits], [*splits, len(keys)], strict=True):
+        driven.announce(run_id, *keys[start:end])
+        driven.settle(run_id)
+        if restart:
+            driven = driven.restarted()
+    return driven.findings(), driven.memories(), driven.alerts(run_id)
+
+
+def test_splits_and_restarts_change_nothing(tmp_path: Path, sqlite_factory: Any) -> None:
+    results = []
+    for number, (splits, restart) in enumerate(
+        [([], False), ([1, 2, 3, 9], False), (list(range(1, 12)), True), ([10], True)]
+    ):
+        store = Store.open(tmp_path / f"store-{number}", create=True)
+        driven = Driven(make_service(sqlite_factory(number), store))
+        results.append(ended_with(driven, store, splits, restart=restart))
+    findings, _, alerts = results[0]
+    assert findings
+    assert alerts["exploding_gradient"][0] in {"firing", "resolved"}
+    assert alerts["exploding_gradient"][2]["step"] == 43
+    assert all(result == results[0] for result in results)
+
+
+REACH = Reach.of(RULES)
+
+
+def test_a_restart_rebuilds_the_history_from_the_store(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    recording.write_all(list(range(4, 60, 5)), healthy)
+    run_id = driven.register()
+    keys = recording.written["w0"]
+    driven.announce(run_id, *keys[:-1])
+    driven.settle(run_id)
+    warm = driven.service.histories.get((run_id, "a1"), driven.run(run_id).cursor, REACH)
+    assert warm is not None
+    cold = driven.restarted()
+    cold.announce(run_id, keys[-1])
+    cold.evaluate(run_id)
+    driven.service.histories.clear()
+    again = cold.service.histories.get((run_id, "a1"), cold.run(run_id).cursor, REACH)
+    assert again is not None
+    assert again.positions == [7, 8, 9, 10, 11][-len(again.positions) :]
+    # Two gradients over the window, and of the loss beside them the last row.
+    assert len(warm.block) == len(again.block) == 20 * 2 + 1
+
+
+def test_an_evaluation_reads_up_to_its_limit(driven: Driven, folder_store: Store) -> None:
+    recording = Recording(folder_store).begin()
+    recording.write_all([1, 3, 5, 7, 9])
+    run_id = driven.register()
+    small = driven.with_settings(max_segments=2)
+    small.announce(run_id, *recording.written["w0"])
+    assert [small.evaluate(run_id).more for _ in range(3)] == [True, True, False]
+    assert driven.run(run_id).last_step == 9
+
+
+def test_findings_are_bounded_and_counted(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committing, "FINDINGS_KEPT", 5)
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(0)), recording.write(1, 8, 9, nan_from(0)))
+    driven.settle(run_id)
+    assert len(driven.findings()) == 5
+    assert [memory[3] for memory in driven.memories()] == [10, 0]
+
+
+def test_a_store_that_does_not_answer_is_told_and_tried_again(
+    driven: Driven, folder_store: Store, tmp_path: Path
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+    (tmp_path / "store").rename(tmp_path / "away")
+    (tmp_path / "store").write_text("a file where a folder was")
+    with pytest.raises(StoreError):
+        driven.evaluate(run_id)
+    run = driven.run(run_id)
+    assert "store" in run.health["evaluation"]
+    assert (run.lease_until_ns, run.ticks) == (0, 0)
+    (tmp_path / "store").unlink()
+    (tmp_path / "away").rename(tmp_path / "store")
+    assert driven.evaluate(run_id).outcome == "committed"
+    assert "evaluation" not in driven.run(run_id).health
+
+
+def test_a_rule_that_is_no_longer_known_is_an_error_and_stops_no_other(
+    driven: Driven, folder_store: Store
+) -> None:
+    from watchstep_services.db.models import RuleConfigRow
+
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    with driven.service.database.write() as session:
+        session.execute(
+            update(RuleConfigRow)
+            .where(RuleConfigRow.name == "exploding_gradient")
+            .values(data={"rule": "gone"})
+        )
+    driven.announce(run_id, recording.write(0, 0, 3, nan_from(2)))
+    driven.evaluate(run_id)
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+    assert '"health":"error"' in driven.memories()[1][2]
+
+
+HOARDER = """
+from watchstep_rules.rule import Needs, Params, Rule, State
+
+class Held(State):
+    text: str = ""
+
+class Hoarder(Rule[Params, Held]):
+    name = "hoarder"
+    summary = "for tests"
+    needs = Needs(collections=("losses",))
+    merge = "per_worker"
+    params_type = Params
+    state_type = Held
+
+    def evaluate(self, params, state, context, block, now):
+        return Held.model_construct(text="\\ud800"), []
+"""
+
+
+def test_a_state_that_cannot_be_kept_silences_no_other_rule(driven: Driven, folder_store: Store) -> None:
+    hoarder = RuleConfig(rule="python", name="hoarder", params={"source": HOARDER, "class": "Hoarder"})
+    recording = Recording(folder_store).begin()
+    recording.write_all([3, 7], nan_from(5))
+    run_id = register(driven.service, PROJECT, recording.run, (hoarder,), "operator")
+    driven.announce(run_id, *recording.written["w0"])
+    assert driven.evaluate(run_id).outcome == "committed"
+    assert driven.alerts(run_id)["non_finite_values"][:2] == ("firing", 5)
+    kept = [json.loads(memory) for _, _, memory, _ in driven.memories()]
+    assert sorted(one["health"] for one in kept) == ["error", "ok", "ok"]

@@ -1,0 +1,77 @@
+"""Histograms are read where a rule of the run looks into them, from the next rows on that it judges."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.services.driving import Driven
+from tests.services.recording import Recording, Value, nan_from
+from watchstep.errors import FormatError
+from watchstep.format import segment
+from watchstep.format.block import Block
+from watchstep.format.parquet_claims import read_footer
+from watchstep.store.store import Store
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_services.db.models import Run
+from watchstep_services.runs.rule_configs import put_one
+
+HEADROOM = RuleConfig(rule="number_format_headroom", params={"number_format": "fp16"})
+
+
+def tiny_from(bad: int) -> Value:
+    """Gradients that float16 would make zero, from a step on."""
+    return lambda step, name: 1e-30 if step >= bad and name.endswith("gradient") else 1.0
+
+
+def test_they_are_read_from_when_a_rule_needs_them(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    decode = segment.decode
+
+    def told(data: bytes, name: str, *, histograms: bool = True) -> Block:
+        asked.append(histograms)
+        return decode(data, name, histograms=histograms)
+
+    monkeypatch.setattr(segment, "decode", told)
+    recording, run_id = Recording(folder_store).begin(), driven.register()
+    for seq in range(3):
+        driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3))
+        driven.settle(run_id)
+    assert asked == [True, False, False]  # at first nothing is known of its rules
+    with driven.service.database.write() as session:
+        put_one(session, session.get_one(Run, run_id), HEADROOM)
+    for seq in range(3, 5):
+        driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, tiny_from(16)))
+        driven.settle(run_id)
+    assert all(asked[3:])
+    assert driven.alerts(run_id)["number_format_headroom"][0] == "firing"
+
+
+def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(
+    driven: Driven, folder_store: Store
+) -> None:
+    recording, run_id = Recording(folder_store).begin(), driven.register()
+    for seq in range(3):
+        key = recording.write(seq, 4 * seq, 4 * seq + 3)
+        if seq == 2:
+            recording.store.put(key.path, damaged(recording.store.get(key.path)))
+        driven.announce(run_id, key)
+        driven.settle(run_id)
+    assert set(driven.segments(run_id).values()) == {"read"}
+    with driven.service.database.write() as session:
+        put_one(session, session.get_one(Run, run_id), HEADROOM)
+    driven.announce(run_id, recording.write(3, 12, 15, nan_from(13)))
+    driven.settle(run_id)
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+    assert set(driven.segments(run_id).values()) == {"read"}
+
+
+def damaged(data: bytes) -> bytes:
+    """A segment whose histograms' last byte is another."""
+    (chunk,) = [one for one in read_footer(data).chunks if one.path.startswith("histogram_counts")]
+    bent = bytearray(data)
+    bent[chunk.start + chunk.length - 1] ^= 0xFF
+    with pytest.raises(FormatError):
+        segment.decode(bytes(bent), "s")
+    return bytes(bent)

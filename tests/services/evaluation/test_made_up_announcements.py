@@ -1,0 +1,106 @@
+"""Announcements of segments that do not exist: looked up a few at a time, at the cost of their project, and soon forgotten."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+
+from tests.services.driving import Driven
+from tests.services.recording import PROJECT, Recording, nan_from
+from watchstep.errors import NotFoundError
+from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.store.store import Store
+from watchstep_services.db.models import Project, Segment
+from watchstep_services.evaluation import collect
+from watchstep_services.runs.discovery import discover
+
+MOST = 32
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[SegmentKey]:
+    """Absent segments that were looked up."""
+    absent: list[SegmentKey] = []
+    fetch = collect.fetch
+
+    def counting(store: Store, key: SegmentKey) -> bytes:
+        try:
+            return fetch(store, key)
+        except NotFoundError:
+            absent.append(key)
+            raise
+
+    monkeypatch.setattr(collect, "fetch", counting)
+    return absent
+
+
+def made_up(count: int, *, attempts: bool = False) -> list[SegmentKey]:
+    """First segments of so many writers that do not exist, each of an attempt of its own or all of one."""
+    return [
+        SegmentKey(WriterId(f"x{number:03}" if attempts else "a1", "node", f"fake{number:03}"), 0, 0, 3)
+        for number in range(count)
+    ]
+
+
+def states(driven: Driven, run_id: int) -> dict[str, int]:
+    with driven.service.database.read() as session:
+        rows = session.execute(select(Segment.state).filter_by(run_id=run_id)).scalars().all()
+    return {state: rows.count(state) for state in sorted(set(rows))}
+
+
+@pytest.mark.parametrize("attempts", [False, True])
+def test_an_evaluation_looks_up_a_few_and_all_are_forgotten_once_the_store_is_listed(
+    driven: Driven, folder_store: Store, lookups: list[SegmentKey], attempts: bool
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    discover(driven.service, run_id)
+    driven.announce(run_id, *made_up(100, attempts=attempts))
+    driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
+    bucket = driven.with_settings(listing_seconds=3600.0)
+    assert bucket.evaluate(run_id).more == attempts
+    # An attempt with a document comes first; of the writers of one attempt nobody knows which are real.
+    assert len(lookups) == (0 if attempts else MOST)
+    lookups.clear()
+    driven.settle(run_id)
+    assert len(lookups) <= MOST
+    assert states(driven, run_id) == {"read": 1}
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+
+
+def test_the_next_segments_of_real_writers_are_read_beside_made_up_ones(
+    driven: Driven, folder_store: Store, lookups: list[SegmentKey]
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven.register()
+    driven.announce(run_id, recording.write(0, 0, 3))
+    driven.settle(run_id)
+    driven.announce(run_id, *made_up(100))
+    driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
+    driven.evaluate(run_id)
+    assert len(lookups) == MOST
+    assert driven.alerts(run_id)["non_finite_values"][0] == "firing"
+
+
+def test_more_announcements_are_forgotten_than_a_statement_has_parameters(
+    driven_sqlite: Driven, folder_store: Store
+) -> None:
+    recording = Recording(folder_store).begin()
+    run_id = driven_sqlite.register()
+    driven_sqlite.announce(run_id, *made_up(40_000), recording.write(0, 0, 3))
+    driven_sqlite.settle(run_id)
+    assert states(driven_sqlite, run_id) == {"read": 1}
+
+
+def test_look_ups_of_absent_segments_defer_the_project(driven: Driven) -> None:
+    run_id = driven.register()
+    driven.settle(run_id)
+    assert deferred_until_ns(driven) == 0
+    driven.announce(run_id, *made_up(1))
+    driven.settle(run_id)
+    assert deferred_until_ns(driven) > 0
+
+
+def deferred_until_ns(driven: Driven) -> int:
+    with driven.service.database.read() as session:
+        return session.execute(select(Project.deferred_until_ns).filter_by(name=PROJECT)).scalar_one()

@@ -1,0 +1,188 @@
+"""An alert whose cause another rank shows later: told rightly where it is known in time, and corrected where it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from tests.services.dispatch.receiver import Receiver, receiving
+from tests.services.driving import Driven, make_service
+from tests.services.recording import Recording
+from watchstep.format.layout import SegmentKey
+from watchstep.reading.run import open_run
+from watchstep.store.store import Store
+from watchstep_rules.backtest.backtest import backtest_run
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.coalesce import as_told
+from watchstep_services.channels.receiver_file import ReceiverFile
+from watchstep_services.cli.console_lines import Teller
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import Alert, Standing
+from watchstep_services.notify.flush import flush_due
+
+RULE = RuleConfig.model_validate(
+    {
+        "rule": "non_finite_values",
+        "severity": "critical",
+        "actions": ["stop", {"webhook": "https://chat.example.com/hook"}],
+    }
+)
+
+
+def reduced(step: int, name: str) -> float:
+    """What a rank records whose own data were fine: the gradients that all ranks share are NaN."""
+    return math.nan if step >= 5 and name != "loss" else 1.0
+
+
+def culprit(step: int, name: str) -> float:
+    """What the rank records whose loss was NaN."""
+    return math.nan if step >= 5 else 1.0
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as running:
+        yield running
+
+
+@pytest.fixture
+def driven(sqlite: Database, folder_store: Store, receiver: Receiver) -> Driven:
+    asked = {
+        "receivers": [{"name": "ops", "kind": "webhook", "url": receiver.url}],
+        "route": {"receiver": "ops", "group_wait": 0, "group_interval": 0, "repeat_interval": 3600},
+    }
+    service = make_service(sqlite, folder_store, [RULE])
+    return Driven(replace(service, receiver_file=ReceiverFile.model_validate(asked)))
+
+
+def begin(driven: Driven, store: Store) -> tuple[Recording, int]:
+    return Recording(store).begin(world_size=2), driven.register()
+
+
+def one_after_the_other(driven: Driven, store: Store) -> tuple[Recording, int]:
+    """Each rank is judged before the next one's rows come."""
+    recording, run_id = begin(driven, store)
+    for worker, value in enumerate((reduced, culprit)):
+        driven.announce(run_id, recording.write(0, 0, 7, value, worker))
+        driven.settle(run_id)
+    return recording, run_id
+
+
+def alerts_events(driven: Driven, run_id: int) -> list[dict[str, Any]]:
+    return [event for event in driven.events(run_id) if event["type"].startswith("watchstep.alert.")]
+
+
+def standing(driven: Driven) -> Standing:
+    with driven.service.database.read() as session:
+        return session.execute(select(Standing)).scalar_one()
+
+
+def about(data: dict[str, Any]) -> tuple[int, int, str]:
+    return data["finding"]["step"], data["finding"]["worker"], data["finding"]["tensor"]
+
+
+LOSS_OF_RANK_1 = (5, 1, "loss")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_comes_in_one_evaluation_is_one_event_that_names_the_cause(
+    driven: Driven, folder_store: Store, first: int
+) -> None:
+    recording, run_id = begin(driven, folder_store)
+    keys: dict[int, SegmentKey] = {
+        worker: recording.write(0, 0, 7, value, worker) for worker, value in enumerate((reduced, culprit))
+    }
+    driven.announce(run_id, keys[first])
+    driven.announce(run_id, keys[1 - first])
+    driven.settle(run_id)
+    (event,) = alerts_events(driven, run_id)
+    assert (event["type"], about(event["data"])) == ("watchstep.alert.firing", LOSS_OF_RANK_1)
+    assert (event["data"]["step"], event["data"]["explanation"]["where"]) == (
+        5,
+        "loss: a loss; worker 1, mode train",
+    )
+    (stop,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    assert "elements of loss" in stop.payload["reason"]
+    assert about({"finding": driven.alerts(run_id)["non_finite_values"][2]}) == LOSS_OF_RANK_1
+
+
+def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
+    driven: Driven, folder_store: Store, sqlite: Database
+) -> None:
+    recording, run_id = begin(driven, folder_store)
+    teller = Teller(sqlite)
+    driven.announce(run_id, recording.write(0, 0, 7, reduced))
+    driven.settle(run_id)
+    assert len(flush_due(driven.service)) == 1
+    with driven.service.database.read() as session:
+        before = session.execute(select(Alert)).scalar_one()
+    teller.new_lines()
+    actions = [action.id for action in driven.actions(run_id)]
+    assert len(actions) == 3  # a stop, a webhook, a notification
+    driven.announce(run_id, recording.write(0, 0, 7, culprit, 1))
+    driven.settle(run_id)
+
+    firing, revised = alerts_events(driven, run_id)
+    assert firing["type"] == "watchstep.alert.firing"
+    assert about(firing["data"]) == (5, 0, "second.weight:gradient")
+    assert (revised["type"], about(revised["data"])) == ("watchstep.alert.revised", LOSS_OF_RANK_1)
+    data = revised["data"]
+    assert (data["phase"], data["step"], data["episode"], data["silenced_by"]) == ("firing", 5, 1, None)
+    assert set(firing["data"]) == set(data)
+    assert data["evidence"]
+
+    with driven.service.database.read() as session:
+        row = session.execute(select(Alert)).scalar_one()
+    assert (row.phase, row.since_step, row.fired_ns) == (before.phase, before.since_step, before.fired_ns)
+    assert row.finding == data["finding"]
+    assert row.details is not None
+    assert row.details == {name: data[name] for name in row.details}
+    held = standing(driven)
+    assert (held.episode, held.step, held.fired_ns) == (1, 5, before.fired_ns)
+    assert (held.finding, held.message, held.explanation) == (
+        data["finding"],
+        data["message"],
+        data["explanation"],
+    )
+
+    assert flush_due(driven.service) == []
+    assert [action.id for action in driven.actions(run_id)] == actions
+    (stop,) = [action for action in driven.actions(run_id) if action.kind == "stop"]
+    assert "gradient" in stop.payload["reason"]  # what was known when it was asked for
+    lines = teller.new_lines()
+    assert lines[0] == (
+        "watchstep: vision/run-1: non_finite_values (critical) firing at step 5; rows that came later show a likelier cause"
+    )
+    assert lines[2] == "  where   loss: a loss; worker 1, mode train"
+
+
+def test_a_notification_that_was_not_sent_yet_names_the_cause(
+    driven: Driven, folder_store: Store, receiver: Receiver
+) -> None:
+    one_after_the_other(driven, folder_store)
+    (action,) = flush_due(driven.service)
+    assert driven.finish(action).state == "done"
+    (notified,) = receiver.events
+    assert "elements of loss" in str(notified["data"]["alerts"][0])
+
+
+def test_a_dry_run_is_revised_as_a_record(sqlite: Database, folder_store: Store) -> None:
+    dry = RULE.model_copy(update={"dry_run": True})
+    driven = Driven(make_service(sqlite, folder_store, [dry]))
+    _, run_id = one_after_the_other(driven, folder_store)
+    assert driven.event_types(run_id)[1:] == ["alert.firing", "stop.would_have", "alert.revised"]
+    assert driven.actions(run_id) == []
+
+
+def test_a_backtest_names_what_was_named_in_the_end(driven: Driven, folder_store: Store) -> None:
+    recording, _ = one_after_the_other(driven, folder_store)
+    (attempt,) = backtest_run(open_run(recording.store), [RULE]).attempts
+    (fired,) = attempt.outcomes[0].fired
+    assert fired.finding is not None
+    assert as_told(attempt.outcomes[0].transitions) == [fired]
+    assert fired.finding.model_dump(mode="json") == standing(driven).finding
