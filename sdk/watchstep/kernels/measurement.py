@@ -1,4 +1,4 @@
-"""Measurements: the protocol of a kernel's result, and results that are cached, completed, reordered, merged or rescaled."""
+"""Measurements: the protocol of a kernel's result, and results that are cached, completed, reordered, merged, rescaled or repeated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from watchstep.format.histogram import BIN_RANGE
-from watchstep.format.statistics import StatisticsBatch, merge_rows
+from watchstep.format.statistics import COUNT_COLUMNS, Counts, StatisticsBatch, merge_rows
 
 
 class Measurement(Protocol):
@@ -138,6 +138,33 @@ class Rescaled:
             squared = {name: getattr(held, name) * by * by for name in ("m2", "square_sum")}
         histogram = replace(held.histogram, bins=np.clip(bins, lower, upper).astype(np.int16))
         return replace(held, **linear, **squared, histogram=histogram)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Statistics of tensors that repeat the elements of smaller ones, as ``torch.Tensor.expand`` makes them.
+
+    Attributes:
+        measurement: of the smaller tensors.
+        factors: how often each is repeated, int64 of shape (n,).
+    """
+
+    measurement: Measurement
+    factors: Counts
+
+    @property
+    def nonfinite(self) -> bool | None:
+        """Whether some element is NaN or infinite; None while that is not known without waiting."""
+        return self.measurement.nonfinite
+
+    def collect(self) -> StatisticsBatch:
+        """The statistics; waits for the device."""
+        held, by = self.measurement.collect(), self.factors
+        counts = {name: getattr(held, name) * by for name in COUNT_COLUMNS}
+        sums = {name: getattr(held, name) * by for name in ("m2", "abs_sum", "square_sum")}
+        histogram = held.histogram
+        scaled = histogram.counts * np.repeat(by, np.diff(histogram.offsets))
+        return replace(held, **counts, **sums, histogram=replace(histogram, counts=scaled))
 
 
 @dataclass(frozen=True)

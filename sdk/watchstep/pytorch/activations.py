@@ -19,7 +19,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -44,6 +44,8 @@ from watchstep.pytorch.probes.token_shares import TokenProbe
 from watchstep.pytorch.probes.unit_activity import UnitActivity, activation_kind
 
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_DEEPEST = 20
+"""Containers in containers that are looked into."""
 
 
 class ForwardPasses:
@@ -428,14 +430,22 @@ def _numeric(held: Any) -> list[Tensor]:
     return [tensor for tensor in _flat(held) if tensor.dtype is not torch.bool]
 
 
-def _flat(held: Any) -> Iterator[Tensor]:
+def _flat(held: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Tensors of nested containers, as the built-in types hold them: a method of the program's own may compute something."""
     if isinstance(held, Tensor):
         values = dense_values(held)
         if values is not None:
             yield values
-    elif isinstance(held, dict):
-        for value in held.values():
-            yield from _flat(value)
-    elif isinstance(held, list | tuple):
-        for value in held:
-            yield from _flat(value)
+        return
+    if id(held) in within or len(within) == _DEEPEST:  # it holds itself
+        return
+    if isinstance(held, dict):
+        members: Iterable[Any] = dict.values(held)
+    elif isinstance(held, list):
+        members = list.__iter__(held)
+    elif isinstance(held, tuple):
+        members = tuple.__iter__(held)
+    else:
+        return
+    for value in members:
+        yield from _flat(value, (*within, id(held)))

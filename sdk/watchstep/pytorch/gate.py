@@ -28,7 +28,7 @@ from watchstep.capture.record import Group
 from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import Look
-from watchstep.pytorch.kernel import all_finite, device_tensors, native_memory
+from watchstep.pytorch.kernel import all_finite, device_tensors, distinct_elements, native_memory
 from watchstep.pytorch.probes.staging import OnTheWay
 
 _SLICES = 8
@@ -111,7 +111,7 @@ def _hold_any_on_devices(tensors: Sequence[Tensor]) -> bool:
         by_device.setdefault(tensor.device, []).append(tensor)
     if not by_device or device_kernel.capturing():
         return False
-    found = [device_kernel.found_by_operations(device_tensors(held))[0] for held in by_device.values()]
+    found = [device_kernel.found_by_operations(distinct_elements(held))[0] for held in by_device.values()]
     return any(bool(one.item()) for one in found)
 
 

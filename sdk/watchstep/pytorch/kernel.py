@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from watchstep.format.statistics import StatisticsBatch
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.measurement import Measurement, Ready, Several
+from watchstep.kernels.measurement import Measurement, Ready, Repeated, Several
 from watchstep.kernels.native_kernel import KINDS, Memory
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import measure_by_operations
@@ -35,7 +35,12 @@ class TorchKernel:
         Raises:
             DeviceError: a CUDA graph is being captured on the current stream.
         """
-        plain = [_plain(tensor) for tensor in tensors]
+        collapsed = [_collapsed(_plain(tensor)) for tensor in tensors]
+        factors = np.array([factor for _, factor in collapsed], np.int64)
+        measurement = self._measure_collapsed([tensor for tensor, _ in collapsed])
+        return measurement if (factors == 1).all() else Repeated(measurement, factors)
+
+    def _measure_collapsed(self, plain: list[Tensor]) -> Measurement:
         devices = {tensor.device for tensor in plain}
         if len(devices) <= 1:
             return _measure(plain)
@@ -64,6 +69,11 @@ def device_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [_dense(_plain(tensor)) for tensor in tensors]
 
 
+def distinct_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As `device_tensors`, without repetitions of elements: enough to find one that is not finite."""
+    return [_dense(_collapsed(_plain(tensor))[0]) for tensor in tensors]
+
+
 def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
     """Where tensors lie that the compiled kernel can take as they are; None where one of them is of another sort.
 
@@ -73,7 +83,12 @@ def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
     for tensor in tensors:
         local = tensor if type(tensor) in _PLAIN_TYPES else _plain(tensor)
         kind = _NATIVE.get(local.dtype)
-        if kind is None or not local.is_cpu or not _is_dense(local):
+        if kind is None or not local.is_cpu:
+            return None
+        if type(local) in _PLAIN_TYPES and not _has_memory(local):
+            held.append(Memory(0, 0, kind))
+            continue
+        if not _is_dense(local):
             return None
         held.append(Memory(local.data_ptr(), local.numel(), kind))
     return held
@@ -81,7 +96,7 @@ def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether all elements are finite, by operations: of tensors in host memory that the compiled kernel does not take."""
-    return all(bool(torch.isfinite(_comparable(_plain(tensor))).all()) for tensor in tensors)
+    return all(bool(torch.isfinite(_comparable(_collapsed(_plain(tensor))[0])).all()) for tensor in tensors)
 
 
 def _comparable(tensor: Tensor) -> Tensor:
@@ -101,6 +116,26 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if _is_dense(tensor) else tensor.contiguous()
 
 
+def _collapsed(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor without the dimensions along which it repeats its elements, and how often it repeats them.
+
+    An expanded tensor of a few bytes may stand for gigabytes, which a copy would take.
+    """
+    if type(tensor) is not Tensor or 0 not in tensor.stride():
+        return tensor, 1
+    factor = 1
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+            factor *= size
+    return tensor, factor
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are there: programs free the storage of one that they compute anew, and keep its shape."""
+    return tensor.layout is not torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
 def _is_dense(tensor: Tensor) -> bool:
     if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
         return False
@@ -116,12 +151,14 @@ _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The values that this process holds, as a dense real tensor that shares memory where it can."""
+    """The values that this process holds, as a dense real tensor that shares memory where it can; none where they were freed."""
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if type(tensor) is not Tensor and not is_traceable_wrapper_subclass(tensor):
         tensor = tensor.as_subclass(Tensor)
+    if type(tensor) is Tensor and not _has_memory(tensor):
+        return tensor.new_empty(0)
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_quantized:

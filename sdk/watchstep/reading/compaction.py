@@ -10,13 +10,14 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.format.block import Block, concatenate
+from watchstep.format.layout import SegmentKey
 from watchstep.format.segment import CONSTANT, catalogue_bytes, metadata, to_table
 from watchstep.format.segment_checks import PROBE
 from watchstep.format.statistics import VALUE_COLUMNS
@@ -61,13 +62,19 @@ class Compaction:
     deleted: int
 
 
-def compact(run_url: str | os.PathLike[str] | Store, *, delete_after: float | None = None) -> Compaction:
+def compact(
+    run_url: str | os.PathLike[str] | Store,
+    *,
+    delete_after: float | None = None,
+    may_delete: Callable[[SegmentKey], bool] | None = None,
+) -> Compaction:
     """Compact a run. Safe to repeat, to interrupt and to do twice at once; no answer of a reader changes.
 
     Args:
         run_url: as of `watchstep.open_run`.
         delete_after: seconds for which originals and older generations stay after the compaction that replaces them;
             those older are deleted now. None keeps them for ever.
+        may_delete: says of an original whether it may be deleted; all may if left out.
 
     Raises:
         NotFoundError: there is no run.
@@ -81,7 +88,7 @@ def compact(run_url: str | os.PathLike[str] | Store, *, delete_after: float | No
         written = _write_generation(store)
         index.refresh()
     assert index.manifest is not None
-    deleted = 0 if delete_after is None else _delete_old(store, index.manifest, delete_after)
+    deleted = 0 if delete_after is None else _delete_old(store, index.manifest, delete_after, may_delete)
     return Compaction(index.manifest.generation, written, deleted)
 
 
@@ -241,7 +248,9 @@ def _constants(block: Block) -> dict[str, int]:
     return {name: int(held[name][0]) for name in CONSTANT if (held[name] == held[name][0]).all()}
 
 
-def _delete_old(store: Store, newest: Manifest, delete_after: float) -> int:
+def _delete_old(
+    store: Store, newest: Manifest, delete_after: float, may_delete: Callable[[SegmentKey], bool] | None
+) -> int:
     """Delete what the newest manifest replaced, once it is old enough, unless another compaction is under way."""
     if time.time_ns() - newest.created_ns < delete_after * 1e9:
         return 0
@@ -253,6 +262,8 @@ def _delete_old(store: Store, newest: Manifest, delete_after: float) -> int:
     # A manifest goes before its parts, so that no reader starts to follow it.
     old.sort(key=lambda key: (not key.endswith("/manifest.json"), key))
     originals = {entry.key for entry in store.entries("stats/")} & set(newest.sources)
+    if may_delete is not None:
+        originals = {key for key in originals if may_delete(SegmentKey.parse(key))}
     for key in [*old, *sorted(originals)]:
         store.delete(key)
     return len(old) + len(originals)

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from watchstep_services.core.file_limit import raise_file_limit
 from watchstep_services.core.settings import Settings, load_settings, require_production, warn_of_unknown
 from watchstep_services.core.telemetry import logs
 from watchstep_services.core.telemetry.figures_folder import share_figures
@@ -76,6 +77,7 @@ def scheduler(
 
 
 def _checked() -> Settings:
+    raise_file_limit()
     settings = load_settings()
     logs.configure(settings.log, settings.log_level)
     logging.captureWarnings(capture=True)

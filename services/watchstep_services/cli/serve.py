@@ -28,6 +28,7 @@ from watchstep_services.runs.lifecycle import ENDED
 if TYPE_CHECKING:
     from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.core.collector import settle_collector
+from watchstep_services.core.file_limit import raise_file_limit
 from watchstep_services.service.context import Service
 
 _TELL_SECONDS = 0.5
@@ -70,6 +71,7 @@ def serve(
         logging.WARNING
     )  # that it began and ended, the lines below say
     warn_of_unknown(os.environ)
+    raise_file_limit()
     tracing.start("serve")
     with EmbeddedService(settings) as service, _figures(service):
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.errors import StoreError, WatchstepError
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.reading.compaction import compact
 from watchstep.store.store import Store
 from watchstep_services.core.settings import NANOSECONDS
@@ -191,7 +192,7 @@ def _do(service: Service, held: Held) -> None:
             compact(run_store)
     elif held.step == "delete_originals":
         if _is_read(service, held):
-            compact(run_store, delete_after=0.0)
+            compact(run_store, delete_after=0.0, may_delete=_judged(service, held))
     elif _is_still_over(service, held):
         delete_objects(run_store, TENSORS)
     else:
@@ -277,6 +278,18 @@ def _is_read(service: Service, held: Held) -> bool:
             f"run {held.project}/{held.run}: segments wait to be judged", "it is tried again later"
         )
     return "read" in states
+
+
+def _judged(service: Service, held: Held) -> Callable[[SegmentKey], bool]:
+    """Whether a segment was judged. One that came since the run was listed was not, though a compaction may have read it."""
+    with service.database.read() as session:
+        rows = session.execute(
+            select(Segment.attempt, Segment.node, Segment.writer, Segment.seq).where(
+                Segment.run_id == held.run_id, Segment.state.in_(("read", "corrupt"))
+            )
+        ).all()
+    judged = {(WriterId(attempt, node, writer), seq) for attempt, node, writer, seq in rows}
+    return lambda key: (key.writer, key.seq) in judged
 
 
 def _store(service: Service, held: Held) -> Store:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sqlalchemy import func, select
 
+from watchstep_services.core.file_limit import raise_file_limit
 from watchstep_services.core.settings import settings_for
 from watchstep_services.core.telemetry import logs
 from watchstep_services.db.engine import Database
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     settings = settings_for(options.store, options.home, host="127.0.0.1", port=0)
     logs.configure(settings.log, settings.log_level)
+    raise_file_limit()
     with EmbeddedService(settings) as service:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())

@@ -17,7 +17,9 @@ from tests.sdk.reference import ExactRow, exact_row
 from watchstep.format.statistics import COUNT_COLUMNS, StatisticsBatch, l1, l2
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
+from watchstep.pytorch.checksum import checksums
 from watchstep.pytorch.device_kernel import measure_on_device, to_batch
+from watchstep.pytorch.gate import hold_any_on_host
 from watchstep.pytorch.kernel import TorchKernel
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -158,3 +160,40 @@ def test_several_tensors_give_a_row_each() -> None:
 def test_nonfinite_is_known_at_once_on_the_host() -> None:
     assert TorchKernel().measure([torch.ones(3)]).nonfinite is False
     assert TorchKernel().measure([torch.tensor([math.inf])]).nonfinite is True
+
+
+@given(
+    st.lists(st.floats(-8, 8, width=32) | st.sampled_from([math.nan, math.inf]), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
+def test_repeated_elements_are_measured_as_if_they_were_copied(
+    values: list[float], times: int, more: int
+) -> None:
+    small = torch.tensor(values, dtype=torch.float32)
+    expanded = small[None, :, None].expand(times, len(values), more)
+    seen, copied = by_default(expanded), by_default(expanded.clone(memory_format=torch.contiguous_format))
+    for name in COUNT_COLUMNS:
+        assert getattr(seen, name).tolist() == getattr(copied, name).tolist()
+    for name in ("min", "max", "abs_min", "mean", "m2", "abs_sum", "square_sum"):
+        np.testing.assert_allclose(getattr(seen, name), getattr(copied, name), rtol=1e-6, atol=1e-9)
+    for own, others in zip(seen.histogram.row(0), copied.histogram.row(0), strict=True):
+        np.testing.assert_array_equal(own, others)
+
+
+def test_an_expanded_tensor_is_not_copied() -> None:
+    row = by_default(torch.tensor(-2.0).expand(1 << 20, 1 << 20))
+    assert (row.count[0], row.negative[0], row.mean[0]) == (1 << 40, 1 << 40, -2.0)
+    assert not hold_any_on_host([torch.tensor(1.0).expand(1 << 20, 1 << 20)])
+    assert hold_any_on_host([torch.tensor(math.nan).expand(1 << 20, 1 << 20)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_whose_memory_was_freed_has_no_elements(dtype: torch.dtype) -> None:
+    whole = torch.ones(1000, dtype=dtype)
+    freed = [whole, whole[500:], whole.view(10, 100).t()]
+    whole.untyped_storage().resize_(0)
+    rows = TorchKernel().measure([*freed, torch.ones(3)]).collect()
+    assert rows.count.tolist() == [0, 0, 0, 3]
+    assert not hold_any_on_host(freed)
+    assert checksums(freed[:1]).shape == (1,)

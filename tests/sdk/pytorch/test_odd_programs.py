@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +231,90 @@ def test_a_module_that_cannot_be_read_costs_its_own_activations_alone(
     assert run.tensors("activations") == ["0:output", "2:output"]
     assert run.tensor("2.weight:gradient").steps() == [0, 1, 2]
     assert "activations" in caplog.text
+
+
+class Freed(nn.Module):
+    """Gives a tensor whose memory is freed, as programs do that compute it anew when it is needed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        freed = x * 2
+        freed.untyped_storage().resize_(0)
+        return freed
+
+
+class Discards(nn.Module):
+    """Has outputs that are freed, and that stand for more memory than they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.freed, self.mask = nn.Linear(8, 4), Freed(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.freed(x)
+        self.mask(torch.ones(1).expand(1 << 16, 1 << 16))
+        out: Tensor = self.second(x)
+        return out
+
+
+def test_freed_and_expanded_outputs_do_not_end_the_program(tmp_path: Path) -> None:
+    model = Discards()
+    optimizer = torch.optim.SGD([model.second.bias], 0.1)
+    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
+        hook.watch(model, optimizer)
+        for _ in range(4):
+            model(X).sum().backward()
+            gradient = model.second.weight.grad
+            assert gradient is not None
+            gradient.untyped_storage().resize_(0)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.second.weight.grad = None
+    assert open_run(tmp_path / "default" / "r").tensor("mask:output").rows.statistics.count[0] == 1 << 32
+
+
+def test_parameters_can_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of sharded parameters change their dtype and device so."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
+    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
+        hook.watch(model, optimizer)
+        for step in range(6):
+            model(X.to(next(model.parameters()).dtype)).sum().backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+            if step == 3:
+                model.double()
+                model.load_state_dict(model.state_dict())
+    assert open_run(tmp_path / "default" / "r").steps() == list(range(6))
+
+
+class Lazy(list[Tensor]):
+    """Computes with the program's random numbers when it is iterated."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.rand(3)])
+
+
+class Contains(nn.Module):
+    """Has an output that holds itself, and one that computes when it is iterated."""
+
+    def forward(self, x: Tensor) -> list[Any]:
+        held: list[Any] = [x, Lazy([x])]
+        held.append(held)
+        return held
+
+
+def test_containers_are_looked_into_without_their_own_methods(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(8, 4), "contains": Contains()})
+    with Hook(tmp_path, run="r", config=EVERY_STEP) as hook:
+        hook.watch(model)
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        for _ in range(3):
+            model["contains"](model["layer"](X))[0].sum().backward()
+            hook.step()
+        assert torch.equal(torch.get_rng_state(), before)
+        assert not hook.health["faults"]
+    names = open_run(tmp_path / "default" / "r").tensors("activations")
+    assert [name for name in names if name.startswith("contains:")]

@@ -95,6 +95,12 @@ def test_a_plain_program_records_itself_and_is_unchanged(tmp_path: Path) -> None
     assert [end.state for end in run.ends()] == ["completed"]
 
 
+def test_a_program_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path: Path) -> None:
+    asks = 'import importlib.util\nassert importlib.util.find_spec("torch").name == "torch"\n'
+    run_program(tmp_path, asks + textwrap.dedent(PROGRAM), "--lr", "1 2")
+    assert recorded(tmp_path).steps() == list(range(20))
+
+
 def test_the_exit_code_is_the_programs(tmp_path: Path) -> None:
     assert run_program(tmp_path, "raise SystemExit(7)").returncode == 7
 

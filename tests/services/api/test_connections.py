@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -342,10 +342,52 @@ def test_a_forwarded_address_is_believed_of_named_proxies_alone(
         assert answer.startswith(b"HTTP/1.1 %s " % last)
 
 
+class _Idle:
+    """A connection that waits between two requests."""
+
+    def __init__(self, address: str, counted: connections.Connections, *, idle: bool = True) -> None:
+        self.address, self.counted, self.idle, self.closed = address, counted, idle, False
+
+    def is_idle(self) -> bool:
+        return self.idle
+
+    def give_way(self) -> None:
+        self.closed = True
+        self.counted.exit(self.address, self)
+
+
 def test_an_ipv6_network_counts_as_one_address() -> None:
     counted = connections.Connections(load_settings(address_connections=1))
-    assert counted.enter("2001:db8::1")
-    assert not counted.enter("2001:db8::2")
-    assert counted.enter("2001:db8:0:1::1")
-    counted.exit("2001:db8::1")
-    assert counted.enter("2001:db8::2")
+    first = _Idle("2001:db8::1", counted)
+    assert counted.enter("2001:db8::1", first)
+    assert not counted.enter("2001:db8::2", _Idle("2001:db8::2", counted))
+    assert counted.enter("2001:db8:0:1::1", _Idle("2001:db8:0:1::1", counted))
+    counted.exit("2001:db8::1", first)
+    assert counted.enter("2001:db8::2", _Idle("2001:db8::2", counted))
+
+
+def test_a_full_process_closes_an_idle_connection_of_the_address_that_has_the_most() -> None:
+    counted = connections.Connections(load_settings(), most=4)
+    busy = _Idle("10.0.0.1", counted, idle=False)
+    many = [busy, *(_Idle("10.0.0.1", counted) for _ in range(3))]
+    assert all(counted.enter("10.0.0.1", each) for each in many)
+    assert counted.enter("10.0.0.2", _Idle("10.0.0.2", counted))
+    assert [each.closed for each in many] == [False, True, False, False]
+    assert not counted.enter("10.0.0.1", _Idle("10.0.0.1", counted))
+    assert sum(map(len, counted.open.values())) == 4
+
+
+def test_connections_of_many_addresses_leave_the_service_answering(
+    driven_sqlite: Driven, protocol: type[asyncio.Protocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "most_connections", lambda: 20)
+    with served(driven_sqlite, protocol, **PATIENT) as (address, token), ExitStack() as stack:
+        for number in range(40):
+            source = (f"127.0.0.{2 + number % 3}", 0)
+            held = stack.enter_context(socket.create_connection(address, WAIT, source))
+            held.sendall(GET_HEALTH)
+            with suppress(OSError):
+                held.recv(65536)
+        with connected(address) as good:
+            good.sendall(head(token, len(BODY)) + BODY)
+            assert good.recv(65536).startswith(b"HTTP/1.1 200 ")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
@@ -12,6 +13,7 @@ from watchstep import open_run
 from watchstep.errors import StoreError
 from watchstep.format import documents, journal
 from watchstep.format.documents import AttemptDocument
+from watchstep.reading.compaction import compact
 from watchstep.reading.journal import read_journal
 from watchstep.store.store import Store
 from watchstep_services.db.models import (
@@ -394,3 +396,24 @@ def test_a_run_whose_attempt_has_only_begun_is_not_deleted(driven: Driven, folde
         session.get_one(Upkeep, run_id).next_ns = 0
     upkeep(driven.service)
     assert list(again.store.entries("attempts/"))
+
+
+def test_a_segment_that_comes_while_originals_are_deleted_stays_and_is_judged(
+    driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id, recording = ended(driven, folder_store)
+    policy(driven, originals_s=0)
+    late = Recording(folder_store, attempt="a2")
+
+    def meanwhile(*given: Any, **named: Any) -> Any:
+        if "delete_after" in named:
+            late.store.put("attempts/a2.json", documents.encode(AttemptDocument("a2", 2, 1, "raise")))
+            late.write(0, 0, 9, nan_from(5))
+        return compact(*given, **named)
+
+    monkeypatch.setattr(upkeeping, "compact", meanwhile)
+    upkeep(driven.with_settings(compact_after_seconds=1e-9).service)
+    assert {entry.key.split("/")[1] for entry in recording.store.entries("stats/")} == {"a2"}
+    discover(driven.service, run_id)
+    driven.settle(run_id)
+    assert {attempt for _, attempt, _ in driven.findings()} == {"a1", "a2"}

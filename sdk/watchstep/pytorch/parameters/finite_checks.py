@@ -13,7 +13,6 @@ look, of modules in training mode. Rows of them have the role ``buffer_check``, 
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,15 +68,19 @@ class _OwnBuffer:
         self.key = (id(module), leaf)
         self._module, self._leaf, self._info, self._place = module, leaf, info, place
         self._shape = values.shape
-        self._seen = self._first = _Version.of(values)
+        self._seen = _Version.of(values)
+        self._first: _Version | None = self._seen
 
     def checked(self) -> _Checked | None:
         """As it is, if the module trains and the buffer has changed since the last look, and not only once since the start."""
         values = getattr(self._module, self._leaf, None)
         if not self._module.training or not isinstance(values, Tensor) or values.shape != self._shape:
             return None
+        if self._first is not None and self._first.tensor is not values:
+            self._first = None  # it was replaced, and need not be kept
         # One change in place is how a program restores it.
-        if self._seen.changes_to(values) == 0 or self._first.changes_to(values) == 1:
+        restored = self._first is not None and self._first.changes_to(values) == 1
+        if self._seen.changes_to(values) == 0 or restored:
             return None
         return _Checked(self.key, self._info, self._place, values)
 
@@ -90,18 +93,21 @@ class _OwnBuffer:
 
 @dataclass(frozen=True)
 class _Version:
-    """Which tensor a buffer is, and how often it was changed in place; of an inference tensor that is not counted."""
+    """Which tensor a buffer is, and how often it was changed in place; of an inference tensor that is not counted.
 
-    tensor: weakref.ref[Tensor]
+    No weak reference, as `torch.utils.swap_tensors` refuses tensors that have one.
+    """
+
+    tensor: Tensor
     changes: int
 
     @classmethod
     def of(cls, values: Tensor) -> _Version:
-        return cls(weakref.ref(values), _changes(values))
+        return cls(values, _changes(values))
 
     def changes_to(self, values: Tensor) -> int:
         """How many changes lie between, as far as they are counted: -1 where it is another tensor."""
-        return _changes(values) - self.changes if self.tensor() is values else -1
+        return _changes(values) - self.changes if self.tensor is values else -1
 
 
 def _changes(values: Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -96,7 +95,9 @@ class UnheldParameters:
         self._first: dict[int, Tensor] = {}
         self._measured = -1
         self._wanted = {named.unheld.collections for named in parameters.named} - {()}
-        self._ever: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._ever: dict[
+            int, Tensor
+        ] = {}  # no weak references: `torch.utils.swap_tensors` refuses tensors that have one
         self._known: frozenset[int] = frozenset()
         self._optimizers: MutableMapping[Optimizer, bool] = WeakIdKeyDictionary()
         self._searched_for: set[int] = set()
@@ -145,6 +146,9 @@ class UnheldParameters:
             for p in group["params"]
         }
         held = self._parameters.held().union(others)
+        watched = {id(named.parameter) for named in self._parameters.named}
+        if not self._ever.keys() <= watched:
+            self._ever = {key: tensor for key, tensor in self._ever.items() if key in watched}
         if held != self._known:
             self._known = held
             self._ever.update(

@@ -9,7 +9,6 @@ that takes another tensor's place are all seen as cleared.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 
@@ -38,7 +37,8 @@ class _Looked:
 
     Attributes:
         name: of its metric.
-        parameter: whose gradient is looked at; None where there is none to look at.
+        parameter: whose gradient is looked at; None where there is none to look at. No weak reference: `torch.utils.swap_tensors`, by
+            which modules of sharded parameters change their dtype, refuses tensors that have one.
         version: of the gradient, as the last step left it; None where the time until the next is left out.
         kept: what the passes since then say; None before the first.
         cleared: how many steps did not find it kept.
@@ -46,7 +46,7 @@ class _Looked:
     """
 
     name: str
-    parameter: weakref.ref[Tensor] | None = None
+    parameter: Tensor | None = None
     version: int | None = None
     kept: bool | Tensor | None = None
     cleared: int = 0
@@ -54,8 +54,7 @@ class _Looked:
 
     def gradient(self) -> Tensor | None:
         """As it is now."""
-        parameter = self.parameter() if self.parameter is not None else None
-        return None if parameter is None else parameter.grad
+        return None if self.parameter is None else self.parameter.grad
 
 
 class KeptGradients:
@@ -133,10 +132,10 @@ def _some(gradient: Tensor) -> Tensor:
     return views([gradient], _ELEMENTS)[0].any()
 
 
-def _last(parameters: Iterable[NamedParameter]) -> tuple[weakref.ref[Tensor] | None, Tensor | None]:
+def _last(parameters: Iterable[NamedParameter]) -> tuple[Tensor | None, Tensor | None]:
     """The last parameter that has a dense gradient: closest to the loss, so that its gradient is hardly ever zero."""
     for named in reversed(list(parameters)):
         gradient = named.parameter.grad
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
-            return weakref.ref(named.parameter), gradient
+            return named.parameter, gradient
     return None, None

@@ -3,6 +3,7 @@
 Imports nothing of weight, and never raises into the program. The ``sitecustomize`` that this one hides runs too.
 """
 
+import _thread
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds ``torch`` as usual, and attaches when it has been imported."""
+    """Finds ``torch`` as usual, and attaches when it has been imported.
+
+    It stays until then: a program may ask ``importlib.util.find_spec("torch")`` before it imports it, as transformers does.
+    """
+
+    def __init__(self) -> None:
+        self._searching: set[int] = set()  # threads that have asked the other finders
 
     def find_spec(
         self,
@@ -24,19 +31,22 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         path: "Sequence[str] | None",  # noqa: ARG002 - the interface's
         target: "ModuleType | None" = None,  # noqa: ARG002 - as above
     ) -> "importlib.machinery.ModuleSpec | None":
-        if fullname != "torch":
+        thread = _thread.get_ident()
+        if fullname != "torch" or thread in self._searching:
             return None
-        if self in sys.meta_path:  # another thread may import it at the same time
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._searching.add(thread)
         try:
-            _attach_after(spec)
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.discard(thread)
+        try:
+            _attach_after(spec, self)
         except Exception as error:  # noqa: BLE001 - never into the program
             _report(error)
         return spec
 
 
-def _attach_after(spec: "importlib.machinery.ModuleSpec | None") -> None:
+def _attach_after(spec: "importlib.machinery.ModuleSpec | None", finder: _AfterTorch) -> None:
     """Have a module's loader attach once it has loaded the module."""
     if spec is None or spec.loader is None:
         return
@@ -44,6 +54,9 @@ def _attach_after(spec: "importlib.machinery.ModuleSpec | None") -> None:
 
     def load_and_attach(module: "ModuleType") -> None:
         load(module)
+        if finder not in sys.meta_path:
+            return
+        sys.meta_path.remove(finder)
         try:
             from watchstep.wrapper.attach import wait_for_first_step
 

@@ -15,6 +15,9 @@ connection with more than `MOST_QUEUED` requests that wait for the answer to an 
 the first is answered.
 
 A client that takes nothing of an answer for write_seconds loses its connection (`transports`).
+
+A process keeps fewer connections open than it may open files, so that evaluation, stores and the database always have some. When it is full, a new
+connection takes the place of one of the address that has the most, an idle one if there is.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
+from collections import defaultdict
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -32,6 +35,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from watchstep_services.api.middleware.rate_limits import network_of
 from watchstep_services.api.middleware.request_limits import MOST_HEADERS
 from watchstep_services.api.middleware.transports import WatchedTransport
+from watchstep_services.core.file_limit import most_connections
 from watchstep_services.core.settings import Settings
 from watchstep_services.core.telemetry import metrics
 
@@ -58,35 +62,63 @@ _HEAD = "head"
 _log = logging.getLogger(__name__)
 
 
+class Replaceable(Protocol):
+    """A connection, as `Connections` needs it."""
+
+    def is_idle(self) -> bool:
+        """Whether it waits between two requests."""
+
+    def give_way(self) -> None:
+        """Close it at once, and call `Connections.exit`."""
+
+
 class Connections:
-    """The connections of one process, counted by address. To be used in its event loop.
+    """The connections of one process, by address. To be used in its event loop.
 
     Attributes:
-        settings: the deadlines and the limit.
+        settings: the deadlines and the limit of an address.
+        most: connections of all addresses.
         open: connections by address; an IPv6 network of 64 bits counts as one.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, most: int | None = None) -> None:
         self.settings = settings
-        self.open: Counter[str] = Counter()
+        self.most = most_connections() if most is None else most
+        self.open: defaultdict[str, dict[Replaceable, None]] = defaultdict(dict)
         # Proxies are named explicitly; uvicorn's default, loopback, does not say that there is one.
         self._proxies = proxies()
 
-    def enter(self, address: str) -> bool:
-        """Count a connection; False where its address has too many, and it is not counted."""
+    def enter(self, address: str, connection: Replaceable) -> bool:
+        """Count a connection; False where its address has too many, or the process, and it is not counted."""
         most = self.settings.address_connections
         limited = most and not self._proxies & {address, "*"}
-        if limited and self.open[network_of(address)] >= most:
+        network = network_of(address)
+        if limited and len(self.open.get(network, ())) >= most:
             metrics.CONNECTIONS_REFUSED.labels("address").inc()
             return False
-        self.open[network_of(address)] += 1
+        if sum(map(len, self.open.values())) >= self.most and not self._make_room(network):
+            metrics.CONNECTIONS_REFUSED.labels("process").inc()
+            return False
+        self.open[network][connection] = None
         return True
 
-    def exit(self, address: str) -> None:
+    def _make_room(self, network: str) -> bool:
+        """Close a connection of the network that has the most; False where that is the one that asks, or has no more than it."""
+        largest = max(self.open, key=lambda name: len(self.open[name]))
+        connections = self.open[largest]
+        if len(connections) <= len(self.open.get(network, ())) + 1:
+            return False
+        replaced = next((each for each in connections if each.is_idle()), next(iter(connections)))
+        metrics.CONNECTIONS_REFUSED.labels("process").inc()
+        replaced.give_way()
+        return True
+
+    def exit(self, address: str, connection: Replaceable) -> None:
         """Count the end of a connection that `enter` let in."""
         network = network_of(address)
-        self.open[network] -= 1
-        if not self.open[network]:
+        connections = self.open[network]
+        connections.pop(connection, None)
+        if not connections:
             del self.open[network]
 
 
@@ -123,7 +155,7 @@ class _Limited(_Base):
         seconds = limits.settings.write_seconds
         refused = metrics.CONNECTIONS_REFUSED.labels("write").inc
         super().connection_made(WatchedTransport(transport, self.loop, seconds, refused))
-        if not limits.enter(address):
+        if not limits.enter(address, self):
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
             return
         self._limits, self._address = limits, address
@@ -133,11 +165,22 @@ class _Limited(_Base):
         """Forget the connection."""
         self._expect(None)
         if self._limits is not None:
-            self._limits.exit(self._address)
+            self._limits.exit(self._address, self)
             self._limits = None
         if isinstance(self.transport, WatchedTransport):
             self.transport.end()
         super().connection_lost(exc)
+
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def give_way(self) -> None:
+        """Close the connection for another one."""
+        if self._limits is not None:
+            self._limits.exit(self._address, self)
+            self._limits = None
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Read on, and set the deadline of the part that is waited for then."""

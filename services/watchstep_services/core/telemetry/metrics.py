@@ -36,7 +36,7 @@ LIMITS_REFUSED = Counter(
 )  # fmt: skip
 CONNECTIONS_REFUSED = Counter(
     "watchstep_connections_refused",
-    "Connections closed by the API: too many of one `address`, a `head` or `body` that did not come in time, a head that was too "
+    "Connections closed by the API: too many of one `address` or of all in a `process`, a `head` or `body` that did not come in time, a head that was too "
     "large or requests that waited for an earlier answer (`size`), or an answer that was not read (`write`).",
     ["of"], registry=REGISTRY,
 )  # fmt: skip
