@@ -23,7 +23,7 @@ from watchstep_rules.baseline.run_summary import summarize_run
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.signals.ranges.baseline import MIN_RUNS, Baseline, RunSummary, merge_summaries
+from watchstep_rules.signals.ranges.baseline import MIN_RUNS, Baseline, BaselineRun, merge_summaries
 
 STEP_SECONDS = 0.001
 EARLIER_SEEDS = (0, 1, 2)
@@ -70,7 +70,7 @@ def judged(task: tuple[str, tuple[int, ...], int | None]) -> Judged:
     program = programs()[name]
     others = [config for config in DEFAULT_RULES if config.rule != UnlikeEarlierRuns.name]
     with tempfile.TemporaryDirectory() as folder:
-        summaries: dict[str, RunSummary] = {}
+        summaries: dict[str, BaselineRun] = {}
         for seed in EARLIER_SEEDS:
             url = record(program, seed, Path(folder), STEP_SECONDS, most_steps)
             if not any(severity in ("warning", "critical") for severity, _ in fired(url, others)):

@@ -24,8 +24,8 @@ from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.history import History, trimmed
 from watchstep_rules.engine.judge import RuleMemory, judge_prepared
-from watchstep_rules.engine.lookback import Reach
-from watchstep_rules.engine.rule_inputs import Prepared, Progress
+from watchstep_rules.engine.lookback import Lookback
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
 from watchstep_rules.registry import RULES
 
 STEPS = 10_000
@@ -77,14 +77,14 @@ def _judges_elements(config: RuleConfig) -> bool:
 def judge_blocks(blocks: Iterator[Block], chosen: Sequence[RuleConfig]) -> Judged:
     """As the evaluator does: history, what arrived, seals after each block."""
     judged = Judged(held=_resident())
-    reach = Reach.of(chosen)
+    reach = Lookback.of(chosen)
     memories = {config.name: RuleMemory() for config in chosen}
     history, before = History.empty(), -1
     for arrived in blocks:
         judged.rows += len(arrived)
         now = int(arrived.step.max())
         since = time.process_time()
-        rows = Prepared(history.block, arrived, Progress(before, now, int(arrived.time_ns.max())))
+        rows = Prepared(history.block, arrived, JudgingProgress(before, now, int(arrived.time_ns.max())))
         judged.spent("(shared)", since)
         for config in chosen:
             since = time.process_time()

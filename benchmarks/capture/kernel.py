@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.report import Figure, Report
 from watchstep.kernels import native_kernel
-from watchstep.kernels.native_kernel import KINDS, Kind, Memory
+from watchstep.kernels.native_kernel import KINDS, Kind, MemoryRange
 
 _BYTES = 64 * 2**20
 _ROUNDS = 15
@@ -30,7 +30,7 @@ def add_kernel_figures(report: Report, *, quick: bool) -> None:
             continue
         dtype = getattr(torch, kind)
         tensor = torch.randn(_BYTES // dtype.itemsize).to(dtype)
-        memory = [Memory(tensor.data_ptr(), tensor.numel(), KINDS[kind])]
+        memory = [MemoryRange(tensor.data_ptr(), tensor.numel(), KINDS[kind])]
         runs: dict[str, Callable[[], object]] = {
             "norm": functools.partial(torch.linalg.vector_norm, tensor),
             "histogram": functools.partial(kernel.measure, memory),

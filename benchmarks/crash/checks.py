@@ -14,7 +14,7 @@ from benchmarks.crash.trainings import Calm, found_of
 from tests.services.recording import PROJECT
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action, Attempt, Event, Run
+from watchstep_services.db.models import ActionRow, Attempt, EventRow, RunRow
 
 SECOND = 1_000_000_000
 _SOON_NS = 60 * SECOND
@@ -54,9 +54,9 @@ class Verdict:
 class Books:
     """A run as the database has it."""
 
-    run: Run
+    run: RunRow
     attempts: dict[str, Attempt]
-    actions: list[Action]
+    actions: list[ActionRow]
     events: list[dict[str, Any]]
     now_ns: int
 
@@ -64,13 +64,13 @@ class Books:
 def read_books(database: Database, run: str) -> Books | None:
     """A run; None where it is not known yet."""
     with database.read() as session:
-        row = session.execute(select(Run).filter_by(project=PROJECT, run=run)).scalar_one_or_none()
+        row = session.execute(select(RunRow).filter_by(project=PROJECT, run=run)).scalar_one_or_none()
         if row is None:
             return None
         attempts = session.execute(select(Attempt).filter_by(run_id=row.id)).scalars()
-        actions = session.execute(select(Action).filter_by(run_id=row.id)).scalars()
+        actions = session.execute(select(ActionRow).filter_by(run_id=row.id)).scalars()
         events = session.execute(
-            select(Event.event).filter_by(run_id=row.id).order_by(Event.number)
+            select(EventRow.event).filter_by(run_id=row.id).order_by(EventRow.number)
         ).scalars()
         return Books(
             row, {held.attempt: held for held in attempts}, list(actions), list(events), read_clock(session)

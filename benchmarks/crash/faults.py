@@ -26,7 +26,7 @@ from benchmarks.crash.proxy import Proxy
 from benchmarks.crash.servers import PostgresServer, RedisServer
 from watchstep_services.core.failpoints import POINTS
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.models import Action, Run
+from watchstep_services.db.models import ActionRow, RunRow
 
 PAUSED_AT = ("evaluate.claimed", "evaluate.read", "evaluate.judged", "dispatch.sent")
 """Where a process is stopped until its lease is another's; from there it must write nothing."""
@@ -254,10 +254,10 @@ def _lost(engine: Engine, taken: dict[str, Any]) -> bool:
     """Whether what a process held is another's by now."""
     with Session(engine) as session:
         if "epoch" in taken:
-            epoch = session.execute(select(Run.epoch).filter_by(id=taken["run_id"])).scalar_one()
+            epoch = session.execute(select(RunRow.epoch).filter_by(id=taken["run_id"])).scalar_one()
             return epoch > int(taken["epoch"])
         claims, state = session.execute(
-            select(Action.claims, Action.state).filter_by(id=taken["action_id"])
+            select(ActionRow.claims, ActionRow.state).filter_by(id=taken["action_id"])
         ).one()
         return claims > int(taken["claims"]) or state != "pending"
 
@@ -280,9 +280,9 @@ def _wanted_by_nobody(engine: Engine, taken: dict[str, Any]) -> bool:
     if "epoch" not in taken:
         return False
     with Session(engine) as session:
-        due = and_(Run.due_ns.is_not(None), Run.due_ns <= now_ns())
-        mine = Run.epoch == int(taken["epoch"])
-        found = select(Run.id).where(
-            Run.id == taken["run_id"], mine, Run.lease_until_ns <= now_ns(), not_(due)
+        due = and_(RunRow.due_ns.is_not(None), RunRow.due_ns <= now_ns())
+        mine = RunRow.epoch == int(taken["epoch"])
+        found = select(RunRow.id).where(
+            RunRow.id == taken["run_id"], mine, RunRow.lease_until_ns <= now_ns(), not_(due)
         )
         return session.execute(found).one_or_none() is not None

@@ -15,9 +15,9 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import NAN, PROJECT, Recording, Value, exploding_from, healthy, nan_from
 from watchstep.format.documents import OnStop
 from watchstep.store.store import Store
-from watchstep_rules.config.rule_config import Hold, RuleConfig, StopAction, WebhookAction
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig, StopAction, WebhookAction
 from watchstep_services.db.engine import open_database
-from watchstep_services.db.models import Alert, FindingRow
+from watchstep_services.db.models import AlertRow, FindingRow
 from watchstep_services.db.schema import upgrade
 
 Told = Literal["announced", "some", "never"]
@@ -86,7 +86,7 @@ def rules(receiver: str) -> tuple[RuleConfig, ...]:
     return (
         RuleConfig(rule="non_finite_values", severity="critical", actions=(StopAction(), tell)),
         RuleConfig(rule="non_finite_values", name="again", actions=(StopAction(),)),
-        RuleConfig(rule="exploding_gradient", actions=(tell,), **{"for": Hold(steps=3)}),
+        RuleConfig(rule="exploding_gradient", actions=(tell,), **{"for": MinimumDuration(steps=3)}),
     )
 
 
@@ -138,7 +138,7 @@ class Calm:
 def found_of(database: Any, run_id: int, attempt: str) -> Found:
     """What the database says that rules found of an attempt."""
     with database.read() as session:
-        alerts = session.execute(select(Alert).filter_by(run_id=run_id, attempt=attempt)).scalars().all()
+        alerts = session.execute(select(AlertRow).filter_by(run_id=run_id, attempt=attempt)).scalars().all()
         names = {row.config_id: row.name for row in alerts}
         rows = session.execute(
             select(FindingRow).where(FindingRow.config_id.in_(names), FindingRow.attempt == attempt)

@@ -13,7 +13,7 @@ from benchmarks.service.load import PERIOD, STEPS, simulating
 from benchmarks.service.servers import Production, production
 from benchmarks.service.simulated import Plan
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 
 LEASE, SWEEP = 10.0, 1.0
 RUNS = 40
@@ -49,7 +49,9 @@ def add_death_figures(report: Report, *, quick: bool) -> None:
 def _held(made: Production) -> dict[int, int]:
     """Runs that are held, with their epochs."""
     with made.database.read() as session:
-        rows = session.execute(select(Run.id, Run.epoch).where(Run.lease_until_ns > now_ns())).tuples()
+        rows = session.execute(
+            select(RunRow.id, RunRow.epoch).where(RunRow.lease_until_ns > now_ns())
+        ).tuples()
         return dict(rows.all())
 
 
@@ -70,10 +72,10 @@ def _kill_one(made: Production, victim: int) -> float | None:
 
 def _until_evaluated(made: Production, run_id: int, killed: float) -> float | None:
     with made.database.read() as session:
-        ticks = session.get_one(Run, run_id).ticks
+        ticks = session.get_one(RunRow, run_id).ticks
     while time.monotonic() - killed < _PATIENCE_SECONDS:
         with made.database.read() as session:
-            if session.get_one(Run, run_id).ticks > ticks:
+            if session.get_one(RunRow, run_id).ticks > ticks:
                 return time.monotonic() - killed
         time.sleep(0.1)
     return None

@@ -13,7 +13,7 @@ from benchmarks.service.load import PERIOD, STEPS, quantile, settle, simulating,
 from benchmarks.service.simulated import Plan
 from watchstep_services.core.settings import Settings
 from watchstep_services.serve.embedded import EmbeddedService
-from watchstep_services.serve.launching import Program, launch_local
+from watchstep_services.serve.launching import LaunchedProgram, launch_local
 
 RUNS = 20
 _BAD_STEP = 200
@@ -88,7 +88,7 @@ def _one_training() -> float:
             command = (sys.executable, str(program), str(told))
             job = launch_local(
                 service.service,
-                Program("bench", "r", command, folder, folder / "log"),
+                LaunchedProgram("bench", "r", command, folder, folder / "log"),
                 service.recorder_token,
             )
             backend = service.service.backends["local"]

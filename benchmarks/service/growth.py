@@ -30,7 +30,7 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_services.core.settings import NANOSECONDS, load_settings
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.models import Attempt, Run
+from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.db.schema import upgrade
 from watchstep_services.runs.registration import register
@@ -120,7 +120,7 @@ def _add_virtual(database: Database, first: int, until: int) -> None:
             }
             for number in range(first, until)
         ]  # fmt: skip
-        ids = list(session.execute(insert(Run).returning(Run.id), runs).scalars())
+        ids = list(session.execute(insert(RunRow).returning(RunRow.id), runs).scalars())
         attempts = [
             {
                 "run_id": run_id, "attempt": "a1", "world_size": 1, "first_heard_ns": now, "largest": 99, "sealed": 99,

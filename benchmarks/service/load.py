@@ -17,7 +17,7 @@ from benchmarks.report import Figure, Report
 from benchmarks.service.servers import Production, production
 from benchmarks.service.simulated import Plan, Told
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action, ActionTry, Event, Run, Segment
+from watchstep_services.db.models import ActionRow, ActionTry, EventRow, RunRow, Segment
 
 PERIOD = 2.0
 STEPS = 4
@@ -51,7 +51,7 @@ def spent(made: Production) -> Spent:
         segments = session.execute(
             select(func.count()).select_from(Segment).filter_by(state="read")
         ).scalar_one()
-        evaluations = int(session.execute(select(func.coalesce(func.sum(Run.ticks), 0))).scalar_one())
+        evaluations = int(session.execute(select(func.coalesce(func.sum(RunRow.ticks), 0))).scalar_one())
         raw = session.connection()
         transactions, wal = raw.exec_driver_sql(
             "SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()), "
@@ -108,21 +108,21 @@ def stops(database: Database, told: Told) -> Stops:
     with database.read() as session:
         requested = dict(
             session.execute(
-                select(Run.run, func.min(Event.created_ns))
-                .join(Event, Event.run_id == Run.id)
-                .where(Event.type == "watchstep.stop.requested")
-                .group_by(Run.run)
+                select(RunRow.run, func.min(EventRow.created_ns))
+                .join(EventRow, EventRow.run_id == RunRow.id)
+                .where(EventRow.type == "watchstep.stop.requested")
+                .group_by(RunRow.run)
             )
             .tuples()
             .all()
         )
         asked = dict(
             session.execute(
-                select(Run.run, func.min(ActionTry.at_ns))
-                .join(Action, Action.run_id == Run.id)
-                .join(ActionTry, ActionTry.action_id == Action.id)
-                .where(Action.kind == "stop")
-                .group_by(Run.run)
+                select(RunRow.run, func.min(ActionTry.at_ns))
+                .join(ActionRow, ActionRow.run_id == RunRow.id)
+                .join(ActionTry, ActionTry.action_id == ActionRow.id)
+                .where(ActionRow.kind == "stop")
+                .group_by(RunRow.run)
             )
             .tuples()
             .all()

@@ -17,14 +17,14 @@ BACKENDS_FILE = "backends.json"
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredBackend:
     """A backend as its settings."""
 
     kind: str
     settings: Mapping[str, Any]
 
 
-def read(file: Path) -> dict[str, Held]:
+def read(file: Path) -> dict[str, StoredBackend]:
     """Backends by name; none where there is no file.
 
     Raises:
@@ -32,7 +32,9 @@ def read(file: Path) -> dict[str, Held]:
     """
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
-        return {str(name): Held(str(one["kind"]), dict(one["settings"])) for name, one in held.items()}
+        return {
+            str(name): StoredBackend(str(one["kind"]), dict(one["settings"])) for name, one in held.items()
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -55,7 +57,7 @@ def put(file: Path, kind: str, settings: Mapping[str, Any]) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX)
             held = read(file)
             if name not in held:
-                held[name] = Held(kind, dict(settings))
+                held[name] = StoredBackend(kind, dict(settings))
                 partial = file.with_suffix(".partial")
                 descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
                 with os.fdopen(descriptor, "w", encoding="utf-8") as writing:

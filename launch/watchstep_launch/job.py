@@ -271,11 +271,11 @@ class Job:
             _log.warning("run %s: what it came to is not known yet: %s", self.record.run, error.what)
 
     def _showing(self, show: bool | None) -> Showing:
-        from watchstep_launch.view.run_status import Watcher
+        from watchstep_launch.view.run_status import RunWatcher
         from watchstep_launch.view.show import Showing, kind_of
 
         judged = self.record.judge is not None
-        watcher = Watcher(self.client, self.record.project, self.record.run) if judged else None
+        watcher = RunWatcher(self.client, self.record.project, self.record.run) if judged else None
         return Showing(watcher, kind_of(show))
 
     def _told(self, status: JobStatus) -> str:

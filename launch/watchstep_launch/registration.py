@@ -10,7 +10,7 @@ from typing import Any
 
 from watchstep.capture.service.location import FoundService
 from watchstep.errors import ConfigError, WatchstepError
-from watchstep.platform.transport import MissingError, RefusedError, ServiceAddress, Transport, segment
+from watchstep.platform.transport import MissingError, ServiceAddress, ServiceRefusedError, Transport, segment
 from watchstep_launch import backends_file
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.service_location import Judge
@@ -154,7 +154,7 @@ def recorder_token(found: FoundService, project: str, run: str, named: str = "")
     root, name = f"/v1/projects/{segment(project)}", f"job of run {run}"[:_MOST_NAME]
     try:
         return str(asked.call("POST", f"{root}/runs/{segment(run)}/tokens", body={"name": name})["token"])
-    except RefusedError as error:
+    except ServiceRefusedError as error:
         refusal = error
     of_project = _of_project(asked, root, name) if isinstance(refusal, MissingError) else None
     given = of_project or found.recorder.token
@@ -170,7 +170,7 @@ def _of_project(asked: Transport, root: str, name: str) -> str | None:
     body = {"role": "recorder", "name": name, "lifetime_seconds": LIFETIME_SECONDS}
     try:
         return str(asked.call("POST", f"{root}/tokens", body=body)["token"])
-    except RefusedError:
+    except ServiceRefusedError:
         return None
 
 
@@ -182,7 +182,7 @@ def _told(given: str, found: FoundService, of_project: str | None) -> str:
     return "the service's token for programs of this machine, which records every run"
 
 
-def _mend(refusal: RefusedError) -> str:
+def _mend(refusal: ServiceRefusedError) -> str:
     if isinstance(refusal, MissingError):
         return "update the service, which makes no tokens of single runs yet, or set WATCHSTEP_RECORDER_TOKEN to a recorder's"
     return "set WATCHSTEP_RECORDER_TOKEN to a recorder's, or launch with the token that registered the run, or an admin's"

@@ -17,13 +17,13 @@ from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_d
 from watchstep.capture.recorder import Guarding, StepGuard
 from watchstep.capture.service.client import ServiceClient
 from watchstep.capture.service.credentials import lent, open_recorded
-from watchstep.capture.service.registration import LaunchState, Registration
+from watchstep.capture.service.registration import LaunchState, RunRegistration
 from watchstep.capture.session import Session, obey, start_sampling
 from watchstep.capture.shutdown import notebook, process_end
 from watchstep.capture.shutdown.ending import Ending
 from watchstep.capture.stop.barrier import StopTalk
 from watchstep.capture.stop.control_reader import ControlReader
-from watchstep.capture.upload.access import Target
+from watchstep.capture.upload.access import UploadTarget
 from watchstep.capture.writer import Writer
 from watchstep.errors import ConfigError
 from watchstep.format.checkpoints import Checkpoint
@@ -145,7 +145,7 @@ class Hook:
         if made_guard is not None:
             made_guard.attach(self)
         control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
-        target = Target(
+        target = UploadTarget(
             store_url=self.store_url,
             open_store=self._open_store,
             store_identity=self._store_identity,
@@ -172,7 +172,7 @@ class Hook:
         self._ending.detach_with(self._checkpoints.close, self._checkpoints.join)
         self._ending.detach_with(self._stop_talk.close, self._stop_talk.join)
         if launch.run == self.run and self._identity.worker == 0 and self._service is not None:
-            registration = Registration(launch, self.project, self._service, control, self._health)
+            registration = RunRegistration(launch, self.project, self._service, control, self._health)
             self._ending.detach_with(registration.close, registration.join)
             registration.start()
         if (sampler := start_sampling(session, self._identity)) is not None:

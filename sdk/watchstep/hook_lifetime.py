@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.recorder import Recorder
 from watchstep.errors import ConfigError
 from watchstep.format.tensors import Mode
@@ -24,7 +24,7 @@ class _Recording(Protocol):
     """What `contained` needs of the object whose methods it wraps."""
 
     _ending: _HasEnding
-    _health: Health
+    _health: RecorderHealth
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -90,7 +90,7 @@ class CopiedHook:
         """Nothing."""
 
 
-def log_scalars(recorder: Recorder, health: Health, values: Mapping[str, Any], mode: Mode) -> None:
+def log_scalars(recorder: Recorder, health: RecorderHealth, values: Mapping[str, Any], mode: Mode) -> None:
     """Record numbers at the current step; one value that is none does not take the others with it."""
     for name, value in values.items():
         try:

@@ -17,7 +17,7 @@ from watchstep.reading.catalogue import find_runs
 from watchstep.store.store import Store
 from watchstep_services.core.settings import Settings
 from watchstep_services.serve.embedded import EmbeddedService
-from watchstep_services.serve.launching import Program, launch_local
+from watchstep_services.serve.launching import LaunchedProgram, launch_local
 
 Launch = Callable[..., "Launched"]
 
@@ -88,7 +88,7 @@ def launch(service: EmbeddedService, tmp_path: Path, monkeypatch: pytest.MonkeyP
         program.write_text(body)
         launch_local(
             service.service,
-            Program("test", "r", (sys.executable, str(program)), tmp_path, tmp_path / "log", on_stop),
+            LaunchedProgram("test", "r", (sys.executable, str(program)), tmp_path, tmp_path / "log", on_stop),
             service.recorder_token,
         )
         return Launched(service, "r")

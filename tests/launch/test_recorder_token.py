@@ -18,7 +18,7 @@ from watchstep.platform.transport import ServiceAddress
 from watchstep_launch.registration import Registering, recorder_token
 from watchstep_services.api import app
 from watchstep_services.api.routes import run_tokens
-from watchstep_services.auth.roles import Identity, Role
+from watchstep_services.auth.roles import AuthenticatedCaller, Role
 from watchstep_services.auth.tokens import create_token, identify
 
 
@@ -32,7 +32,7 @@ def found(url: str, operator: str, recorder: str = "") -> FoundService:
     return FoundService(ServiceAddress(url, operator), ServiceAddress(url, recorder or operator))
 
 
-def held_by(driven: Driven, token: str) -> Identity:
+def held_by(driven: Driven, token: str) -> AuthenticatedCaller:
     identity = identify(driven.service.database, token)
     assert identity is not None
     return identity

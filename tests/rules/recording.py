@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.rules.runs import all_at_once
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule import Finding
 
 EVERYTHING = CaptureConfig(overhead_budget=None)
@@ -28,5 +28,5 @@ def said_of(
         train(hook)
     assert not hook.health["faults"]
     said = all_at_once(RuleConfig(rule=rule, params=params or {}), open_run(hook.run_url).rows())
-    assert said.memory.health is not Health.ERROR, said.memory.problem
+    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
     return said.findings

@@ -18,7 +18,7 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.coalesce import as_told
 from watchstep_rules.engine.judge import RuleMemory, judge
-from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_rules.rule import Finding
 
 
@@ -66,7 +66,7 @@ def follow(
         if not config.implementation.needed(config.parameters).histograms:
             arrived = arrived.without_histograms()
         now = max([before, *(event.step for event in events if isinstance(event, Seal))])
-        verdict = judge(config, memory, history, arrived, Progress(before, now, 7))
+        verdict = judge(config, memory, history, arrived, JudgingProgress(before, now, 7))
         # Memory lies in a database between evaluations, as JSON.
         memory = RuleMemory.model_validate_json(verdict.memory.model_dump_json())
         assert memory == verdict.memory

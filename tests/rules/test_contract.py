@@ -18,8 +18,8 @@ from tests.rules.runs import INFOS, LAST, Event, follow, runs, segments, splits
 from tests.sdk.format.blocks import Row, block_of
 from watchstep.format.block import Block, concatenate
 from watchstep.format.tensors import TensorInfo
-from watchstep_rules.config.rule_config import Hold, RuleConfig
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import AnyRule, Finding, Params, Rule, State
 
@@ -71,11 +71,11 @@ def eager(params: type[Params]) -> dict[str, Any]:
 @settings(max_examples=settings().max_examples * 2 // 5)
 @given(
     events=runs(),
-    hold=st.builds(Hold, steps=st.integers(1, 3), seconds=st.sampled_from([0, 0.003])),
+    hold=st.builds(MinimumDuration, steps=st.integers(1, 3), seconds=st.sampled_from([0, 0.003])),
     data=st.data(),
 )
 def test_however_a_run_is_split_the_rule_says_the_same_and_names_rows_that_were_there(
-    name: str, events: list[Event], hold: Hold, data: st.DataObject
+    name: str, events: list[Event], hold: MinimumDuration, data: st.DataObject
 ) -> None:
     config = RuleConfig(rule=name, params=eager(RULES[name].params_type), hold=hold)
     one, other = data.draw(splits(events)), data.draw(splits(events))
@@ -84,7 +84,7 @@ def test_however_a_run_is_split_the_rule_says_the_same_and_names_rows_that_were_
     for split in (other, [[single] for single in events]):
         again = follow(config, split)
         assert (again.findings, again.told, again.memory) == (said.findings, said.told, said.memory)
-    assert said.memory.health is not Health.ERROR, said.memory.problem
+    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
     infos = {info.name: info for info in INFOS}
     for finding in said.findings:
         info = infos[finding.tensor]

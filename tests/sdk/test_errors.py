@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from watchstep import errors
-from watchstep.platform.transport import RefusedError
+from watchstep.platform.transport import ServiceRefusedError
 from watchstep.reading.compacted import PartLostError
 
 
@@ -34,7 +34,7 @@ def test_a_missing_object_is_a_store_error_and_a_bad_name_a_config_error() -> No
     [
         errors.ConfigError("store x: no such scheme", "use file:// or s3://"),
         PartLostError("parts/1.parquet", "part parts/1.parquet: gone"),
-        RefusedError(429, "urn:watchstep:problem:rate", "too many requests", "wait", 3.0),
+        ServiceRefusedError(429, "urn:watchstep:problem:rate", "too many requests", "wait", 3.0),
     ],
 )
 def test_an_error_of_a_worker_process_reaches_its_parent(error: errors.WatchstepError) -> None:

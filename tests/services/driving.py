@@ -11,20 +11,20 @@ from sqlalchemy import select
 from tests.services.recording import PROJECT
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
-from watchstep_rules.config.rule_config import Hold, RuleConfig, StopAction
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig, StopAction
 from watchstep_services.core.settings import Settings, load_settings
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import (
-    Action,
+    ActionRow,
     ActionTry,
-    Alert,
-    Event,
+    AlertRow,
+    EventRow,
     FindingRow,
-    Memory,
-    Run,
-    Seal,
+    RuleStateRow,
+    RunRow,
     Segment,
+    WatermarkRow,
 )
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.dispatch.dispatch import dispatch
@@ -36,7 +36,7 @@ from watchstep_services.service.rule_state_cache import RememberedCache
 
 RULES = (
     RuleConfig(rule="non_finite_values", severity="critical", actions=(StopAction(),)),
-    RuleConfig(rule="exploding_gradient", **{"for": Hold(steps=3)}),
+    RuleConfig(rule="exploding_gradient", **{"for": MinimumDuration(steps=3)}),
 )
 
 
@@ -90,10 +90,10 @@ class Driven:
         while self.evaluate(run_id).more:
             pass
 
-    def run(self, run_id: int) -> Run:
+    def run(self, run_id: int) -> RunRow:
         """The run's row."""
         with self.service.database.read() as session:
-            return session.get_one(Run, run_id)
+            return session.get_one(RunRow, run_id)
 
     def segments(self, run_id: int) -> dict[tuple[str, int], str]:
         """(writer, seq) → state."""
@@ -104,13 +104,15 @@ class Driven:
     def seals(self, run_id: int) -> list[tuple[int, str]]:
         """(step, cause) of each seal, in order."""
         with self.service.database.read() as session:
-            rows = session.execute(select(Seal).filter_by(run_id=run_id).order_by(Seal.tick)).scalars()
+            rows = session.execute(
+                select(WatermarkRow).filter_by(run_id=run_id).order_by(WatermarkRow.tick)
+            ).scalars()
             return [(row.step, row.cause) for row in rows]
 
     def alerts(self, run_id: int) -> dict[str, tuple[str, int, dict[str, Any] | None]]:
         """Name of the rule config → (phase, since step, finding)."""
         with self.service.database.read() as session:
-            rows = session.execute(select(Alert).filter_by(run_id=run_id)).scalars()
+            rows = session.execute(select(AlertRow).filter_by(run_id=run_id)).scalars()
             return {row.name: (row.phase, row.since_step, row.finding) for row in rows}
 
     def findings(self) -> list[tuple[int, str, dict[str, Any]]]:
@@ -122,24 +124,28 @@ class Driven:
     def memories(self) -> list[tuple[int, str, str, int]]:
         """All that rules remember."""
         with self.service.database.read() as session:
-            rows = session.execute(select(Memory).order_by(Memory.config_id, Memory.attempt)).scalars()
+            rows = session.execute(
+                select(RuleStateRow).order_by(RuleStateRow.config_id, RuleStateRow.attempt)
+            ).scalars()
             return [(row.config_id, row.attempt, row.memory, row.findings) for row in rows]
 
     def events(self, run_id: int) -> list[dict[str, Any]]:
         """All events, in order."""
         with self.service.database.read() as session:
-            rows = session.execute(select(Event).filter_by(run_id=run_id).order_by(Event.number)).scalars()
+            rows = session.execute(
+                select(EventRow).filter_by(run_id=run_id).order_by(EventRow.number)
+            ).scalars()
             return [row.event for row in rows]
 
     def event_types(self, run_id: int) -> list[str]:
         """Types of all events without the common prefix, in order."""
         return [event["type"].removeprefix("watchstep.") for event in self.events(run_id)]
 
-    def actions(self, run_id: int) -> list[Action]:
+    def actions(self, run_id: int) -> list[ActionRow]:
         """All actions, in order."""
         with self.service.database.read() as session:
             return list(
-                session.execute(select(Action).filter_by(run_id=run_id).order_by(Action.id)).scalars()
+                session.execute(select(ActionRow).filter_by(run_id=run_id).order_by(ActionRow.id)).scalars()
             )
 
     def tries(self, action_id: int) -> list[tuple[str, str]]:
@@ -150,20 +156,20 @@ class Driven:
             ).scalars()
             return [(row.outcome, row.detail) for row in rows]
 
-    def dispatched(self, action_id: int) -> Action:
+    def dispatched(self, action_id: int) -> ActionRow:
         """Try an action once, whenever it is due."""
         with self.service.database.write() as session:
-            session.get_one(Action, action_id).next_ns = 0
+            session.get_one(ActionRow, action_id).next_ns = 0
         dispatch(self.service, action_id)
         with self.service.database.read() as session:
-            return session.get_one(Action, action_id)
+            return session.get_one(ActionRow, action_id)
 
-    def finish(self, action_id: int) -> Action:
+    def finish(self, action_id: int) -> ActionRow:
         """Try an action until it is over; between tries, its time is brought forward."""
         while True:
             dispatch(self.service, action_id)
             with self.service.database.write() as session:
-                row = session.get_one(Action, action_id)
+                row = session.get_one(ActionRow, action_id)
                 if row.state != "pending":
                     return row
                 row.next_ns = 0

@@ -57,7 +57,7 @@ class Sight:
     trouble: str = ""
 
 
-class Watcher:
+class RunWatcher:
     """Looks at one run again and again. Where the service does not answer, the last sight stays, with the trouble.
 
     Args:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from watchstep_launch.view.lines import line_of
-from watchstep_launch.view.run_status import Watcher
+from watchstep_launch.view.run_status import RunWatcher
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -62,7 +62,7 @@ class Showing:
     """
 
     def __init__(
-        self, watcher: Watcher | None, kind: Kind, clock: Callable[[], float] = time.monotonic
+        self, watcher: RunWatcher | None, kind: Kind, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._watcher = watcher
         self._kind: Kind = kind

@@ -15,7 +15,7 @@ from enum import Enum
 
 from watchstep.format.block import Block
 from watchstep.reading.run import Run, open_run
-from watchstep_rules.backtest.replay import Arrival, Outcome, Replay
+from watchstep_rules.backtest.replay import Arrival, Replay, ReplayOutcome
 from watchstep_rules.backtest.replay_source import (
     OrderLostError,
     Recorded,
@@ -26,10 +26,18 @@ from watchstep_rules.backtest.replay_source import (
 from watchstep_rules.baseline.pinned import configs_of_attempt
 from watchstep_rules.config.rule_config import RuleConfig
 
-__all__ = ["AttemptOutcome", "Order", "Outcome", "RunOutcome", "backtest", "backtest_run", "backtest_sets"]
+__all__ = [
+    "AttemptOutcome",
+    "BacktestOutcome",
+    "JudgingOrder",
+    "ReplayOutcome",
+    "backtest",
+    "backtest_run",
+    "backtest_sets",
+]
 
 
-class Order(str, Enum):
+class JudgingOrder(str, Enum):
     """In which order rows were judged: as the service did, or by their steps, all workers at once."""
 
     JOURNAL = "journal"
@@ -49,14 +57,14 @@ class AttemptOutcome:
     """
 
     attempt: str
-    order: Order
+    order: JudgingOrder
     notes: tuple[str, ...]
     rows: int
-    outcomes: list[Outcome]
+    outcomes: list[ReplayOutcome]
 
 
 @dataclass(frozen=True)
-class RunOutcome:
+class BacktestOutcome:
     """What rule configs say of a run.
 
     Attributes:
@@ -74,7 +82,7 @@ class RunOutcome:
     damaged: dict[str, str] = field(default_factory=dict)
 
 
-def backtest(rows: Block, configs: Sequence[RuleConfig]) -> list[Outcome]:
+def backtest(rows: Block, configs: Sequence[RuleConfig]) -> list[ReplayOutcome]:
     """Judge all rows of one attempt at once; all findings are kept.
 
     Args:
@@ -87,7 +95,7 @@ def backtest(rows: Block, configs: Sequence[RuleConfig]) -> list[Outcome]:
     return replay.outcomes()[0]
 
 
-def backtest_run(run: str | os.PathLike[str] | Run, configs: Sequence[RuleConfig]) -> RunOutcome:
+def backtest_run(run: str | os.PathLike[str] | Run, configs: Sequence[RuleConfig]) -> BacktestOutcome:
     """Judge each attempt of a run; rows are read a part at a time.
 
     Args:
@@ -103,7 +111,7 @@ def backtest_run(run: str | os.PathLike[str] | Run, configs: Sequence[RuleConfig
 
 def backtest_sets(
     run: str | os.PathLike[str] | Run, rule_sets: Sequence[Sequence[RuleConfig]]
-) -> list[RunOutcome]:
+) -> list[BacktestOutcome]:
     """Judge each attempt of a run by several sets of rule configs; rows are read once for all.
 
     Args:
@@ -120,7 +128,7 @@ def backtest_sets(
     judged = [_attempt(recorded, rule_sets) for recorded in recorded_attempts(opened, opened.store)]
     document = opened.document
     return [
-        RunOutcome(
+        BacktestOutcome(
             opened.location,
             document.project,
             document.run,
@@ -136,12 +144,12 @@ def _attempt(recorded: Recorded, rule_sets: Sequence[Sequence[RuleConfig]]) -> l
     pinned = [configs_of_attempt(rule_set, recorded.store, recorded.attempt) for rule_set in rule_sets]
     sets = [configs for configs, _ in pinned]
     notes: list[str] = []
-    replay, order = Replay(sets), Order.JOURNAL
+    replay, order = Replay(sets), JudgingOrder.JOURNAL
     try:
         for arrival in arrivals_of_journal(recorded, notes):
             replay.evaluate(arrival)
     except OrderLostError as error:
-        notes, replay, order = [error.what], Replay(sets), Order.STEPS
+        notes, replay, order = [error.what], Replay(sets), JudgingOrder.STEPS
         for arrival in arrivals_by_steps(recorded):
             replay.evaluate(arrival)
     notes += list(dict.fromkeys(problem for _, problem in pinned if problem))

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from watchstep.errors import WatchstepError
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
-from watchstep_rules.backtest.backtest import RunOutcome, backtest_sets
+from watchstep_rules.backtest.backtest import BacktestOutcome, backtest_sets
 from watchstep_rules.backtest.sweep import Variation
 from watchstep_rules.config.rule_config import RuleConfig
 
 
 @dataclass(frozen=True)
-class Fired:
+class FirstAlert:
     """Where a variation's alert began to fire first.
 
     Attributes:
@@ -43,8 +43,8 @@ class Replayed:
         fired: of each variation where it fired first and told somebody; None where it did not.
     """
 
-    outcome: RunOutcome
-    fired: tuple[Fired | None, ...]
+    outcome: BacktestOutcome
+    fired: tuple[FirstAlert | None, ...]
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ def _result(done: Future[Replayed | Failed], location: str) -> Replayed | Failed
         )
 
 
-def _first(outcome: RunOutcome, variation: Variation) -> Fired | None:
+def _first(outcome: BacktestOutcome, variation: Variation) -> FirstAlert | None:
     for attempt in outcome.attempts:
         seen = [
-            Fired(
+            FirstAlert(
                 attempt.attempt,
                 change.step,
                 told.config.name,

@@ -10,9 +10,9 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.coalesce import as_told
 from watchstep_rules.engine.history import History, joined, over_one_catalogue, trimmed
-from watchstep_rules.engine.judge import Health, RuleMemory, Verdict
-from watchstep_rules.engine.lookback import Reach
-from watchstep_rules.engine.rule_inputs import Prepared, Progress
+from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict
+from watchstep_rules.engine.lookback import Lookback
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
 from watchstep_rules.engine.rule_set import judge_set
 from watchstep_rules.rule import Finding
 
@@ -38,7 +38,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayOutcome:
     """What one rule config says of an attempt.
 
     Attributes:
@@ -54,7 +54,7 @@ class Outcome:
     findings: list[Finding]
     found: int
     transitions: list[Transition]
-    health: Health
+    health: RuleHealth
     problem: str
 
     @property
@@ -79,9 +79,9 @@ class _Told:
         self.findings += verdict.findings[: max(0, kept - len(self.findings))]
         self.transitions += verdict.transitions
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ReplayOutcome:
         memory = self.memory
-        return Outcome(
+        return ReplayOutcome(
             self.config, self.findings, self.found, self.transitions, memory.health, memory.problem
         )
 
@@ -98,7 +98,7 @@ class Replay:
         """
         self._sets = [[_Told(config) for config in configs] for configs in rule_sets]
         self._kept = FINDINGS_KEPT if findings_kept is None else findings_kept
-        self._reach = Reach.of(config for configs in rule_sets for config in configs)
+        self._reach = Lookback.of(config for configs in rule_sets for config in configs)
         self._history = History.empty()
         self._position = 0
         self._sealed = -1
@@ -109,7 +109,7 @@ class Replay:
         """Judge what came."""
         parts = list(enumerate(arrival.blocks, self._position))
         arrived = joined(parts, History.empty()).block
-        progress = Progress(self._sealed, arrival.sealed, arrival.clock_ns, arrival.ended)
+        progress = JudgingProgress(self._sealed, arrival.sealed, arrival.clock_ns, arrival.ended)
         rows = Prepared(*over_one_catalogue(self._history.block, arrived), progress)
         for rule_set in self._sets:
             verdicts = judge_set([(told.config, told.memory) for told in rule_set], rows)
@@ -120,6 +120,6 @@ class Replay:
         self._sealed = arrival.sealed
         self.rows += len(arrived)
 
-    def outcomes(self) -> list[list[Outcome]]:
+    def outcomes(self) -> list[list[ReplayOutcome]]:
         """What each rule config of each set said, in their order."""
         return [[told.outcome() for told in rule_set] for rule_set in self._sets]

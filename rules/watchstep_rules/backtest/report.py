@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from watchstep_rules.backtest.backtest import AttemptOutcome, Order, Outcome, RunOutcome
-from watchstep_rules.backtest.many import Failed, Fired, Replayed
+from watchstep_rules.backtest.backtest import AttemptOutcome, BacktestOutcome, JudgingOrder, ReplayOutcome
+from watchstep_rules.backtest.many import Failed, FirstAlert, Replayed
 from watchstep_rules.backtest.sweep import Setting, Variation
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.explanation import RunName, say
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule import Finding
 
 SCHEMA_VERSION = 1
@@ -80,26 +80,26 @@ def result_from_data(held: dict[str, Any]) -> Replayed | Failed:
     attempts = [
         AttemptOutcome(
             str(attempt["attempt"]),
-            Order(attempt["order"]),
+            JudgingOrder(attempt["order"]),
             tuple(map(str, attempt["notes"])),
             int(attempt["rows"]),
             [_outcome_from(one) for one in attempt["rules"]],
         )
         for attempt in held["attempts"]
     ]
-    outcome = RunOutcome(
+    outcome = BacktestOutcome(
         str(held["location"]), str(held["project"]), str(held["run"]), attempts, dict(held["damaged"])
     )
-    return Replayed(outcome, tuple(None if first is None else Fired(**first) for first in held["fired"]))
+    return Replayed(outcome, tuple(None if first is None else FirstAlert(**first) for first in held["fired"]))
 
 
-def _outcome_from(held: dict[str, Any]) -> Outcome:
-    return Outcome(
+def _outcome_from(held: dict[str, Any]) -> ReplayOutcome:
+    return ReplayOutcome(
         RuleConfig.model_validate(held["rule_config"]),
         [Finding.model_validate(finding) for finding in held["findings"]],
         int(held["found"]),
         [_transition_from(change) for change in held["transitions"]],
-        Health(held["health"]),
+        RuleHealth(held["health"]),
         str(held["problem"]),
     )
 
@@ -121,7 +121,7 @@ def location_of(result: Replayed | Failed) -> str:
     return result.location if isinstance(result, Failed) else result.outcome.location
 
 
-def _run(outcome: RunOutcome, findings: int) -> dict[str, Any]:
+def _run(outcome: BacktestOutcome, findings: int) -> dict[str, Any]:
     return {
         "location": outcome.location,
         "project": outcome.project,
@@ -144,7 +144,7 @@ def _attempt(attempt: AttemptOutcome, name: RunName, findings: int) -> dict[str,
     }
 
 
-def _outcome(outcome: Outcome, name: RunName, findings: int) -> dict[str, Any]:
+def _outcome(outcome: ReplayOutcome, name: RunName, findings: int) -> dict[str, Any]:
     return {
         "rule_config": outcome.config.as_data(),
         "health": outcome.health.value,

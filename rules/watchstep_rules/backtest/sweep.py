@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from watchstep.errors import RuleError
-from watchstep_rules.config.rule_config import Hold, RuleConfig
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_rules.rule_files.yaml_source import data_of
 
 MOST_VARIATIONS = 200
@@ -217,7 +217,7 @@ def _same(a: Any, b: Any) -> bool:
 def _set(config: RuleConfig, setting: Setting) -> RuleConfig:
     try:
         if setting.parameter == _HOLD:
-            hold = Hold.model_validate({**config.hold.model_dump(), "steps": setting.value})
+            hold = MinimumDuration.model_validate({**config.hold.model_dump(), "steps": setting.value})
             return config.model_copy(update={"hold": hold})
         params = {**config.params, setting.parameter: setting.value}
         config.implementation.params_type.model_validate(params)

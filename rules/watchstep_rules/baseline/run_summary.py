@@ -16,10 +16,10 @@ from watchstep_rules.signals.ranges.baseline import (
     BASELINE_COLLECTIONS,
     MAX_PHASES,
     MAX_TENSORS,
-    RunSummary,
+    BaselineRun,
+    BaselineTensor,
     Span,
     Statistic,
-    TensorSummary,
     statistic_of,
 )
 
@@ -31,7 +31,7 @@ _LOW, _HIGH = 0.05, 0.95
 _MODES = (MODES.index("train"), MODES.index("global"))
 
 
-def summarize_run(run: Run) -> RunSummary:
+def summarize_run(run: Run) -> BaselineRun:
     """Reduce a run to the spans of its statistics.
 
     Steps of the newest attempt are read, in train mode, and those of no mode. Shards are merged, and of replicas the first is taken.
@@ -58,9 +58,9 @@ def summarize_run(run: Run) -> RunSummary:
             if len(values):
                 low, high = (float(value) for value in np.quantile(values, [_LOW, _HIGH]))
                 spans[infos[place].name][phase] = (low, high)
-    return RunSummary(
+    return BaselineRun(
         tensors={
-            infos[place].name: TensorSummary(
+            infos[place].name: BaselineTensor(
                 shape=infos[place].shape,
                 statistic=statistic,
                 phases=tuple(

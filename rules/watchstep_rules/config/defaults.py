@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from watchstep_rules.config.rule_config import Hold, KeepFiring, RuleConfig, StopAction
+from watchstep_rules.config.rule_config import KeepFiring, MinimumDuration, RuleConfig, StopAction
 
 _FOLLOW_FROM_NAN = (
     "exploding_gradient",
@@ -36,30 +36,38 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
         rule="non_finite_values",
         params={"whole_steps": True},
         severity="warning",
-        hold=Hold(steps=2),
+        hold=MinimumDuration(steps=2),
         keep_firing=_VALUES,
         inhibits=_FOLLOW_FROM_NAN,
     ),
-    RuleConfig(rule="exploding_gradient", severity="warning", hold=Hold(steps=2)),
-    RuleConfig(rule="vanishing_gradient", severity="warning", hold=Hold(steps=3), keep_firing=_LAYERS),
+    RuleConfig(rule="exploding_gradient", severity="warning", hold=MinimumDuration(steps=2)),
+    RuleConfig(
+        rule="vanishing_gradient", severity="warning", hold=MinimumDuration(steps=3), keep_firing=_LAYERS
+    ),
     RuleConfig(rule="dead_relu", severity="warning", keep_firing=_LAYERS),
     RuleConfig(rule="saturated_activation", severity="warning", keep_firing=_LAYERS),
     RuleConfig(rule="poor_initialization", severity="warning"),
     RuleConfig(
         rule="weight_not_updating",
         severity="warning",
-        hold=Hold(steps=3),
+        hold=MinimumDuration(steps=3),
         keep_firing=_LAYERS,
         inhibits=("absent_from_optimizer",),
     ),
     RuleConfig(rule="class_imbalance", severity="info"),
-    RuleConfig(rule="loss_not_decreasing", severity="warning", hold=Hold(steps=5), keep_firing=_LOSSES),
-    RuleConfig(rule="slow_convergence", severity="warning", hold=Hold(steps=5), keep_firing=_LOSSES),
-    RuleConfig(rule="oscillating_loss", severity="warning", hold=Hold(steps=3), keep_firing=_LOSSES),
+    RuleConfig(
+        rule="loss_not_decreasing", severity="warning", hold=MinimumDuration(steps=5), keep_firing=_LOSSES
+    ),
+    RuleConfig(
+        rule="slow_convergence", severity="warning", hold=MinimumDuration(steps=5), keep_firing=_LOSSES
+    ),
+    RuleConfig(
+        rule="oscillating_loss", severity="warning", hold=MinimumDuration(steps=3), keep_firing=_LOSSES
+    ),
     RuleConfig(rule="loss_spike", severity="warning", keep_firing=_LOSSES),
-    RuleConfig(rule="lost_progress", severity="warning", hold=Hold(steps=3), keep_firing=_LOSSES),
+    RuleConfig(rule="lost_progress", severity="warning", hold=MinimumDuration(steps=3), keep_firing=_LOSSES),
     RuleConfig(rule="validation_loss_jump", severity="warning"),
-    RuleConfig(rule="overfit", severity="warning", hold=Hold(steps=2)),
+    RuleConfig(rule="overfit", severity="warning", hold=MinimumDuration(steps=2)),
     RuleConfig(rule="replica_divergence", severity="critical"),
     RuleConfig(rule="scaler_skips", severity="warning"),
     RuleConfig(rule="frozen_batch_norm", severity="warning"),
@@ -68,7 +76,9 @@ DEFAULT_RULES: tuple[RuleConfig, ...] = (
     RuleConfig(rule="symmetric_units", severity="warning"),
     RuleConfig(rule="missing_zero_grad", severity="warning"),
     RuleConfig(rule="optimizer_not_stepping", severity="warning"),
-    RuleConfig(rule="unlike_earlier_runs", severity="warning", hold=Hold(steps=5), keep_firing=_LAYERS),
+    RuleConfig(
+        rule="unlike_earlier_runs", severity="warning", hold=MinimumDuration(steps=5), keep_firing=_LAYERS
+    ),
     RuleConfig(rule="absent_from_optimizer", severity="warning"),
     RuleConfig(rule="gradients_cease", severity="warning", keep_firing=_LAYERS),
     RuleConfig(rule="hyperparameter_jump", severity="warning", keep_firing=_LAYERS),

@@ -187,7 +187,7 @@ class TensorScope(_Model):
         return included and (self.exclude is None or not name_pattern.matches(self.exclude, name))
 
 
-class Hold(_Model):
+class MinimumDuration(_Model):
     """How long a finding must last before the alert fires; both, where both are given."""
 
     steps: int = Field(1, ge=1, le=_MOST_STEPS, description="So many judged steps of one tensor in a row.")
@@ -213,7 +213,7 @@ class KeepFiring(_Model):
     )
 
 
-def _nanoseconds(lasting: Hold | KeepFiring) -> int:
+def _nanoseconds(lasting: MinimumDuration | KeepFiring) -> int:
     return round(lasting.seconds * 1e9)
 
 
@@ -230,7 +230,7 @@ class RuleConfig(_Model):
         default_factory=dict, validate_default=True, description="The rule's parameters."
     )
     tensors: TensorScope = Field(TensorScope(), description="Which tensors it judges.")
-    hold: Hold = Field(Hold(), alias="for", description="How long a finding must last.")
+    hold: MinimumDuration = Field(MinimumDuration(), alias="for", description="How long a finding must last.")
     keep_firing: KeepFiring | None = Field(
         None,
         description="How long without findings before the alert is resolved; as long as 'for' if left out.",

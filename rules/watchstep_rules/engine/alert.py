@@ -20,7 +20,7 @@ import numpy as np
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine.alert_memory import AlertMemory, Transition
 from watchstep_rules.engine.alert_state_machine import ALL, Life, Seals
-from watchstep_rules.engine.streaks import JudgedRows, Tick, follow
+from watchstep_rules.engine.streaks import ClockTick, JudgedRows, follow
 from watchstep_rules.finding_rows import steps_of, taken
 from watchstep_rules.rule import Finding
 
@@ -32,7 +32,7 @@ def advance(
     timing: Timing,
     rows: JudgedRows,
     findings: Sequence[Finding],
-    tick: Tick | None = None,
+    tick: ClockTick | None = None,
     seals: Seals = ALL,
 ) -> tuple[AlertMemory, list[Transition]]:
     """Follow an alert over a judged block. Where there are no findings and were none, this costs nothing.
@@ -64,10 +64,10 @@ def advance(
 class _Part:
     rows: JudgedRows
     findings: Sequence[Finding]
-    tick: Tick | None
+    tick: ClockTick | None
 
 
-def _parts(rows: JudgedRows, findings: Sequence[Finding], tick: Tick | None) -> Iterator[_Part]:
+def _parts(rows: JudgedRows, findings: Sequence[Finding], tick: ClockTick | None) -> Iterator[_Part]:
     """A long block in parts of whole steps, so that only those near findings are looked at."""
     if len(rows) <= PART_ROWS:
         yield _Part(rows, findings, tick)

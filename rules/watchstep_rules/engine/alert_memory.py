@@ -21,7 +21,7 @@ class Phase(str, Enum):
     RESOLVED = "resolved"
 
 
-class Fired(NamedTuple):
+class FiringSpan(NamedTuple):
     """Steps at which an alert fired: from the first, until one that is not among them; None while it fires."""
 
     first: int
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     enough: bool
 
 
-class Cause(NamedTuple):
+class LikelyCause(NamedTuple):
     """What may have made an alert fire at the finding's step: the likeliest of those that could, and its streak."""
 
     finding: Finding
@@ -88,7 +88,7 @@ class AlertMemory(BaseModel):
     clean: dict[str, Streak] = Field(default_factory=dict)
     last: dict[str, int] = Field(default_factory=dict)
     waiting: tuple[Mark, ...] = ()
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[LikelyCause, ...] = ()
     bad: tuple[str, ...] = ()
     firing: tuple[str, ...] = ()
     settled: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class AlertMemory(BaseModel):
     closed: int = -1
     ahead: int = -1
     over: dict[str, int] = Field(default_factory=dict)
-    fired: tuple[Fired, ...] = ()
+    fired: tuple[FiringSpan, ...] = ()
     quiet: Quiet | None = None
 
     @property

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from watchstep_rules.config.rule_config import Timing
-from watchstep_rules.engine.alert_memory import AlertMemory, Cause, Mark, Phase, Transition
+from watchstep_rules.engine.alert_memory import AlertMemory, LikelyCause, Mark, Phase, Transition
 from watchstep_rules.engine.streaks import NONE, Change, Known, Streaks
 from watchstep_rules.rule import Likelihood, likelihood
 
@@ -284,7 +284,7 @@ class Life:
                 )
             )
 
-    def _blame(self, cause: Cause) -> None:
+    def _blame(self, cause: LikelyCause) -> None:
         self._finding, self._since = cause
 
     def _go(self, phase: Phase, step: int) -> None:
@@ -313,14 +313,14 @@ class _Suspect(NamedTuple):
     """What may be named as a cause; its finding is built where it is."""
 
     likelihood: Likelihood
-    by: Change | Cause
+    by: Change | LikelyCause
 
     @classmethod
-    def of(cls, cause: Cause) -> _Suspect:
+    def of(cls, cause: LikelyCause) -> _Suspect:
         return cls(likelihood(cause.finding), cause)
 
-    def cause(self) -> Cause:
-        return self.by if isinstance(self.by, Cause) else Cause(self.by.finding, self.by.since)
+    def cause(self) -> LikelyCause:
+        return self.by if isinstance(self.by, LikelyCause) else LikelyCause(self.by.finding, self.by.since)
 
 
 def _likelihood(suspect: _Suspect) -> Likelihood:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from watchstep.format.block import Block, concatenate, sort_key
 from watchstep.format.tensors import TensorInfo
-from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.lookback import Lookback
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 
 _sorted: OfCatalogue[tuple[TensorInfo, ...]] = OfCatalogue()
@@ -46,7 +46,7 @@ def joined(parts: list[tuple[int, Block]], before: History) -> History:
     return History(block, position)
 
 
-def trimmed(history: History, reach: Reach | int, sealed: int) -> History:
+def trimmed(history: History, reach: Lookback | int, sealed: int) -> History:
     """Only the rows that a later evaluation can need.
 
     Args:

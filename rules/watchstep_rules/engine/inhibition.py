@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.alert_memory import AlertMemory, Fired, Phase, Quiet, Transition
+from watchstep_rules.engine.alert_memory import AlertMemory, FiringSpan, Phase, Quiet, Transition
 
 MOST_INTERVALS = 64
 """Of firing that are kept of a source, the latest; more than one matters only while it is ahead of the seals."""
@@ -117,7 +117,7 @@ def inhibit(told: Sequence[Told], sealed: int) -> list[Told]:
     """
     edges = inhibitions([one.config for one in told])
     fired = {source: _fired(told[source]) for source, _ in edges}
-    of: dict[int, list[tuple[str, Fired]]] = {}
+    of: dict[int, list[tuple[str, FiringSpan]]] = {}
     for source, target in edges:
         of.setdefault(target, []).extend((told[source].config.name, interval) for interval in fired[source])
     result = []
@@ -136,20 +136,20 @@ def inhibit(told: Sequence[Told], sealed: int) -> list[Told]:
     return result
 
 
-def _fired(one: Told) -> list[Fired]:
+def _fired(one: Told) -> list[FiringSpan]:
     """When a source fired: what it remembers, and what is new."""
     intervals = list(one.memory.fired)
     for change in one.transitions:
         if change.phase is Phase.FIRING and not change.revised:
-            intervals.append(Fired(change.step, None))
+            intervals.append(FiringSpan(change.step, None))
         elif change.phase is Phase.FIRING and intervals:
             intervals[-1] = intervals[-1]._replace(first=min(intervals[-1].first, change.step))
         elif change.phase is Phase.RESOLVED and intervals:
-            intervals[-1] = Fired(intervals[-1].first, change.step)
+            intervals[-1] = FiringSpan(intervals[-1].first, change.step)
     return intervals
 
 
-_Sources = Sequence[tuple[str, Fired]]
+_Sources = Sequence[tuple[str, FiringSpan]]
 
 
 def _followed(one: Told, sources: _Sources, sealed: int) -> Told:
@@ -180,7 +180,7 @@ def _followed(one: Told, sources: _Sources, sealed: int) -> Told:
     return replace(one, memory=one.memory.model_copy(update={"quiet": quiet}), transitions=transitions)
 
 
-def _covers(interval: Fired, step: int) -> bool:
+def _covers(interval: FiringSpan, step: int) -> bool:
     return interval.first <= step and (interval.until is None or step < interval.until)
 
 

@@ -17,13 +17,13 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert import advance
 from watchstep_rules.engine.alert_memory import AlertMemory, Transition
 from watchstep_rules.engine.alert_state_machine import Seals
-from watchstep_rules.engine.rule_inputs import Prepared, Progress
-from watchstep_rules.engine.streaks import JudgedRows, Tick
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
+from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding, Needs
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 
 
-class Health(str, Enum):
+class RuleHealth(str, Enum):
     """Whether a rule can be evaluated; apart from what it says."""
 
     OK = "ok"
@@ -48,7 +48,7 @@ class RuleMemory(BaseModel):
     version: int = 0
     state: dict[str, Any] | None = None
     alert: AlertMemory = AlertMemory()
-    health: Health = Health.NO_DATA
+    health: RuleHealth = RuleHealth.NO_DATA
     problem: str = ""
     judged: int = 0
 
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def judge(
-    config: RuleConfig, memory: RuleMemory, history: Block, arrived: Block, progress: Progress
+    config: RuleConfig, memory: RuleMemory, history: Block, arrived: Block, progress: JudgingProgress
 ) -> Verdict:
     """Judge what can be judged now, by one rule config; `judge_prepared` where there are several.
 
@@ -105,7 +105,7 @@ def failed(memory: RuleMemory, error: Exception) -> RuleMemory:
     """What is remembered of a rule config that could not be evaluated: as before, and why."""
     problem = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
     return memory.model_copy(
-        update={"health": Health.ERROR, "problem": problem.replace("\0", "\ufffd")[:500]}
+        update={"health": RuleHealth.ERROR, "problem": problem.replace("\0", "\ufffd")[:500]}
     )
 
 
@@ -121,7 +121,7 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
     problem = rule.problem(state)
     needs = rule.needed(params)
     judged = memory.judged + _number_judged(block, needs)
-    tick = Tick(rows.progress.now, clock_ns) if rule.clock else None
+    tick = ClockTick(rows.progress.now, clock_ns) if rule.clock else None
     alert, transitions = memory.alert, list[Transition]()
     if findings or alert.follows:
         judged_rows = JudgedRows.of(block, rule.conclusive(params, block))
@@ -130,7 +130,9 @@ def _judged(config: RuleConfig, memory: RuleMemory, rows: Prepared) -> Verdict:
         version=rule.version,
         state=state.model_dump(mode="json"),
         alert=alert,
-        health=Health.ERROR if problem else (Health.OK if judged or rule.clock else Health.NO_DATA),
+        health=RuleHealth.ERROR
+        if problem
+        else (RuleHealth.OK if judged or rule.clock else RuleHealth.NO_DATA),
         problem=problem,
         judged=judged,
     )
@@ -175,7 +177,7 @@ def due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:
 
 def _due_ns(config: RuleConfig, memory: RuleMemory) -> int | None:
     rule = config.implementation
-    if not rule.clock or memory.health is Health.ERROR:
+    if not rule.clock or memory.health is RuleHealth.ERROR:
         return None
     if memory.state is None or memory.version != rule.version:
         return rule.due_ns(config.parameters, rule.state_type())

@@ -25,7 +25,7 @@ def depths(
 
 
 @dataclass(frozen=True)
-class Reach:
+class Lookback:
     """Of each scope, how many earlier rows of a series its rules need. Hashable; equal ones keep the same rows.
 
     Attributes:
@@ -37,7 +37,7 @@ class Reach:
     histograms: bool = False
 
     @classmethod
-    def of(cls, configs: Iterable[RuleConfig]) -> Reach:
+    def of(cls, configs: Iterable[RuleConfig]) -> Lookback:
         """How far rule configs look back.
 
         One whose rule cannot say it needs nothing: it cannot be judged either, and judging tells why.
@@ -47,9 +47,9 @@ class Reach:
             frozenset(one for one in found if one[2] > 0), any(needs.histograms for _, needs, _ in found)
         )
 
-    def __or__(self, other: Reach) -> Reach:
+    def __or__(self, other: Lookback) -> Lookback:
         """As far as both."""
-        return Reach(self.scopes | other.scopes, self.histograms or other.histograms)
+        return Lookback(self.scopes | other.scopes, self.histograms or other.histograms)
 
     def rows_of(self, catalogue: tuple[TensorInfo, ...]) -> NDArray[np.int64]:
         """How many earlier rows of a series are needed, for each tensor of a catalogue."""

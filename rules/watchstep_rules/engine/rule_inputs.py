@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Progress:
+class JudgingProgress:
     """How far a rule that waits for seals may judge: steps in (before, now] of each attempt.
 
     Attributes:
@@ -44,7 +44,7 @@ class Prepared:
     evaluation.
     """
 
-    def __init__(self, history: Block, arrived: Block, progress: Progress) -> None:
+    def __init__(self, history: Block, arrived: Block, progress: JudgingProgress) -> None:
         """Take rows; nothing is computed yet.
 
         Args:

@@ -41,7 +41,7 @@ _NO_STEP = -(1 << 62)
 
 
 @dataclass(frozen=True)
-class Tick:
+class ClockTick:
     """An evaluation of a rule that watches the clock: the last step that was seen, and the clock, nanoseconds."""
 
     step: int
@@ -260,7 +260,7 @@ def follow(
     findings: Sequence[Finding],
     known: Known,
     timing: Timing,
-    tick: Tick | None,
+    tick: ClockTick | None,
 ) -> Streaks:
     """Follow the series that matter through a block.
 
@@ -346,7 +346,7 @@ def _alone(
     return Change(step, names[rows.series[line]], findings, int(found[line]), enough, since, -1, line)
 
 
-def _rows(block: JudgedRows, names: list[str], tick: Tick | None) -> _Rows:
+def _rows(block: JudgedRows, names: list[str], tick: ClockTick | None) -> _Rows:
     row, series = _rows_of_series(block, names)
     conclusive = block.conclusive[row]
     if RUN in names and tick is None and len(block):

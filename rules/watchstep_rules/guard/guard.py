@@ -14,7 +14,7 @@ from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.coalesce import as_told
-from watchstep_rules.engine.judge import Health, Verdict
+from watchstep_rules.engine.judge import RuleHealth, Verdict
 from watchstep_rules.guard.step_judge import Said, StepJudge
 from watchstep_rules.registry import KINDS
 from watchstep_rules.rule import Finding
@@ -24,7 +24,7 @@ _log = logging.getLogger("watchstep")
 Told = Callable[[RuleConfig, Verdict], None]
 
 
-class Guarded(Protocol):
+class GuardedHook(Protocol):
     """What a guard is attached to: a `watchstep.Hook`."""
 
     def guard_with(self, guard: Any, *, agree: bool = False) -> None:
@@ -94,7 +94,7 @@ class Guard:
         self._steps = 0
         self._firing: dict[str, int] = {}
 
-    def attach(self, hook: Guarded) -> Guard:
+    def attach(self, hook: GuardedHook) -> Guard:
         """Judge what a hook records from now on; best before the first step.
 
         Raises:
@@ -127,7 +127,7 @@ class Guard:
         """Steps judged, the alerts that fire with the step since when, and rules that cannot be judged; JSON-ready."""
         memories = {**self._stops.memories, **self._others.memories}
         problems = {
-            name: memory.problem for name, memory in memories.items() if memory.health is Health.ERROR
+            name: memory.problem for name, memory in memories.items() if memory.health is RuleHealth.ERROR
         }
         return {"steps": self._steps, "firing": dict(self._firing), "problems": problems}
 

@@ -12,8 +12,8 @@ from watchstep_rules.engine.alert_memory import Phase
 from watchstep_rules.engine.coalesce import as_told
 from watchstep_rules.engine.history import History, over_one_catalogue, trimmed
 from watchstep_rules.engine.judge import RuleMemory, Verdict, judge_prepared
-from watchstep_rules.engine.lookback import Reach
-from watchstep_rules.engine.rule_inputs import Prepared, Progress
+from watchstep_rules.engine.lookback import Lookback
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
 from watchstep_rules.rule import Finding
 
 Said = tuple[RuleConfig, Verdict]
@@ -24,7 +24,7 @@ class StepJudge:
 
     def __init__(self, configs: Sequence[RuleConfig]) -> None:
         self._memories = {config.name: (config, RuleMemory()) for config in configs}
-        self._reach = Reach.of(configs)
+        self._reach = Lookback.of(configs)
         self._history = Block.empty()
         self._waiting: list[Block] = []
         self._sealed = -1
@@ -49,7 +49,7 @@ class StepJudge:
             return []
         arrived, self._waiting = concatenate(self._waiting), []
         now = max(self._sealed, int(arrived.step.max()))
-        progress = Progress(self._sealed, now, int(arrived.time_ns.max()))
+        progress = JudgingProgress(self._sealed, now, int(arrived.time_ns.max()))
         history, arrived = over_one_catalogue(self._history, arrived)
         rows = Prepared(history, arrived, progress)
         said = []
@@ -73,7 +73,7 @@ class StepJudge:
         if not len(kept):
             return None
         prepared = Prepared(
-            Block.empty(), kept, Progress(self._sealed, self._sealed, int(kept.time_ns.max()))
+            Block.empty(), kept, JudgingProgress(self._sealed, self._sealed, int(kept.time_ns.max()))
         )
         for config, memory in self._memories.values():
             if config.implementation.merged(config.parameters) == "per_worker":

@@ -43,7 +43,7 @@ class Remark:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """What a check found.
 
     Attributes:
@@ -60,7 +60,7 @@ class Checked:
         return all(remark.level != "error" for remark in self.remarks)
 
 
-def check_text(text: str, source: str, folder: Path) -> Checked:
+def check_text(text: str, source: str, folder: Path) -> CheckResult:
     """Look a rule file over.
 
     Args:
@@ -85,7 +85,7 @@ def check_text(text: str, source: str, folder: Path) -> Checked:
             place = ".".join(map(str, loc))
             remarks.append(Remark("warning", places.line(loc), place, warning))
     remarks.sort(key=lambda remark: (remark.line, remark.level))
-    return Checked(remarks, file.all_rules if file is not None else ())
+    return CheckResult(remarks, file.all_rules if file is not None else ())
 
 
 _Warning = tuple[Loc, str]

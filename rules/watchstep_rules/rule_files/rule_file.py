@@ -23,7 +23,7 @@ from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
 from watchstep_rules.engine.inhibition import can_be_inhibited, circles
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule_files.presets import PRESETS
-from watchstep_rules.rule_files.yaml_source import Loc, Places, data_of
+from watchstep_rules.rule_files.yaml_source import Loc, YamlNodes, data_of
 
 _DICTIONARY = re.compile(r"a valid dictionary or (instance of \w+|object to extract fields from)")
 
@@ -111,7 +111,7 @@ def _changed(given: RuleConfig | None, own: RuleConfig) -> RuleConfig:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RuleFileProblem:
     """Something wrong with rule configs, and where in their data."""
 
     loc: Loc
@@ -123,7 +123,7 @@ class Fault:
         return ".".join(str(part) for part in self.loc) or "rules"
 
 
-def faults_between(file: RuleFile) -> list[Fault]:
+def faults_between(file: RuleFile) -> list[RuleFileProblem]:
     """What is wrong with rule configs that are right each by itself: names that clash, inhibitions that cannot be."""
     names = [config.name for config in file.rules]
     faults = _clashes(names)
@@ -134,13 +134,15 @@ def faults_between(file: RuleFile) -> list[Fault]:
     for place, one in enumerate(file.inhibit):
         sources = [config for config in configs if config.called(one.source)]
         if not sources:
-            faults.append(Fault(("inhibit", place, "source"), f"no rule config is named {one.source!r}"))
+            faults.append(
+                RuleFileProblem(("inhibit", place, "source"), f"no rule config is named {one.source!r}")
+            )
         elif any(config.implementation.clock for config in sources):
             text = f"{one.source} watches the clock, not steps, and cannot inhibit"
-            faults.append(Fault(("inhibit", place, "source"), text))
+            faults.append(RuleFileProblem(("inhibit", place, "source"), text))
         elif notes := [config.name for config in sources if config.severity == "info"]:
             text = f"{', '.join(notes)} has severity info: notes inhibit nothing; use severity warning or critical"
-            faults.append(Fault(("inhibit", place, "source"), text))
+            faults.append(RuleFileProblem(("inhibit", place, "source"), text))
         for number, name in enumerate(one.target):
             faults += _of_target(name, configs, ("inhibit", place, "target", number))
     for circle in circles(configs):
@@ -150,11 +152,11 @@ def faults_between(file: RuleFile) -> list[Fault]:
         where = [
             number for number, name in enumerate(names) if name in {configs[place].name for place in circle}
         ]
-        faults.append(Fault(("rules", where[0]) if where else ("inhibit",), text))
+        faults.append(RuleFileProblem(("rules", where[0]) if where else ("inhibit",), text))
     return faults
 
 
-def _of_target(name: str, configs: Sequence[RuleConfig], loc: Loc) -> list[Fault]:
+def _of_target(name: str, configs: Sequence[RuleConfig], loc: Loc) -> list[RuleFileProblem]:
     targets = [config for config in configs if config.called(name)]
     if not targets and name in RULES:
         targets = [RuleConfig.model_construct(rule=name, name=name, params={})]
@@ -163,27 +165,27 @@ def _of_target(name: str, configs: Sequence[RuleConfig], loc: Loc) -> list[Fault
     else:
         waits = any(can_be_inhibited(config) for config in targets)
     if not targets:
-        return [Fault(loc, f"no rule config and no rule is named {name!r}")]
+        return [RuleFileProblem(loc, f"no rule config and no rule is named {name!r}")]
     if not waits:
         text = (
             f"{name} is judged as each worker's rows come, or by the clock, and cannot wait for another rule"
         )
-        return [Fault(loc, text)]
+        return [RuleFileProblem(loc, text)]
     return []
 
 
-def validated(data: Any) -> tuple[RuleFile | None, list[Fault]]:
+def validated(data: Any) -> tuple[RuleFile | None, list[RuleFileProblem]]:
     """A rule file of data, its queries checked; None, and all that is wrong with it, where it is not valid.
 
     Raises:
         BusyError: a query cannot be checked now.
     """
     if not isinstance(data, dict):
-        return None, [Fault((), "no mapping: start it with 'rules:' and a list below")]
+        return None, [RuleFileProblem((), "no mapping: start it with 'rules:' and a list below")]
     try:
         return RuleFile.model_validate(data, context=QUERIES_CHECKED), []
     except ValidationError as error:
-        faults = [Fault(found["loc"], in_words(found["msg"])) for found in error.errors()]
+        faults = [RuleFileProblem(found["loc"], in_words(found["msg"])) for found in error.errors()]
         return None, list(dict.fromkeys([*faults, *_clashes(_names(data))]))
 
 
@@ -200,9 +202,9 @@ def _names(data: dict[str, Any]) -> list[str]:
     return [str(item.get("name") or item.get("rule") or "") for item in items]
 
 
-def _clashes(names: Sequence[str]) -> list[Fault]:
+def _clashes(names: Sequence[str]) -> list[RuleFileProblem]:
     return [
-        Fault(("rules", place), f"two rule configs are named {name!r}: give one of them a 'name'")
+        RuleFileProblem(("rules", place), f"two rule configs are named {name!r}: give one of them a 'name'")
         for place, name in enumerate(names)
         if name and name in names[:place]
     ]
@@ -232,7 +234,7 @@ def check(data: Any, source: str) -> tuple[RuleConfig, ...]:
     return _checked(data, source, None)
 
 
-def read(text: str, source: str) -> tuple[Any, Places]:
+def read(text: str, source: str) -> tuple[Any, YamlNodes]:
     """A rule file's data, and where in the text it stands.
 
     Raises:
@@ -243,7 +245,7 @@ def read(text: str, source: str) -> tuple[Any, Places]:
             f"rule file {source}: {len(text)} characters, over the limit of {MAX_BYTES}", "split it"
         )
     try:
-        return data_of(text), Places.of(text)
+        return data_of(text), YamlNodes.of(text)
     except yaml.YAMLError as error:
         raise RuleError(
             f"rule file {source}: not valid YAML ({_place(error)})", "correct the line"
@@ -254,7 +256,7 @@ def read(text: str, source: str) -> tuple[Any, Places]:
         ) from None
 
 
-def _checked(data: Any, source: str, places: Places | None) -> tuple[RuleConfig, ...]:
+def _checked(data: Any, source: str, places: YamlNodes | None) -> tuple[RuleConfig, ...]:
     file, faults = validated(data)
     if file is not None:
         return file.all_rules

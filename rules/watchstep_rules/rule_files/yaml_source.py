@@ -13,13 +13,13 @@ Loc = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Places:
+class YamlNodes:
     """The nodes of a document; None for an empty one."""
 
     root: yaml.Node | None
 
     @classmethod
-    def of(cls, text: str) -> Places:
+    def of(cls, text: str) -> YamlNodes:
         """The places of a document.
 
         Raises:

@@ -31,7 +31,7 @@ _Pass = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Origin:
+class FirstNonfinite:
     """Where one pass was first not finite.
 
     Attributes:
@@ -59,9 +59,9 @@ class Origins:
         rows = np.flatnonzero(rows_where(block, has_role, "output", "input", "loss", *_STATE))
         self._rows = rows[np.argsort(self._step_of[rows], kind="stable")]
         self._steps = self._step_of[self._rows]
-        self._known: dict[_Pass, Origin] = {}
+        self._known: dict[_Pass, FirstNonfinite] = {}
 
-    def of(self, row: int) -> Origin:
+    def of(self, row: int) -> FirstNonfinite:
         """That of the pass to which a row of the block belongs."""
         block = self._block
         place = (int(block.step[row]), int(block.worker[row]), int(block.mode[row]))
@@ -71,7 +71,7 @@ class Origins:
             self._known[place] = self._origin(self._rows[start:end], place[2])
         return self._known[place]
 
-    def _origin(self, rows: NDArray[np.intp], mode: int) -> Origin:
+    def _origin(self, rows: NDArray[np.intp], mode: int) -> FirstNonfinite:
         block = self._block
         passed = [row for row in rows.tolist() if block.mode[row] == mode]
         state = [row for row in rows.tolist() if block.info(row).role in _STATE and block.mode[row] == _TRAIN]
@@ -81,13 +81,15 @@ class Origins:
         first = next((place for place, row in enumerate(outputs) if self._bad[row]), None)
         if first is None:
             losses = [row for row in passed if block.info(row).role == "loss"]
-            return Origin(words=self._weights(spoilt) or self._all_finite(outputs, losses))
+            return FirstNonfinite(words=self._weights(spoilt) or self._all_finite(outputs, losses))
         if (
             not first
             and not spoilt
             and any(block.statistics.nan[row] and is_given(block.info(row)) for row in inputs)
         ):
-            return Origin()  # the input held NaN, and nothing came between; its infinities may be a mask's
+            return (
+                FirstNonfinite()
+            )  # the input held NaN, and nothing came between; its infinities may be a mask's
         row = outputs[first]
         module = block.info(row).module
         own = [one for one in spoilt if _within(block.info(one), module)]
@@ -97,7 +99,7 @@ class Origins:
         if not block.statistics.nan[row]:
             words += self._first_nan(outputs[first:])
         if causes:
-            return Origin(block.info(row).name, words + self._weights(causes))
+            return FirstNonfinite(block.info(row).name, words + self._weights(causes))
         fed = [one for one in inputs if block.info(one).module == module and not is_given(block.info(one))]
         before = fed or outputs[first - 1 : first] or [one for one in inputs if is_given(block.info(one))]
         finite = [block.info(one).name for one in before if not self._bad[one]]
@@ -106,7 +108,7 @@ class Origins:
         words += _were_finite(finite)
         if block.statistics.nan[row] or not any(block.statistics.nan[one] for one in outputs[first:]):
             words += self._between(row, [one for one in before if not self._bad[one]], fed, outputs[:first])
-        return Origin(block.info(row).name, words)
+        return FirstNonfinite(block.info(row).name, words)
 
     def _between(self, row: int, finite: list[int], fed: list[int], before: list[int]) -> str:
         """What lies between the last tensor that was finite and the first output that was not; infinities that only become NaN later may be a mask's."""

@@ -123,7 +123,7 @@ def means(block: Block) -> Floats:
     return np.where(block.statistics.nonfinite == 0, block.statistics.mean, np.nan)
 
 
-class Limits(NamedTuple):
+class IdleThresholds(NamedTuple):
     """When a GPU is idle, and the other figure high.
 
     Attributes:
@@ -138,7 +138,7 @@ class Limits(NamedTuple):
 
 
 def follow(
-    block: Block, recent: dict[str, Recent], names: tuple[str, ...], limits: Limits
+    block: Block, recent: dict[str, Recent], names: tuple[str, ...], limits: IdleThresholds
 ) -> list[tuple[int, Recent]]:
     """Take in rows; of each GPU's row, the share of the last samples in which it was idle and the other figure high.
 

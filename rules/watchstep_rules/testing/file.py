@@ -14,7 +14,7 @@ from watchstep.errors import RuleError
 from watchstep.format.tensors import Mode
 from watchstep_rules.rule import Severity
 from watchstep_rules.rule_files.rule_file import in_words
-from watchstep_rules.rule_files.yaml_source import Places, data_of
+from watchstep_rules.rule_files.yaml_source import YamlNodes, data_of
 from watchstep_rules.testing.notation import values_of
 from watchstep_rules.testing.synthesis import FIGURES, figure_is_known
 
@@ -136,7 +136,7 @@ def load(path: Path) -> RuleTestFile:
     except (OSError, UnicodeDecodeError) as error:
         raise RuleError(f"rule tests {path}: cannot be read ({error})", "check the path") from error
     try:
-        data, places = data_of(text), Places.of(text)
+        data, places = data_of(text), YamlNodes.of(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise RuleError(
             f"rule tests {path}: not valid YAML ({_in_one_line(error)})", "correct the line"
@@ -160,7 +160,7 @@ def load(path: Path) -> RuleTestFile:
     )
 
 
-def _faults(error: ValidationError, places: Places) -> Iterator[tuple[int, str]]:
+def _faults(error: ValidationError, places: YamlNodes) -> Iterator[tuple[int, str]]:
     """What is wrong, and at which lines. A list of which no item is valid is not short: its items are told."""
     for one in error.errors():
         if one["type"] == "too_short":

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from watchstep.errors import RuleError, StoreError
-from watchstep_rules.backtest.backtest import Outcome, backtest, backtest_run
+from watchstep_rules.backtest.backtest import ReplayOutcome, backtest, backtest_run
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.coalesce import as_told
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
 from watchstep_rules.testing.file import Expectation, RuleTest, RuleTestFile, Steps
 from watchstep_rules.testing.making import made
@@ -22,7 +22,7 @@ _MOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Difference:
+class RuleDifference:
     """What one rule config should have done, and what it did; each in a few words."""
 
     rule: str
@@ -47,7 +47,7 @@ class TestResult:
     name: str
     rows: int
     seconds: float
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[RuleDifference, ...] = ()
     problem: str = ""
 
     @property
@@ -91,7 +91,7 @@ def _timed(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> TestR
     return TestResult(test.name, rows, time.perf_counter() - began, tuple(differences))
 
 
-def _judged(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> tuple[int, list[Outcome]]:
+def _judged(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> tuple[int, list[ReplayOutcome]]:
     if test.run is None:
         rows = made(test)
         return len(rows), backtest(rows, configs)
@@ -104,39 +104,39 @@ def _judged(test: RuleTest, configs: Sequence[RuleConfig], folder: Path) -> tupl
     return chosen[-1].rows, chosen[-1].outcomes
 
 
-def _differences(test: RuleTest, outcomes: list[Outcome]) -> list[Difference]:
+def _differences(test: RuleTest, outcomes: list[ReplayOutcome]) -> list[RuleDifference]:
     by_name = {outcome.config.name: outcome for outcome in outcomes}
     found = []
     for expected in test.expect:
         outcome = by_name.get(expected.rule)
         if outcome is None:
             found.append(
-                Difference(
+                RuleDifference(
                     expected.rule,
                     _words(expected),
                     (f"no rule config; there are {', '.join(sorted(by_name))}",),
                 )
             )
         elif not _as_expected(expected, outcome):
-            found.append(Difference(expected.rule, _words(expected), _life(outcome)))
+            found.append(RuleDifference(expected.rule, _words(expected), _life(outcome)))
     named = {expected.rule for expected in test.expect}
     found.extend(
-        Difference(name, "can be evaluated", _life(outcome))
+        RuleDifference(name, "can be evaluated", _life(outcome))
         for name, outcome in by_name.items()
-        if name not in named and outcome.health is Health.ERROR
+        if name not in named and outcome.health is RuleHealth.ERROR
     )
     if test.others == "silent":
         found.extend(
-            Difference(name, "is silent", _life(outcome))
+            RuleDifference(name, "is silent", _life(outcome))
             for name, outcome in by_name.items()
-            if name not in named and outcome.fired and outcome.health is not Health.ERROR
+            if name not in named and outcome.fired and outcome.health is not RuleHealth.ERROR
         )
     return found
 
 
-def _as_expected(expected: Expectation, outcome: Outcome) -> bool:
+def _as_expected(expected: Expectation, outcome: ReplayOutcome) -> bool:
     health = (
-        outcome.health is not Health.ERROR
+        outcome.health is not RuleHealth.ERROR
         if expected.health is None
         else outcome.health.value == expected.health
     )
@@ -213,7 +213,7 @@ def _range(steps: Steps | str) -> str:
     return f"{steps[0]} to {steps[1]}" if isinstance(steps, tuple) else str(steps)
 
 
-def _life(outcome: Outcome) -> tuple[str, ...]:
+def _life(outcome: ReplayOutcome) -> tuple[str, ...]:
     """What the alert did, one line a firing."""
     lines = []
     config = outcome.config
@@ -235,7 +235,7 @@ def _life(outcome: Outcome) -> tuple[str, ...]:
             lines.append(f"  {finding.message}")
     if not lines:
         lines.append(f"does not fire ({len(outcome.findings)} findings, severity {config.severity}{stops})")
-    if outcome.health is not Health.OK:
+    if outcome.health is not RuleHealth.OK:
         lines.append(
             f"health {outcome.health.value}{': ' if outcome.problem else ''}{' '.join(outcome.problem.split())}"
         )

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.errors import StoreError
 from watchstep.format.checkpoints import Checkpoint
 from watchstep.platform.bounded_join import join_until
@@ -25,7 +25,7 @@ good, and what was saved before it may be the last that is."""
 class CheckpointNotes:
     """Writes each note from a thread of its own, which tries again while the store does not answer."""
 
-    def __init__(self, open_store: Callable[[], Store], health: Health) -> None:
+    def __init__(self, open_store: Callable[[], Store], health: RecorderHealth) -> None:
         self._open_store, self._health = open_store, health
         self._waiting: queue.Queue[Checkpoint | None] = queue.Queue(_MOST_WAITING)
         self._saved: list[Checkpoint] = []

@@ -14,7 +14,7 @@ _log = logging.getLogger("watchstep")
 _MAX_KINDS = 32
 
 
-class Health:
+class RecorderHealth:
     """Counters of one recorder. Thread-safe; nothing here ever raises."""
 
     def __init__(self) -> None:

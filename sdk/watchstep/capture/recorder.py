@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.record import BoundedQueue, Condition, FinishedStep, Group, Probe, Record, join
 from watchstep.capture.scalar_values import DeviceScalar, LossOnsets, ScalarValues
 from watchstep.capture.stop.barrier import CommonStop
@@ -22,7 +22,7 @@ from watchstep.format.block import Block
 from watchstep.format.control import StopRequest
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Mode
-from watchstep.kernels.measurement import Measurement, Ready
+from watchstep.kernels.measurement import Completed, Measurement
 from watchstep.platform.terminal_text import printable
 from watchstep.stopping import AwaitsCheckpoint, OnStop, SavesThenStops, StopTraining
 
@@ -60,7 +60,7 @@ class _Figures:
 class Guarding:
     """Shows a guard what a recorder has, and keeps what it asked for."""
 
-    def __init__(self, guard: StepGuard, health: Health, *, agrees: bool = False) -> None:
+    def __init__(self, guard: StepGuard, health: RecorderHealth, *, agrees: bool = False) -> None:
         """Begin.
 
         Args:
@@ -143,14 +143,14 @@ def request(reason: str, step: int) -> StopRequest:
 def _waited_for(record: Record) -> Record:
     return replace(
         record,
-        measurement=Ready(record.measurement.collect()),
+        measurement=Completed(record.measurement.collect()),
         probes=tuple(_Figures(probe.collect()) for probe in record.probes),
         condition=None,
     )
 
 
 def _is_at_hand(record: Record) -> bool:
-    known = isinstance(record.measurement, Ready) and record.condition is None
+    known = isinstance(record.measurement, Completed) and record.condition is None
     return known and all(isinstance(probe, _Figures) for probe in record.probes)
 
 
@@ -169,7 +169,7 @@ class Recorder:
         self,
         worker: int,
         queue: BoundedQueue,
-        health: Health,
+        health: RecorderHealth,
         on_stop: OnStop,
         first_step: int = 0,
         system: Alongside | None = None,
@@ -498,5 +498,5 @@ class Recorder:
 
 def _record_of(sampled: Sampled, step: int, worker: int) -> Record:
     return Record(
-        step, "global", worker, sampled.time_ns, Group.of(sampled.tensors), Ready(sampled.statistics)
+        step, "global", worker, sampled.time_ns, Group.of(sampled.tensors), Completed(sampled.statistics)
     )

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.record import Condition, Group
 from watchstep.format.statistics import StatisticsBatch, merge_rows, scalars
 from watchstep.format.tensors import LOSSES, METRICS, Mode, TensorInfo
-from watchstep.kernels.measurement import Measurement, Ready, Rescaled
+from watchstep.kernels.measurement import Completed, Measurement, Rescaled
 
 _WINDOW = 64
 _FEWEST = 16
@@ -171,7 +171,7 @@ class _Scalar:
 class ScalarValues:
     """What was recorded of losses and metrics in the step under way. On the training thread."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: RecorderHealth) -> None:
         self.onsets: LossOnsets | None = None
         """Is told of each training loss in host memory."""
         self._health = health
@@ -254,7 +254,7 @@ class ScalarValues:
                 statistics = scalars([scalar.values[0] for scalar in members])
             else:
                 statistics = StatisticsBatch.concatenate([scalar.statistics() for scalar in members])
-            yield mode, group, Ready(statistics), None
+            yield mode, group, Completed(statistics), None
 
     def _scalar(self, mode: Mode, name: str, *, derived: bool, replaces: bool) -> _Scalar | None:
         """Where to put a number; None where the program has logged this name itself."""

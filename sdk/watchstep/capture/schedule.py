@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from watchstep.capture.config import Cadence, CaptureConfig, Collection
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.format.tensors import Mode
 
 DENSE_STEPS = 100
@@ -238,7 +238,7 @@ class Schedule:
         bursts: how many have begun.
     """
 
-    def __init__(self, config: CaptureConfig, health: Health) -> None:
+    def __init__(self, config: CaptureConfig, health: RecorderHealth) -> None:
         self._collections: Mapping[str, Collection] = config.chosen
         self._health = health
         self._clock = config.clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from watchstep.capture.config import CaptureConfig
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.capture.record import BoundedQueue
 from watchstep.capture.recorder import Recorder
@@ -43,7 +43,7 @@ class Session:
     recorder: Recorder
     schedule: Schedule
     queue: BoundedQueue
-    health: Health
+    health: RecorderHealth
     snapshots: SnapshotPlan
     snapshot_writer: SnapshotWriter
     system: Alongside | None = None
@@ -62,7 +62,7 @@ class Session:
     @classmethod
     def begin(cls, config: CaptureConfig, worker: int, on_stop: OnStop, first_step: int = 0) -> Session:
         """A session in which nothing has been recorded."""
-        health, queue = Health(), BoundedQueue(config.bounds.queue_bytes)
+        health, queue = RecorderHealth(), BoundedQueue(config.bounds.queue_bytes)
         system = Alongside() if config.sampling is not None else None
         schedule = Schedule(config, health)
         if schedule.budget is not None:

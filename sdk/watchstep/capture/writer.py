@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from watchstep.capture.config import Bounds
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.node.member import Member
 from watchstep.capture.record import BoundedQueue, FinishedStep
 from watchstep.capture.snapshots.writer import SnapshotWriter
 from watchstep.capture.stop.control_reader import ControlReader
-from watchstep.capture.upload.access import Access, Target
+from watchstep.capture.upload.access import Access, UploadTarget
 from watchstep.capture.upload.backlog import Backlog
 from watchstep.capture.upload.encoder import SegmentEncoder
 from watchstep.capture.upload.spill import Spill
-from watchstep.capture.upload.spill_folder import About
-from watchstep.capture.upload.uploader import Means, Uploader
+from watchstep.capture.upload.spill_folder import SpillOwner
+from watchstep.capture.upload.uploader import UploadContext, Uploader
 from watchstep.format import documents
 from watchstep.store.cloud import load_libraries
 from watchstep.store.store import checked_scheme
@@ -61,14 +61,14 @@ class Writer:
 
     def __init__(
         self,
-        target: Target,
+        target: UploadTarget,
         queue: BoundedQueue,
         snapshots: SnapshotWriter,
         control: ControlReader,
-        health: Health,
+        health: RecorderHealth,
         bounds: Bounds,
     ) -> None:
-        about = About(target.store_url, target.identity, target.run, target.attempt)
+        about = SpillOwner(target.store_url, target.identity, target.run, target.attempt)
         self._target = target
         self._queue = queue
         self._snapshots = snapshots
@@ -79,7 +79,7 @@ class Writer:
         self._backlog = Backlog(bounds.backlog_bytes, spill, health)
         self._encoder = SegmentEncoder(self._backlog, health)
         self._access = Access(target, control, health, queue.is_urgent)
-        means = Means(self._access, self._backlog, control, health)
+        means = UploadContext(self._access, self._backlog, control, health)
         self._uploader = Member(means, queue, bounds) if _shares_node(target) else Uploader(means)
         self._due_at = float("inf")
         self._look_seconds = _SHORTEST_LOOK
@@ -326,7 +326,7 @@ def _load_libraries(scheme: str) -> None:
         gc.collect()
 
 
-def _shares_node(target: Target) -> bool:
+def _shares_node(target: UploadTarget) -> bool:
     """Whether other ranks of the attempt may be on this machine. What they meet by is Linux' own."""
     who = target.identity
     return sys.platform == "linux" and who.world_size > 1 and who.local_size > 1

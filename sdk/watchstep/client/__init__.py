@@ -1,17 +1,27 @@
 """A client of the service: runs, alerts, events as they come, rules, queries. ``watchstep.Client(url, token)``."""
 
 from watchstep.client.client import Client
-from watchstep.client.documents import Action, Alert, Event, Rule, RunInfo, RunState, RunToken, Snapshot, Stop
+from watchstep.client.documents import (
+    Action,
+    Alert,
+    Event,
+    RuleStatus,
+    RunInfo,
+    RunState,
+    RunToken,
+    SnapshotInfo,
+    Stop,
+)
 
 __all__ = [
     "Action",
     "Alert",
     "Client",
     "Event",
-    "Rule",
+    "RuleStatus",
     "RunInfo",
     "RunState",
     "RunToken",
-    "Snapshot",
+    "SnapshotInfo",
     "Stop",
 ]

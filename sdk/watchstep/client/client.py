@@ -10,11 +10,11 @@ from watchstep.client.documents import (
     Action,
     Alert,
     Event,
-    Rule,
+    RuleStatus,
     RunInfo,
     RunState,
     RunToken,
-    Snapshot,
+    SnapshotInfo,
     Stop,
     read,
 )
@@ -70,7 +70,7 @@ class Client:
     def run(self, run: str) -> RunState:
         """A run and all that is known of it."""
         data = self._transport.call("GET", self._of(run))
-        rules = tuple(read(Rule, rule) for rule in data["rules"])
+        rules = tuple(read(RuleStatus, rule) for rule in data["rules"])
         return RunState(read(RunInfo, data), data["control"], data["job"], rules, data["health"])
 
     def alerts(
@@ -184,9 +184,11 @@ class Client:
         """Make a token of a run worthless, by its id."""
         self._transport.call("DELETE", f"{self._of(run)}/tokens/{segment(token)}")
 
-    def rules(self, run: str) -> list[Rule]:
+    def rules(self, run: str) -> list[RuleStatus]:
         """The rule configs that judge a run, and how they stand."""
-        return [read(Rule, rule) for rule in self._transport.call("GET", f"{self._of(run)}/rules")["rules"]]
+        return [
+            read(RuleStatus, rule) for rule in self._transport.call("GET", f"{self._of(run)}/rules")["rules"]
+        ]
 
     def put_rule(self, name: str, config: Mapping[str, Any], run: str | None = None) -> Mapping[str, Any]:
         """Have a rule judge a run from now on, or all runs of the project that are registered from now on.
@@ -276,11 +278,11 @@ class Client:
         )
         return queries.table(content)
 
-    def snapshots(self, run: str) -> Iterator[Snapshot]:
+    def snapshots(self, run: str) -> Iterator[SnapshotInfo]:
         """Snapshots by attempt, worker and step."""
-        return self._pages(Snapshot, f"{self._part(run)}/snapshots", "snapshots", {})
+        return self._pages(SnapshotInfo, f"{self._part(run)}/snapshots", "snapshots", {})
 
-    def snapshot_tensor(self, run: str, snapshot: Snapshot, name: str) -> queries.TensorBytes:
+    def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> queries.TensorBytes:
         """A tensor of a snapshot; the service bounds its size (WATCHSTEP_TENSOR_MB)."""
         place = f"{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"
         content, headers = self._transport.fetch(

@@ -28,7 +28,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RuleStatus:
     """A rule config of a run and how it stands: its health (ok, no_data, error) is apart from its alert's phase."""
 
     name: str
@@ -50,7 +50,7 @@ class RunState:
     info: RunInfo
     control: Mapping[str, Any]
     job: Mapping[str, Any] | None
-    rules: tuple[Rule, ...]
+    rules: tuple[RuleStatus, ...]
     health: Mapping[str, Any]
 
 
@@ -102,7 +102,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class SnapshotInfo:
     """Full tensors of one step of one worker."""
 
     attempt: str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from watchstep.client.documents import Event, read
 from watchstep.errors import ServiceError
-from watchstep.platform.transport import RefusedError, Transport, pause_seconds
+from watchstep.platform.transport import ServiceRefusedError, Transport, pause_seconds
 
 _MOST_AT_ONCE = 64 * 1024
 _MAX_LINE = 8 * 1024 * 1024
@@ -41,7 +41,7 @@ def follow(transport: Transport, path: str, query: Mapping[str, Any], after: int
                     after, failures = place, 0
                     if event is not None:
                         yield event
-        except RefusedError as error:
+        except ServiceRefusedError as error:
             if error.status not in _LASTING:
                 raise
             after_seconds = error.after_seconds

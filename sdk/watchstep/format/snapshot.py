@@ -109,7 +109,7 @@ _MEND = "the writer or the transfer damaged it; take another snapshot"
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorLocation:
     """Where one tensor lies: ``length`` bytes from ``start`` of the object, and how they were packed, if they were."""
 
     dtype: str
@@ -134,7 +134,7 @@ class Snapshot:
 
     key: str
     metadata: dict[str, str]
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorLocation]
     missing: int
     missing_names: tuple[str, ...]
     _store: Store = field(repr=False, compare=False)
@@ -171,13 +171,13 @@ class Snapshot:
         held = self.read(name)
         return widened(held, self.tensors[name].dtype)
 
-    def _ranged(self, stored: Stored) -> bytes:
+    def _ranged(self, stored: TensorLocation) -> bytes:
         try:
             return self._store.get_range(self.key, stored.start, stored.length)
         except NotFoundError as error:
             raise _gone(self.key) from error
 
-    def _unpacked(self, name: str, stored: Stored, data: bytes) -> bytes | NDArray[np.uint8]:
+    def _unpacked(self, name: str, stored: TensorLocation, data: bytes) -> bytes | NDArray[np.uint8]:
         if stored.packed is None:
             return data
         try:
@@ -263,7 +263,7 @@ def _metadata(data: Any) -> dict[str, str]:
     return data
 
 
-def _stored(name: str, entry: Any, base: int) -> Stored:
+def _stored(name: str, entry: Any, base: int) -> TensorLocation:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r} is not described by dtype, shape and data_offsets")
     dtype = DTYPES.get(entry["dtype"])
@@ -274,13 +274,13 @@ def _stored(name: str, entry: Any, base: int) -> Stored:
         raise ValueError(f"tensor {name!r} has an impossible shape")
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"tensor {name!r} has offsets that do not fit its shape")
-    return Stored(entry["dtype"], shape, base + offsets[0], offsets[1] - offsets[0])
+    return TensorLocation(entry["dtype"], shape, base + offsets[0], offsets[1] - offsets[0])
 
 
-def _packed(name: str, stored: Stored, packed: Packed) -> Stored:
+def _packed(name: str, stored: TensorLocation, packed: Packed) -> TensorLocation:
     if (stored.dtype, stored.shape) != ("U8", (stored.length,)) or sum(packed.blocks) != stored.length:
         raise ValueError(f"tensor {name!r} is not as long as its compressed blocks")
-    return Stored(packed.dtype, packed.shape, stored.start, stored.length, packed)
+    return TensorLocation(packed.dtype, packed.shape, stored.start, stored.length, packed)
 
 
 def _missing(metadata: dict[str, str]) -> tuple[int, tuple[str, ...]]:
@@ -296,7 +296,7 @@ def _integers(data: Any) -> tuple[int, ...]:
     return tuple(data)
 
 
-def _check_layout(tensors: dict[str, Stored], base: int, size: int) -> None:
+def _check_layout(tensors: dict[str, TensorLocation], base: int, size: int) -> None:
     place = base
     for stored in sorted(tensors.values(), key=lambda stored: (stored.start, stored.length)):
         if stored.start != place:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from watchstep.format.control import StopRequest
 from watchstep.hook import Hook
-from watchstep.integrations.recording import OnStop, Ranks, Recording, kept_from_training, missing
+from watchstep.integrations.recording import CallbackRecording, OnStop, Ranks, kept_from_training, missing
 
 
 class KeptCheckpoints:
@@ -25,7 +25,7 @@ class KeptCheckpoints:
     after a later checkpoint, as soon as it may be.
     """
 
-    def __init__(self, trainer: Any, recording: Recording) -> None:
+    def __init__(self, trainer: Any, recording: CallbackRecording) -> None:
         self._recording = recording
         self._trainer, self._strategy = trainer, trainer.strategy
         self._save, self._remove = trainer.save_checkpoint, trainer.strategy.remove_checkpoint
@@ -103,7 +103,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
             ConfigError: an argument is wrong.
         """
         super().__init__()
-        self._recording = Recording(store_url, hook, on_stop, options)
+        self._recording = CallbackRecording(store_url, hook, on_stop, options)
         self._last: dict[str, Any] = {}
         self._least: tuple[Any, Any] | None = None
         self._by_batch = False

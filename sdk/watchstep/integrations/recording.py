@@ -113,7 +113,7 @@ _OPTIONS = frozenset(inspect.signature(Hook.__init__).parameters) - {
 }
 
 
-class Recording:
+class CallbackRecording:
     """The hook of a callback: a new one for each training, or the program's own for all of them.
 
     Attributes:

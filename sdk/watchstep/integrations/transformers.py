@@ -10,7 +10,7 @@ from typing import Any
 from watchstep.format.control import StopRequest
 from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
-from watchstep.integrations.recording import OnStop, Recording, kept_from_training, missing
+from watchstep.integrations.recording import CallbackRecording, OnStop, kept_from_training, missing
 
 try:
     from transformers import TrainerCallback
@@ -60,7 +60,7 @@ class WatchstepCallback(TrainerCallback):  # type: ignore[misc]
             ConfigError: an argument is wrong.
         """
         super().__init__()
-        self._recording = Recording(store_url, hook, on_stop, options)
+        self._recording = CallbackRecording(store_url, hook, on_stop, options)
         self._sets: list[str] = []
         self._sees_norm = True
         self._limit: int | None = None

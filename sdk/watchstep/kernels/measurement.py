@@ -65,7 +65,7 @@ class Merged:
         return merge_rows(rows, np.array(self.owners, np.intp), self.tensors)
 
 
-class Once:
+class Cached:
     """Collects a measurement when it is first asked for, and keeps the statistics."""
 
     def __init__(self, measurement: Measurement) -> None:
@@ -87,7 +87,7 @@ class Once:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Completed:
     """Statistics at hand."""
 
     statistics: StatisticsBatch
@@ -168,7 +168,7 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Several:
+class Reordered:
     """Measurements whose rows are put back in the order that was asked for.
 
     Attributes:
@@ -180,7 +180,7 @@ class Several:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Sequence[int], Measurement]]) -> Several:
+    def of(cls, parts: Sequence[tuple[Sequence[int], Measurement]]) -> Reordered:
         """Measurements with the rows of the whole that each stands for; together they stand for each row once."""
         rows = [row for places, _ in parts for row in places]
         order = sorted(range(len(rows)), key=rows.__getitem__)

@@ -44,7 +44,7 @@ _FLOAT64 = KINDS["float64"]
 _COUNTS, _VALUES = len(COUNT_COLUMNS), len(VALUE_COLUMNS)
 
 
-class Memory(NamedTuple):
+class MemoryRange(NamedTuple):
     """Where a dense tensor lies.
 
     Attributes:
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
     kind: int
 
 
-class Measured:
+class NativeMeasurement:
     """Figures as the library wrote them; made into columns where they are collected, off the training thread.
 
     Attributes:
@@ -105,7 +105,7 @@ class NativeKernel:
         self._checksum.argtypes = [ctypes.c_int64, *pointers, ctypes.c_void_p]
         self._checksum.restype = ctypes.c_int64
 
-    def holds_nonfinite(self, tensors: Sequence[Memory], turn: int, slices: int) -> bool:
+    def holds_nonfinite(self, tensors: Sequence[MemoryRange], turn: int, slices: int) -> bool:
         """Whether some tensor holds NaN or infinity.
 
         Args:
@@ -117,7 +117,7 @@ class NativeKernel:
         start, stride = columns.ctypes.data, 8 * len(tensors)
         return bool(self._nonfinite(len(tensors), start, start + stride, start + 2 * stride, turn, slices))
 
-    def measure(self, tensors: Sequence[Memory], *, histogram: bool = True) -> Measured:
+    def measure(self, tensors: Sequence[MemoryRange], *, histogram: bool = True) -> NativeMeasurement:
         """Measure tensors, one row each.
 
         Args:
@@ -144,7 +144,7 @@ class NativeKernel:
             raise _unknown_kind(tensors, -found - 1)
         used = int(buffer[places[6] - 1])
         figures = buffer[places[3] : places[6] + used], buffer[places[7] : places[7] + (used + 3) // 4]
-        return Measured(np.concatenate(figures), rows, nonfinite=found > 0)
+        return NativeMeasurement(np.concatenate(figures), rows, nonfinite=found > 0)
 
     def _room_for(self, numbers: int) -> NDArray[np.int64]:
         """Memory of this thread's own, kept from call to call: to take it anew would cost more than small tensors do."""
@@ -153,7 +153,7 @@ class NativeKernel:
             held = self._kept.buffer = np.empty(numbers, np.int64)
         return held
 
-    def checksums(self, tensors: Sequence[Memory]) -> NDArray[np.int64]:
+    def checksums(self, tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
         """Checksums of tensors, as `watchstep.kernels.checksum` defines them.
 
         Args:
@@ -171,11 +171,11 @@ class NativeKernel:
         return found
 
 
-def _unknown_kind(tensors: Sequence[Memory], place: int) -> ValueError:
+def _unknown_kind(tensors: Sequence[MemoryRange], place: int) -> ValueError:
     return ValueError(f"tensor {place} has unknown kind {tensors[place].kind}, known are {KINDS}")
 
 
-def _columns(tensors: Sequence[Memory]) -> NDArray[np.int64]:
+def _columns(tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
     """Of n tensors all addresses, then all sizes, then all kinds; int64, shape (3 n,): one array is made faster than three."""
     return np.array(
         [

@@ -101,7 +101,7 @@ class UnreachableError(ServiceError):
         self.timed_out = timed_out
 
 
-class RefusedError(ServiceError):
+class ServiceRefusedError(ServiceError):
     """The service refused.
 
     Attributes:
@@ -132,7 +132,7 @@ class RefusedError(ServiceError):
 _RETRIED_LATER = frozenset((401, 403, 408, 429))
 
 
-class MissingError(RefusedError, NotFoundError):
+class MissingError(ServiceRefusedError, NotFoundError):
     """There is no such thing."""
 
 
@@ -217,7 +217,7 @@ class Transport:
                     if len(content) > most:
                         raise ServiceError(f"{path}: over {most} bytes", "ask for less")
                     return content, {name.lower(): value for name, value in answer.headers.items()}
-            except RefusedError as error:
+            except ServiceRefusedError as error:
                 if error.status not in _PASSING or attempt == self._tries:
                     raise
                 pause = pause_seconds(attempt, error.after_seconds)
@@ -495,7 +495,7 @@ def _told(error: BaseException) -> str:
     return text.partition("Failed to establish a new connection: ")[2] or text or type(error).__name__
 
 
-def _refusal(url: str, answer: BaseHTTPResponse) -> RefusedError:
+def _refusal(url: str, answer: BaseHTTPResponse) -> ServiceRefusedError:
     status = answer.status
     known = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
     kind, what = "", f"{url}: answered {status} {known}".rstrip()
@@ -506,4 +506,4 @@ def _refusal(url: str, answer: BaseHTTPResponse) -> RefusedError:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         pass
     after = retry_after(answer.headers.get("Retry-After", ""))
-    return (MissingError if status == 404 else RefusedError)(status, kind, what, hint, after)
+    return (MissingError if status == 404 else ServiceRefusedError)(status, kind, what, hint, after)

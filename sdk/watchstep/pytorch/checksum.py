@@ -15,7 +15,7 @@ from torch.nn import functional
 from watchstep.format.statistics import StatisticsBatch, scalars
 from watchstep.kernels import native_kernel
 from watchstep.kernels.checksum import BLOCK, DROPPED, MULTIPLIERS, SHIFTS, STEP, checksum_array
-from watchstep.kernels.native_kernel import KIND_OF_WIDTH, Memory
+from watchstep.kernels.native_kernel import KIND_OF_WIDTH, MemoryRange
 from watchstep.pytorch.kernel import _plain
 from watchstep.pytorch.probes.staging import OnTheWay
 
@@ -54,7 +54,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         found = [checksum_array(_words(tensor).numpy()) for tensor in held]
         return torch.tensor(found, dtype=torch.int64)
     memories = [
-        Memory(tensor.data_ptr(), tensor.numel(), KIND_OF_WIDTH[tensor.element_size()]) for tensor in held
+        MemoryRange(tensor.data_ptr(), tensor.numel(), KIND_OF_WIDTH[tensor.element_size()])
+        for tensor in held
     ]
     return torch.from_numpy(native.checksums(memories))
 

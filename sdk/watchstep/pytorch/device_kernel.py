@@ -18,7 +18,7 @@ from torch import Tensor
 
 from watchstep.format.histogram import Histograms
 from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
-from watchstep.kernels.measurement import Measurement, Ready, Several
+from watchstep.kernels.measurement import Completed, Measurement, Reordered
 from watchstep.pytorch.cuda.arrival import DeviceError, Landing, Landings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def measure_by_operations(tensors: Sequence[Tensor]) -> Measurement:
         torch.stack(column) for column in zip(*map(measure_on_device, tensors), strict=True)
     )
     if counts.device.type != "cuda":
-        return Ready(to_batch(counts.cpu(), values.cpu(), bins.cpu()))
+        return Completed(to_batch(counts.cpu(), values.cpu(), bins.cpu()))
     numbers = torch.cat([counts, values.view(torch.int64), bins], dim=1).flatten()
     landing = _landings.take(len(numbers), pinned=True)
     landing.fill(torch.cat([numbers, torch.ones_like(numbers[:1])]))
@@ -195,11 +195,11 @@ def measure(tensors: Sequence[Tensor]) -> Measurement:
         return measured
     others = sorted(set(range(len(tensors))) - set(fast))
     with torch.cuda.device(tensors[0].device):
-        return Several.of([(fast, measured), (others, measure_by_operations([tensors[p] for p in others]))])
+        return Reordered.of([(fast, measured), (others, measure_by_operations([tensors[p] for p in others]))])
 
 
 @dataclass(frozen=True)
-class Look:
+class NonfiniteLook:
     """A look for NaN and infinity that a device is at."""
 
     _landing: Landing
@@ -214,7 +214,7 @@ class Look:
         return found
 
 
-def look(tensors: Sequence[Tensor]) -> Look:
+def look(tensors: Sequence[Tensor]) -> NonfiniteLook:
     """Start to look for NaN and infinity, without a wait.
 
     Args:
@@ -223,7 +223,7 @@ def look(tensors: Sequence[Tensor]) -> Look:
     triton = _triton()
     if triton.kernel is not None and all(map(triton.takes, tensors)):
         try:
-            return Look(triton.kernel.look(tensors), triton.kernel.looked)
+            return NonfiniteLook(triton.kernel.look(tensors), triton.kernel.looked)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -231,7 +231,7 @@ def look(tensors: Sequence[Tensor]) -> Look:
     with torch.cuda.device(tensors[0].device):
         landing = _landings.take(1, pinned=True)
         landing.fill(found_by_operations(tensors))
-    return Look(landing, _landings.give_back)
+    return NonfiniteLook(landing, _landings.give_back)
 
 
 def found_by_operations(tensors: Sequence[Tensor]) -> Tensor:

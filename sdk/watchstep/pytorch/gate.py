@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from watchstep.capture.record import Group
 from watchstep.kernels import native_kernel
 from watchstep.pytorch import device_kernel
-from watchstep.pytorch.device_kernel import Look
+from watchstep.pytorch.device_kernel import NonfiniteLook
 from watchstep.pytorch.kernel import all_finite, device_tensors, distinct_elements, native_memory
 from watchstep.pytorch.probes.staging import OnTheWay
 
@@ -142,7 +142,7 @@ class LateLooks:
     """Looks that devices have not answered yet."""
 
     def __init__(self) -> None:
-        self._under_way: deque[Look] = deque()
+        self._under_way: deque[NonfiniteLook] = deque()
 
     @property
     def pending(self) -> bool:
@@ -166,7 +166,7 @@ class LateLooks:
 
     def _answers(self) -> bool:
         found = False
-        waiting: deque[Look] = deque()
+        waiting: deque[NonfiniteLook] = deque()
         for look in self._under_way:
             answer = look.answer()
             if answer is None:

@@ -107,7 +107,7 @@ class _Given:
     tensor: weakref.ref[Tensor]
 
 
-class Confusion:
+class ConfusionCounter:
     """Counts what the program gives as labels, and as outputs or predictions, within one step and mode."""
 
     def __init__(self, session: Session) -> None:
@@ -216,7 +216,7 @@ class GivenTensors:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._last_given: dict[str, int] = {}
-        self._confusion = Confusion(session)
+        self._confusion = ConfusionCounter(session)
         self._classes: dict[tuple[str, Mode], ClassCounts] = {}
         self._unchanged = Unchanged(session.config.probes)
         self._sums = ChannelSums(session.config.probes)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from watchstep.format.statistics import StatisticsBatch
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.measurement import Measurement, Ready, Repeated, Several
-from watchstep.kernels.native_kernel import KINDS, Memory
+from watchstep.kernels.measurement import Completed, Measurement, Reordered, Repeated
+from watchstep.kernels.native_kernel import KINDS, MemoryRange
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.device_kernel import measure_by_operations
 
@@ -48,7 +48,7 @@ class TorchKernel:
         for device in sorted(devices, key=str):
             places = [place for place, tensor in enumerate(plain) if tensor.device == device]
             parts.append((places, _measure([plain[place] for place in places])))
-        return Several.of(parts)
+        return Reordered.of(parts)
 
 
 def _measure(plain: list[Tensor]) -> Measurement:
@@ -61,7 +61,7 @@ def _measure(plain: list[Tensor]) -> Measurement:
     if native is not None and all(tensor.dtype in _NATIVE for tensor in plain):
         dense = [_dense(tensor) for tensor in plain]
         return native.measure([_memory(tensor) for tensor in dense])
-    return Ready(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
+    return Completed(StatisticsBatch.concatenate([measure_array(_as_array(tensor)) for tensor in plain]))
 
 
 def device_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -74,7 +74,7 @@ def distinct_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [_dense(_collapsed(_plain(tensor))[0]) for tensor in tensors]
 
 
-def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
+def native_memory(tensors: Sequence[Tensor]) -> list[MemoryRange] | None:
     """Where tensors lie that the compiled kernel can take as they are; None where one of them is of another sort.
 
     Asked of every gradient at every step: a microsecond here is felt where there are thousands.
@@ -86,11 +86,11 @@ def native_memory(tensors: Sequence[Tensor]) -> list[Memory] | None:
         if kind is None or not local.is_cpu:
             return None
         if type(local) in _PLAIN_TYPES and not _has_memory(local):
-            held.append(Memory(0, 0, kind))
+            held.append(MemoryRange(0, 0, kind))
             continue
         if not _is_dense(local):
             return None
-        held.append(Memory(local.data_ptr(), local.numel(), kind))
+        held.append(MemoryRange(local.data_ptr(), local.numel(), kind))
     return held
 
 
@@ -104,8 +104,8 @@ def _comparable(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() == 1 else tensor
 
 
-def _memory(tensor: Tensor) -> Memory:
-    return Memory(tensor.data_ptr(), tensor.numel(), _NATIVE[tensor.dtype])
+def _memory(tensor: Tensor) -> MemoryRange:
+    return MemoryRange(tensor.data_ptr(), tensor.numel(), _NATIVE[tensor.dtype])
 
 
 _NATIVE = {getattr(torch, name): kind for name, kind in KINDS.items()}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ParameterPlacement:
     """One parameter's part.
 
     Attributes:
@@ -44,26 +44,28 @@ class Standing:
         return self.weight.replica == 0
 
 
-def replicated(model: Any) -> Standing:
+def replicated(model: Any) -> ParameterPlacement:
     """How a whole model stands: under DistributedDataParallel each rank holds a replica, and gradients are reduced."""
     return (
-        replica(model.process_group) if isinstance(model, nn.parallel.DistributedDataParallel) else Standing()
+        replica(model.process_group)
+        if isinstance(model, nn.parallel.DistributedDataParallel)
+        else ParameterPlacement()
     )
 
 
-def replica(group: ProcessGroup | None = None) -> Standing:
+def replica(group: ProcessGroup | None = None) -> ParameterPlacement:
     """How a model stands of which each rank of a group, or of the world, holds a replica; gradients are reduced."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return Standing()
+        return ParameterPlacement()
     rank = torch.distributed.get_rank(group)
-    return Standing(
+    return ParameterPlacement(
         Placement(replica=rank),
         Placement(replica=rank, stage="reduced"),
         torch.distributed.get_world_size(group),
     )
 
 
-def standing(parameter: torch.Tensor, whole: Standing) -> Standing:
+def standing(parameter: torch.Tensor, whole: ParameterPlacement) -> ParameterPlacement:
     """How one parameter stands.
 
     Args:
@@ -81,7 +83,9 @@ def standing(parameter: torch.Tensor, whole: Standing) -> Standing:
         else:
             replica, replicas = replica * size + here, replicas * size
     stage: Stage = "reduced" if count * replicas > 1 else "local"
-    return Standing(Placement(index, count, replica), Placement(index, count, replica, stage), replicas)
+    return ParameterPlacement(
+        Placement(index, count, replica), Placement(index, count, replica, stage), replicas
+    )
 
 
 _MOMENTA = {"exp_avg", "momentum_buffer", "momentum"}
@@ -121,7 +125,7 @@ class NamedParameter:
     update: TensorInfo
     checksum: TensorInfo
     unheld: TensorInfo
-    standing: Standing
+    standing: ParameterPlacement
     bases: tuple[str, ...]
 
 
@@ -276,7 +280,7 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
-def _outermost(model: Any) -> Standing:
+def _outermost(model: Any) -> ParameterPlacement:
     """How the model stands, also where it was compiled around its wrapper."""
     inner = getattr(model, "_orig_mod", None)
     return _outermost(inner) if isinstance(inner, nn.Module) else replicated(model)

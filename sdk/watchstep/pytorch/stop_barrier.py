@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.pytorch import device_kernel
 from watchstep.pytorch.parameters import optimizer_steps
 
@@ -49,7 +49,7 @@ class Agreement:
     Where a vote fails (a rank that makes other updates, or is gone) the rank gives up: it goes on, and no guard stops it.
     """
 
-    def __init__(self, voter: Voter, health: Health, models: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, voter: Voter, health: RecorderHealth, models: Iterable[nn.Module] = ()) -> None:
         self._voter = voter
         self._health = health
         self._process = os.getpid()

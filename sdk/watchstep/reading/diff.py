@@ -24,7 +24,7 @@ _KEY = ("step", "mode", "tensor", "worker", "replica", "stage")
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """How two runs differ.
 
     Attributes:
@@ -44,7 +44,7 @@ class Difference:
     only_b: list[str]
 
 
-def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
+def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> RunDifference:
     """Compare the figures of two runs, row by row of the default views, shards as they were recorded.
 
     Of the probes, those that both runs have are compared. Figures of the process and its machine differ anyhow, and are
@@ -72,7 +72,7 @@ def diff(run_a: Run, run_b: Run, tolerance: float = 0.0) -> Difference:
     order = np.lexsort([a[name] for name in ("worker", "mode", "tensor", "step")])
     a, b = ({name: column[order] for name, column in held.items()} for held in (a, b))
     table = _table(a, b, (names, figures), tolerance)
-    return Difference(
+    return RunDifference(
         table["step"][0].as_py() if table.num_rows else None,
         table["tensor"][0].as_py() if table.num_rows else None,
         table,
@@ -125,7 +125,7 @@ def _scale(a: Columns, b: Columns, figure: str) -> Floats:
 
 
 def _table(a: Columns, b: Columns, known: tuple[list[str], tuple[str, ...]], tolerance: float) -> pa.Table:
-    """See `Difference.table`; ``known`` are the names of tensors and figures."""
+    """See `RunDifference.table`; ``known`` are the names of tensors and figures."""
     import pyarrow as pa
 
     names, compared = known

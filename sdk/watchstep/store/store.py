@@ -75,7 +75,7 @@ _MOST_PARTS = 9_000  # S3 takes 10,000
 
 
 @dataclass(frozen=True)
-class Entry:
+class ObjectEntry:
     """One object in a listing: its key, relative to the store, and its size in bytes."""
 
     key: str
@@ -421,7 +421,7 @@ class Store:
         except Exception as error:
             raise self._translated("read", key, error) from error
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """All objects whose key starts with whole path segments of ``prefix``, in no order. What is not a regular file is left out.
 
         Raises:
@@ -439,7 +439,7 @@ class Store:
                     if self.is_local and not meta["size"] and not is_regular(self._path_of(meta["path"])):
                         continue  # pipes, sockets and devices have no size
                     found = True
-                    yield Entry(str(meta["path"])[skip:], int(meta["size"]))
+                    yield ObjectEntry(str(meta["path"])[skip:], int(meta["size"]))
         except Exception as error:
             if self._is_below_a_file(prefix):
                 return

@@ -28,7 +28,7 @@ RESTARTS = "WATCHSTEP_RESTARTS"
 
 
 @dataclass(frozen=True)
-class Launch:
+class AttemptLaunch:
     """One attempt of one run, as its launcher settles it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Launch:
     probes: tuple[str, ...] = ()
 
 
-def environment(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
+def environment(launch: AttemptLaunch, base: Mapping[str, str]) -> dict[str, str]:
     """The variables for a program that shall record itself, added to those it has.
 
     ``PYTHONPATH`` gets a folder in front whose ``sitecustomize`` runs, and then runs the one that it hides.

@@ -36,11 +36,11 @@ from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.process import ProcessIdentity, pid_namespace, record_process
 from watchstep.platform.terminal_text import printable
-from watchstep.platform.transport import SERVICE, RefusedError, ServiceAddress, UnreachableError
+from watchstep.platform.transport import SERVICE, ServiceAddress, ServiceRefusedError, UnreachableError
 from watchstep.stopping import EXIT_TOMBSTONE
 from watchstep.store.identity import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
-from watchstep.wrapper.environment import LAUNCHED, Launch, environment, launched_attempt
+from watchstep.wrapper.environment import LAUNCHED, AttemptLaunch, environment, launched_attempt
 
 _ISOLATING = {"I", "S", "E"}
 _STORE_SECONDS = 15.0
@@ -135,12 +135,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os.execve(executable, program, environment(launch, os.environ))  # noqa: S606 - it is what the user asked for
 
 
-def _settle(options: argparse.Namespace) -> tuple[Launch, ServiceLocation]:
+def _settle(options: argparse.Namespace) -> tuple[AttemptLaunch, ServiceLocation]:
     """The launch, and where its service is to be found."""
     url = options.store or os.environ.get(STORE) or "watchstep-runs"
     if not checked_scheme(url):
         url = absolute_path(url).as_uri()
-    launch = Launch(
+    launch = AttemptLaunch(
         store_url=url,
         project=check_name("project", options.project or os.environ.get(PROJECT) or "default"),
         run=check_name("run", options.run_id or os.environ.get(RUN) or new_run_id()),
@@ -171,7 +171,7 @@ def _find(location: ServiceLocation, *, required: bool) -> FoundService | None:
 
 
 def _make_run(
-    launch: Launch,
+    launch: AttemptLaunch,
     rules: tuple[dict[str, Any], ...],
     identity: StoreIdentity,
     *,
@@ -210,7 +210,7 @@ def _make_run(
     return True
 
 
-def _make_run_now(launch: Launch, rules: tuple[dict[str, Any], ...], identity: StoreIdentity) -> int:
+def _make_run_now(launch: AttemptLaunch, rules: tuple[dict[str, Any], ...], identity: StoreIdentity) -> int:
     """Make the run on its store, unless it is there; the number of its earlier attempts."""
     root = open_recorded(
         launch.store_url,
@@ -247,7 +247,7 @@ def _note_launch(store: Store, attempt: str) -> None:
     store.create(launch_document(attempt), documents.encode(document))
 
 
-def _refuse_stopped(launch: Launch, control: ControlDocument) -> None:
+def _refuse_stopped(launch: AttemptLaunch, control: ControlDocument) -> None:
     if control.admits(launch.attempt):
         return
     sys.stderr.write(
@@ -292,7 +292,11 @@ def _within(seconds: float, work: Callable[[], _Result], late: WatchstepError) -
 
 
 def _register(
-    launch: Launch, operator: ServiceAddress | None, rules: tuple[dict[str, Any], ...], *, required: bool
+    launch: AttemptLaunch,
+    operator: ServiceAddress | None,
+    rules: tuple[dict[str, Any], ...],
+    *,
+    required: bool,
 ) -> LaunchState | None:
     """Register the run. What is left for the recorder to register; None for nothing.
 
@@ -321,9 +325,9 @@ def _register(
     try:
         answer, control = _within(_SERVICE_SECONDS, registered, late)
     except ServiceError as error:
-        if required or (isinstance(error, RefusedError) and error.is_final):
+        if required or (isinstance(error, ServiceRefusedError) and error.is_final):
             raise
-        denied = isinstance(error, RefusedError) and error.is_denial
+        denied = isinstance(error, ServiceRefusedError) and error.is_denial
         _warn(
             error,
             "The program starts and records. No rule judges it and nothing stops it until the service takes its token"

@@ -10,7 +10,7 @@ from watchstep.capture.record import Group, Probe
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
-from watchstep.kernels.measurement import Ready
+from watchstep.kernels.measurement import Completed
 from watchstep.stopping import StopTraining
 from watchstep.xgboost.trees import TopShares, depths, described, has_trees, importance, largest_node, row_of
 
@@ -112,7 +112,7 @@ class Recording(xgboost.callback.TrainingCallback):
 
     def _add(self, name: str, role: str, values: list[float], *probes: Probe) -> None:
         group = Group.of((described(name, role, len(values)),))
-        self._session.recorder.add(group, Ready(row_of(values)), probes=probes)
+        self._session.recorder.add(group, Completed(row_of(values)), probes=probes)
 
 
 def _is_loss(metric: str) -> bool:

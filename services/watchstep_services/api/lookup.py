@@ -12,12 +12,12 @@ from watchstep.errors import NotFoundError
 from watchstep.format.layout import SegmentKey, WriterId, check_name, run_prefix
 from watchstep.store.store import Store
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.models import Project, Run, Segment, Standing
+from watchstep_services.db.models import AlertInstanceRow, Project, RunRow, Segment
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy.projects import archived
 
 
-def find_run(session: Session, project: str, run: str) -> Run:
+def find_run(session: Session, project: str, run: str) -> RunRow:
     """The run's row.
 
     Raises:
@@ -25,7 +25,7 @@ def find_run(session: Session, project: str, run: str) -> Run:
         NotFoundError: there is no such run.
     """
     run_prefix(project, run)
-    row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one_or_none()
+    row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one_or_none()
     if row is None:
         raise unknown_run(project, run)
     return row
@@ -52,19 +52,19 @@ class HeldRun:
 # One query, made once: every announcement comes by here. What refers to the run need not wait for it.
 _HELD = (
     select(
-        Run.id,
-        Run.due_ns,
-        Run.quiet_ns,
-        Run.urgent_ns,
-        Run.health,
-        Run.control,
-        Run.holder,
+        RunRow.id,
+        RunRow.due_ns,
+        RunRow.quiet_ns,
+        RunRow.urgent_ns,
+        RunRow.health,
+        RunRow.control,
+        RunRow.holder,
         now_ns().label("now_ns"),
         Project.archived_ns,
     )
-    .join(Project, Project.name == Run.project)
-    .where(Run.project == bindparam("project"), Run.run == bindparam("run"))
-    .with_for_update(of=Run, key_share=True)
+    .join(Project, Project.name == RunRow.project)
+    .where(RunRow.project == bindparam("project"), RunRow.run == bindparam("run"))
+    .with_for_update(of=RunRow, key_share=True)
 )
 
 
@@ -136,7 +136,7 @@ def find_project(session: Session, project: str) -> Project:
     return row
 
 
-def find_standing(session: Session, project: str, run: str, fingerprint: str) -> Standing:
+def find_standing(session: Session, project: str, run: str, fingerprint: str) -> AlertInstanceRow:
     """An alert of a run, over all its attempts.
 
     Raises:
@@ -145,7 +145,7 @@ def find_standing(session: Session, project: str, run: str, fingerprint: str) ->
     """
     held = find_run(session, project, run)
     row = session.execute(
-        select(Standing).filter_by(run_id=held.id, fingerprint=fingerprint)
+        select(AlertInstanceRow).filter_by(run_id=held.id, fingerprint=fingerprint)
     ).scalar_one_or_none()
     if row is None:
         raise NotFoundError(

@@ -18,7 +18,7 @@ PERMISSIONS: dict[str, frozenset[Permission]] = {
 
 
 @dataclass(frozen=True)
-class Identity:
+class AuthenticatedCaller:
     """Who asks.
 
     Attributes:

@@ -14,12 +14,12 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import run_prefix
-from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.auth.token_register import TooMuchError, state_of
 from watchstep_services.auth.tokens import MAX_NAME, add_token, check_token_name
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Run, Token
+from watchstep_services.db.models import RunRow, Token
 from watchstep_services.tenancy.projects import open_project
 
 LIFETIME_SECONDS = 90 * 86_400
@@ -47,7 +47,7 @@ class RunTokenRequest:
     lifetime_seconds: int = LIFETIME_SECONDS
 
 
-def create_for_run(database: Database, request: RunTokenRequest, maker: Identity | str) -> str:
+def create_for_run(database: Database, request: RunTokenRequest, maker: AuthenticatedCaller | str) -> str:
     """Make a recorder's token of one run; it is returned here and never again.
 
     An operator makes those of a run that its own token made known. It takes over a run that is nobody's: of which no token that is
@@ -73,11 +73,11 @@ def create_for_run(database: Database, request: RunTokenRequest, maker: Identity
         )
     who = maker if isinstance(maker, str) else maker.who
     with database.write() as session:
-        if isinstance(maker, Identity):  # before the run: who revokes or deletes goes the same way
+        if isinstance(maker, AuthenticatedCaller):  # before the run: who revokes or deletes goes the same way
             _check_maker(session, maker, request.project)
         open_project(session, request.project)
         run = _locked(session, request.project, request.run)
-        if isinstance(maker, Identity):
+        if isinstance(maker, AuthenticatedCaller):
             _check_owner(session, run, maker)
         row = Token(
             role="recorder", project=request.project, run_id=run.id, name=name, created_by=who,
@@ -89,15 +89,15 @@ def create_for_run(database: Database, request: RunTokenRequest, maker: Identity
     return token
 
 
-def _locked(session: Session, project: str, run: str) -> Run:
-    chosen = select(Run).filter_by(project=project, run=run).with_for_update(key_share=True)
+def _locked(session: Session, project: str, run: str) -> RunRow:
+    chosen = select(RunRow).filter_by(project=project, run=run).with_for_update(key_share=True)
     row = session.execute(chosen).scalar_one_or_none()
     if row is None:
         raise NotFoundError(f"run {project}/{run}: not known", "register it first, or check the name")
     return row
 
 
-def _check_maker(session: Session, maker: Identity, project: str) -> None:
+def _check_maker(session: Session, maker: AuthenticatedCaller, project: str) -> None:
     """See that the maker's token is good now: a moment ago is not enough, for what it makes ends with it."""
     row = session.execute(
         select(Token).where(Token.id == maker.token).with_for_update(read=True)
@@ -110,7 +110,7 @@ def _check_maker(session: Session, maker: Identity, project: str) -> None:
         )
 
 
-def _check_owner(session: Session, run: Run, maker: Identity) -> None:
+def _check_owner(session: Session, run: RunRow, maker: AuthenticatedCaller) -> None:
     if maker.may("administer") or run.registered_by == maker.token:
         return
     owner = session.get(Token, run.registered_by) if run.registered_by else None

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep_services.auth.roles import PERMISSIONS, Identity, Role
+from watchstep_services.auth.roles import PERMISSIONS, AuthenticatedCaller, Role
 from watchstep_services.auth.tokens import OVER_SECONDS, create_token, ends_ns
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import now_ns, read_clock
@@ -40,7 +40,7 @@ class TokenRequest:
     lifetime_seconds: int | None = None
 
 
-def create_for(database: Database, request: TokenRequest, maker: Identity) -> str:
+def create_for(database: Database, request: TokenRequest, maker: AuthenticatedCaller) -> str:
     """Make a token in somebody's name; it is returned here and never again.
 
     It may do no more than its maker may, in no other project, and no longer.

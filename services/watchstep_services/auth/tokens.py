@@ -18,13 +18,22 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
 from watchstep.format.layout import check_name
-from watchstep_services.auth.roles import PERMISSIONS, Identity, Permission, Role
+from watchstep_services.auth.roles import PERMISSIONS, AuthenticatedCaller, Permission, Role
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Token
 
-__all__ = ["PERMISSIONS", "Identity", "Permission", "Role", "create_token", "digest_of", "id_of", "identify"]
+__all__ = [
+    "PERMISSIONS",
+    "AuthenticatedCaller",
+    "Permission",
+    "Role",
+    "create_token",
+    "digest_of",
+    "id_of",
+    "identify",
+]
 
 MAX_NAME = 128
 OVER_SECONDS = 14 * 86_400
@@ -106,7 +115,7 @@ def id_of(token: str) -> str:
     return found[1] if found else digest_of(token)[:_ID_LENGTH]
 
 
-def identify(database: Database, token: str) -> Identity | None:
+def identify(database: Database, token: str) -> AuthenticatedCaller | None:
     """Whose token this is; None for nobody's, and for one that has expired, was revoked, or is a run's that is over.
 
     How long it takes says nothing of a secret: the id finds the row, and the hashes are compared in constant time.
@@ -125,7 +134,7 @@ def identify(database: Database, token: str) -> Identity | None:
         return None
     if row.last_used_ns is None or row.last_used_ns <= now - _USED_EVERY:
         _note_use(database, row.id)
-    return Identity(row.role, row.project, row.id, row.name, ends, row.run)
+    return AuthenticatedCaller(row.role, row.project, row.id, row.name, ends, row.run)
 
 
 def ends_ns(row: Token) -> int | None:

@@ -13,7 +13,7 @@ from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.receiver import HttpAddress, Receiver
 from watchstep_services.channels.secret_fields import Secret
 from watchstep_services.channels.webhook import header_value
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import parse_address
 from watchstep_services.core.events import rfc3339
 
@@ -60,7 +60,7 @@ class AlertmanagerReceiver(Receiver):
         header_value(field, secret)
 
 
-def send(receiver: AlertmanagerReceiver, letter: Letter, outside: Outside) -> Tried:
+def send(receiver: AlertmanagerReceiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Post the alerts once."""
     headers = {"Content-Type": "application/json"}
     if "authorization" in outside.secrets:

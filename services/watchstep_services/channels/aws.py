@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints
 from watchstep.errors import ConfigError
 from watchstep_services.channels.outside import Outside
 from watchstep_services.channels.receiver import Receiver
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 
 MOST_BYTES = 250_000
 """Of a message to SNS, SQS or EventBridge, attributes and all; AWS takes 262,144."""
@@ -52,8 +52,8 @@ def region_of(arn: str) -> str:
 
 
 def attempt(
-    receiver: AwsReceiver, outside: Outside, service: str, region: str, call: Callable[[Any], Tried]
-) -> Tried:
+    receiver: AwsReceiver, outside: Outside, service: str, region: str, call: Callable[[Any], AttemptResult]
+) -> AttemptResult:
     """Make a client and call it.
 
     Args:
@@ -77,18 +77,18 @@ def attempt(
     except ClientError as error:
         return failure(service, error.response)
     except BotoCoreError as error:
-        return Tried("error", f"{service}: {type(error).__name__}: {error}")
+        return AttemptResult("error", f"{service}: {type(error).__name__}: {error}")
 
 
-def failure(service: str, response: dict[str, Any]) -> Tried:
+def failure(service: str, response: dict[str, Any]) -> AttemptResult:
     """What an error that AWS answered means."""
     error = response.get("Error", {})
     code, words = str(error.get("Code", "")), str(error.get("Message", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     said = f"{service}: {code}: {' '.join(words.split())[:300]}"
     if status >= 500 or status == 429 or passes(code):
-        return Tried("error", said)
-    return Tried("failed", f"{said}; AWS refuses it, so it is not sent again")
+        return AttemptResult("error", said)
+    return AttemptResult("failed", f"{said}; AWS refuses it, so it is not sent again")
 
 
 def passes(code: str) -> bool:

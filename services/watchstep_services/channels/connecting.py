@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import certifi
 import httpcore
 
-from watchstep_services.core.egress import Reach
+from watchstep_services.core.egress import EgressPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,7 +73,7 @@ class Cutoff:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def connect(reach: Reach, host: str, port: int, cutoff: Cutoff) -> socket.socket:
+def connect(reach: EgressPolicy, host: str, port: int, cutoff: Cutoff) -> socket.socket:
     """A connection to one of the host's addresses, the first that answers.
 
     Raises:
@@ -97,7 +97,7 @@ def connect(reach: Reach, host: str, port: int, cutoff: Cutoff) -> socket.socket
 class CheckedBackend(httpcore.NetworkBackend):
     """httpcore's way to the network: looks up and checks by itself, so that TLS and ``Host`` still say the name."""
 
-    def __init__(self, reach: Reach, cutoff: Cutoff) -> None:
+    def __init__(self, reach: EgressPolicy, cutoff: Cutoff) -> None:
         self._reach = reach
         self._cutoff = cutoff
         self._inner = httpcore.SyncBackend()

@@ -19,7 +19,7 @@ from watchstep_services.channels.aws import (
 )
 from watchstep_services.channels.notification import Notification
 from watchstep_services.channels.outside import Letter, Outside
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 
 SOURCE = "watchstep"
 _BUS = rf"^{ARN_PARTITION}:events:[a-z0-9-]+:[0-9]{{12}}:event-bus/[A-Za-z0-9_./-]+$"
@@ -37,13 +37,13 @@ class EventBridgeReceiver(AwsReceiver):
     )
 
 
-def send(receiver: EventBridgeReceiver, letter: Letter, outside: Outside) -> Tried:
+def send(receiver: EventBridgeReceiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Put the events once, those that a bus takes no notice of at first once more.
 
     Where some are not taken, all are sent again at the next try: each has an ``id`` in its detail.
     """
 
-    def put(client: Any) -> Tried:
+    def put(client: Any) -> AttemptResult:
         waiting = entries(receiver, letter.notification)
         refused = _put(client, waiting)
         if refused and all(passes(code) for _, code in refused):
@@ -106,13 +106,13 @@ def _batches(waiting: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield batch
 
 
-def _told(sent: int, codes: list[str]) -> Tried:
+def _told(sent: int, codes: list[str]) -> AttemptResult:
     if not codes:
-        return Tried("done", f"events: {sent} taken")
+        return AttemptResult("done", f"events: {sent} taken")
     said = f"events: {len(codes)} of {sent} not taken: {', '.join(sorted(set(codes)))}"
     if any(passes(code) for code in codes):
-        return Tried("error", said)
-    return Tried("failed", f"{said}; AWS refuses them, so they are not sent again")
+        return AttemptResult("error", said)
+    return AttemptResult("failed", f"{said}; AWS refuses them, so they are not sent again")
 
 
 def _encode(detail: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from watchstep_services.channels.connecting import Cutoff, connect, tls_context
 from watchstep_services.channels.outside import Letter, Outside
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.secret_fields import Secret
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import check_host
 
 Security = Literal["starttls", "tls", "none"]
@@ -78,7 +78,7 @@ class EmailReceiver(Receiver):
         return (self.host,)
 
 
-def send(receiver: EmailReceiver, letter: Letter, outside: Outside) -> Tried:
+def send(receiver: EmailReceiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Send the message once; to servers and people one that comes twice is the same, by its Message-ID."""
     content = message(receiver, letter).as_bytes(policy=SMTP_POLICY)
     with Cutoff(outside.seconds) as cutoff:
@@ -90,12 +90,16 @@ def send(receiver: EmailReceiver, letter: Letter, outside: Outside) -> Tried:
         except smtplib.SMTPResponseException as error:
             return _answered(receiver, error.smtp_code, error.smtp_error)
         except smtplib.SMTPNotSupportedError as error:
-            return Tried("failed", f"{receiver.host}: {error}; choose another 'security'")
+            return AttemptResult("failed", f"{receiver.host}: {error}; choose another 'security'")
         except (smtplib.SMTPException, OSError) as error:
             if cutoff.passed or isinstance(error, TimeoutError):
-                return Tried("error", f"{receiver.host}: no answer within {outside.seconds:g} s")
-            return Tried("error", f"{receiver.host}: {type(error).__name__}: {error}")
-    return _refused(receiver, refused, left=True) if refused else Tried("done", f"{receiver.host}: accepted")
+                return AttemptResult("error", f"{receiver.host}: no answer within {outside.seconds:g} s")
+            return AttemptResult("error", f"{receiver.host}: {type(error).__name__}: {error}")
+    return (
+        _refused(receiver, refused, left=True)
+        if refused
+        else AttemptResult("done", f"{receiver.host}: accepted")
+    )
 
 
 def message(receiver: EmailReceiver, letter: Letter) -> EmailMessage:
@@ -177,21 +181,21 @@ def _hand_over(server: smtplib.SMTP, receiver: EmailReceiver, content: bytes) ->
     return refused
 
 
-def _refused(receiver: EmailReceiver, refused: dict[str, tuple[int, bytes]], *, left: bool) -> Tried:
+def _refused(receiver: EmailReceiver, refused: dict[str, tuple[int, bytes]], *, left: bool) -> AttemptResult:
     """What it means that some recipients, or all where none is ``left``, were not taken."""
     told = "; ".join(f"{who}: {_said(code, words)}" for who, (code, words) in sorted(refused.items()))
     if any(400 <= code < 500 for code, _ in refused.values()):
-        return Tried("error", f"{receiver.host}: not taken yet: {told}")
+        return AttemptResult("error", f"{receiver.host}: not taken yet: {told}")
     if left:
-        return Tried("done", f"{receiver.host}: accepted, but not for {told}")
-    return Tried("failed", f"{receiver.host}: no recipient was taken: {told}")
+        return AttemptResult("done", f"{receiver.host}: accepted, but not for {told}")
+    return AttemptResult("failed", f"{receiver.host}: no recipient was taken: {told}")
 
 
-def _answered(receiver: EmailReceiver, code: int, words: bytes | str) -> Tried:
+def _answered(receiver: EmailReceiver, code: int, words: bytes | str) -> AttemptResult:
     said = f"{receiver.host}: {_said(code, words)}"
     if code >= 500:
-        return Tried("failed", f"{said}; the server refuses it, so it is not sent again")
-    return Tried("error", said)
+        return AttemptResult("failed", f"{said}; the server refuses it, so it is not sent again")
+    return AttemptResult("error", said)
 
 
 def _said(code: int, words: bytes | str) -> str:

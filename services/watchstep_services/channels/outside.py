@@ -8,7 +8,7 @@ from typing import Any
 
 from watchstep.errors import ConfigError
 from watchstep_services.channels.notification import Notification
-from watchstep_services.core.egress import Reach
+from watchstep_services.core.egress import EgressPolicy
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Outside:
         secrets: the receiver's, opened, by field. They are shown nowhere.
     """
 
-    reach: Reach
+    reach: EgressPolicy
     seconds: float
     now_ns: int
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)

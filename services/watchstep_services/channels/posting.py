@@ -11,7 +11,7 @@ import httpcore
 
 from watchstep_services.channels.connecting import CheckedBackend, Cutoff, tls_context
 from watchstep_services.channels.outside import Outside
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import Address
 
 LONGEST_PAUSE = 3600.0
@@ -27,7 +27,7 @@ class PostError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class PostResponse:
     """What a server said.
 
     Attributes:
@@ -39,7 +39,7 @@ class Answer:
     retry_after: str
 
 
-def try_post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> Tried:
+def try_post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> AttemptResult:
     """Send one request, and say what came of it: by the status alone, for whoever names an address may not read what lies there.
 
     Args:
@@ -54,19 +54,21 @@ def try_post(outside: Outside, address: Address, headers: Mapping[str, str], bod
     try:
         answer = post(outside, address, headers, body)
     except PostError as error:
-        return Tried("error", f"{address.host}: {error}")
+        return AttemptResult("error", f"{address.host}: {error}")
     # The host alone: paths are secrets of some receivers.
     said = f"{address.host}: answered {answer.status}"
     if 200 <= answer.status < 300:
-        return Tried("done", said)
+        return AttemptResult("done", said)
     if answer.status >= 500 or answer.status in _TRY_AGAIN:
-        return Tried("error", said, after_ns=_after(answer.retry_after, outside.now_ns))
+        return AttemptResult("error", said, after_ns=_after(answer.retry_after, outside.now_ns))
     if 300 <= answer.status < 400:
-        return Tried("failed", f"{said}; redirects are not followed: name the address that it leads to")
-    return Tried("failed", f"{said}; the receiver refuses the event, so it is not sent again")
+        return AttemptResult(
+            "failed", f"{said}; redirects are not followed: name the address that it leads to"
+        )
+    return AttemptResult("failed", f"{said}; the receiver refuses the event, so it is not sent again")
 
 
-def post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> Answer:
+def post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> PostResponse:
     """Send one request; all of it, from looking the host up to the answer, is bounded by ``outside.seconds``.
 
     Raises:
@@ -98,10 +100,10 @@ def post(outside: Outside, address: Address, headers: Mapping[str, str], body: b
             raise PostError(f"{type(error).__name__}: {error}") from error
 
 
-def _read(said: httpcore.Response) -> Answer:
+def _read(said: httpcore.Response) -> PostResponse:
     """Status and headers; the body is left unread."""
     after = next((value for name, value in said.headers if name.lower() == b"retry-after"), b"")
-    return Answer(said.status, after.decode("latin-1").strip())
+    return PostResponse(said.status, after.decode("latin-1").strip())
 
 
 def _after(written: str, now_ns: int) -> int:

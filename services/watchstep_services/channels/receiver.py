@@ -11,7 +11,7 @@ from watchstep_rules.config import message_template
 from watchstep_rules.config.plain_text import lines
 from watchstep_rules.config.rule_config import ReceiverName
 from watchstep_services.channels import wording
-from watchstep_services.channels.secret_fields import AnySecret, Given
+from watchstep_services.channels.secret_fields import AnySecret, PlainSecret
 from watchstep_services.core.egress import MOST_CHARACTERS, parse_address
 
 _Template = Annotated[
@@ -88,6 +88,6 @@ class Receiver(BaseModel):
         """JSON-ready; given secrets show as ``{"set": true}``, and so do kept ones."""
         data = self.model_dump(mode="json", exclude_none=True)
         for name, secret in self.secrets().items():
-            if isinstance(secret, Given):
+            if isinstance(secret, PlainSecret):
                 data[name] = {"set": True}
         return data

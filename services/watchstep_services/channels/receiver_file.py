@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from watchstep.errors import ConfigError
-from watchstep_rules.rule_files.yaml_source import Loc, Places, data_of
+from watchstep_rules.rule_files.yaml_source import Loc, YamlNodes, data_of
 from watchstep_services.channels.kinds import AnyReceiver
 from watchstep_services.channels.routing import RootNode, RouteNode
-from watchstep_services.channels.secret_fields import Given, Kept
+from watchstep_services.channels.secret_fields import PlainSecret, SealedSecret
 
 MAX_BYTES = 1_000_000
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -44,7 +44,9 @@ class ReceiverFile(BaseModel):
                 raise _fault(("receivers", place, "name"), f"two receivers are called {receiver.name!r}")
             seen.add(receiver.name)
             written = [
-                field for field, secret in receiver.secrets().items() if isinstance(secret, Given | Kept)
+                field
+                for field, secret in receiver.secrets().items()
+                if isinstance(secret, PlainSecret | SealedSecret)
             ]
             if written:
                 raise _fault(
@@ -86,7 +88,7 @@ def _named(node: RouteNode, place: Loc) -> Iterator[tuple[Loc, str]]:
 
 
 @dataclass(frozen=True)
-class Fault:
+class ReceiverFileProblem:
     """What is wrong with a file: the line, from 1 on, and the words."""
 
     line: int
@@ -128,21 +130,21 @@ def line_of(text: str, name: str, field: str) -> int:
     """The line on which a receiver of a file that can be used has a field; the receiver's own where it has none."""
     held = data_of(text)["receivers"]
     number = next(number for number, receiver in enumerate(held) if receiver["name"] == name)
-    return Places.of(text).line(("receivers", number, field))
+    return YamlNodes.of(text).line(("receivers", number, field))
 
 
-def check(text: str) -> ReceiverFile | list[Fault]:
+def check(text: str) -> ReceiverFile | list[ReceiverFileProblem]:
     """A file's receivers and route, or all that is wrong with it, by line. No fault repeats what may be a secret."""
     try:
-        places = Places.of(text)
+        places = YamlNodes.of(text)
         data = data_of(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or "syntax"
-        return [Fault(mark.line + 1 if mark else 1, f"not YAML: {problem}")]
+        return [ReceiverFileProblem(mark.line + 1 if mark else 1, f"not YAML: {problem}")]
     except RecursionError:
-        return [Fault(1, "nested too deeply")]
-    faults = [Fault(line, f"{key!r} stands twice") for key, line in places.twice()]
+        return [ReceiverFileProblem(1, "nested too deeply")]
+    faults = [ReceiverFileProblem(line, f"{key!r} stands twice") for key, line in places.twice()]
     try:
         read = ReceiverFile.model_validate({} if data is None else data)
     except ValidationError as error:
@@ -150,10 +152,10 @@ def check(text: str) -> ReceiverFile | list[Fault]:
             words = fault["msg"].removeprefix("Value error, ")
             place = ".".join(str(part) for part in fault["loc"])
             where = fault.get("ctx", {}).get(_PLACE, fault["loc"])
-            faults.append(Fault(places.line(where), f"{place}: {words}" if place else words))
+            faults.append(ReceiverFileProblem(places.line(where), f"{place}: {words}" if place else words))
         return sorted(faults, key=lambda fault: fault.line)
     except RecursionError:
-        return [Fault(1, "nested too deeply")]
+        return [ReceiverFileProblem(1, "nested too deeply")]
     return faults or read
 
 

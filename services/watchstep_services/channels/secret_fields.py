@@ -38,13 +38,13 @@ class FromFile(_Model):
     )
 
 
-class Given(_Model):
+class PlainSecret(_Model):
     """A secret itself; it is sealed before it is kept."""
 
     value: SecretStr = Field(min_length=1, max_length=MOST_CHARACTERS)
 
 
-class Kept(_Model):
+class SealedSecret(_Model):
     """A secret that is kept sealed."""
 
     set: Literal[True] = Field(description="It stays as it is.")
@@ -54,9 +54,14 @@ def _written(value: Any) -> Any:
     return {"value": value} if isinstance(value, str | SecretStr) else value
 
 
-AnySecret = FromEnvironment | FromFile | Given | Kept
+AnySecret = FromEnvironment | FromFile | PlainSecret | SealedSecret
 
-_FORMS: dict[str, type[BaseModel]] = {"env": FromEnvironment, "file": FromFile, "value": Given, "set": Kept}
+_FORMS: dict[str, type[BaseModel]] = {
+    "env": FromEnvironment,
+    "file": FromFile,
+    "value": PlainSecret,
+    "set": SealedSecret,
+}
 
 
 def _form(value: Any) -> str | None:
@@ -68,8 +73,8 @@ def _form(value: Any) -> str | None:
 Secret = Annotated[
     Annotated[FromEnvironment, Tag("env")]
     | Annotated[FromFile, Tag("file")]
-    | Annotated[Given, Tag("value")]
-    | Annotated[Kept, Tag("set")],
+    | Annotated[PlainSecret, Tag("value")]
+    | Annotated[SealedSecret, Tag("set")],
     Discriminator(
         _form,
         custom_error_type="secret",
@@ -86,9 +91,9 @@ def read_secret(name: str, secret: AnySecret) -> str:
     Raises:
         ConfigError: it is not there, or it is kept elsewhere.
     """
-    if isinstance(secret, Kept):
+    if isinstance(secret, SealedSecret):
         raise ConfigError(f"secret {name!r}: is kept in the service's database", "ask the service")
-    if isinstance(secret, Given):
+    if isinstance(secret, PlainSecret):
         return secret.value.get_secret_value()
     if isinstance(secret, FromEnvironment):
         held = os.environ.get(secret.env, "")

@@ -13,7 +13,7 @@ from watchstep_services.channels.outside import Letter, Outside
 from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.secret_fields import Secret
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import Address, parse_address
 
 _HEADER = 150
@@ -36,7 +36,7 @@ class SlackReceiver(Receiver):
         _address(secret)
 
 
-def send(_receiver: SlackReceiver, letter: Letter, outside: Outside) -> Tried:
+def send(_receiver: SlackReceiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Post the message once."""
     body = json.dumps(message(letter)).encode()
     return try_post(outside, _address(outside.secret("url")), {"Content-Type": "application/json"}, body)

@@ -17,7 +17,7 @@ from watchstep_services.channels.aws import (
 )
 from watchstep_services.channels.notification import Notification, within
 from watchstep_services.channels.outside import Letter, Outside
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 
 MOST_SUBJECT = 99
 MOST_SMS = 160
@@ -52,15 +52,15 @@ class SnsReceiver(AwsReceiver):
         return self
 
 
-def send(receiver: SnsReceiver, letter: Letter, outside: Outside) -> Tried:
+def send(receiver: SnsReceiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Publish once."""
     region = receiver.region or region_of(receiver.topic_arn or "")
     asked = (
         _sms(receiver, letter) if receiver.topic_arn is None else _topic(receiver, receiver.topic_arn, letter)
     )
 
-    def publish(client: Any) -> Tried:
-        return Tried("done", f"sns: message {client.publish(**asked)['MessageId']}")
+    def publish(client: Any) -> AttemptResult:
+        return AttemptResult("done", f"sns: message {client.publish(**asked)['MessageId']}")
 
     return attempt(receiver, outside, "sns", region, publish)
 

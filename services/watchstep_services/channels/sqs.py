@@ -16,7 +16,7 @@ from watchstep_services.channels.aws import (
 from watchstep_services.channels.notification import within
 from watchstep_services.channels.outside import Letter, Outside
 from watchstep_services.channels.sns import attributes, fifo
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 
 _QUEUE = rf"^{ARN_PARTITION}:sqs:[a-z0-9-]+:[0-9]{{12}}:[A-Za-z0-9_-]+(\.fifo)?$"
 
@@ -30,7 +30,7 @@ class SqsReceiver(AwsReceiver):
     )
 
 
-def send(receiver: SqsReceiver, letter: Letter, outside: Outside) -> Tried:
+def send(receiver: SqsReceiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Send the event once."""
     told = letter.notification
     account, name = receiver.queue_arn.split(":")[4:6]
@@ -40,8 +40,10 @@ def send(receiver: SqsReceiver, letter: Letter, outside: Outside) -> Tried:
         **(fifo(told) if name.endswith(".fifo") else {}),
     }
 
-    def put(client: Any) -> Tried:
+    def put(client: Any) -> AttemptResult:
         url = client.get_queue_url(QueueName=name, QueueOwnerAWSAccountId=account)["QueueUrl"]
-        return Tried("done", f"sqs: message {client.send_message(QueueUrl=url, **asked)['MessageId']}")
+        return AttemptResult(
+            "done", f"sqs: message {client.send_message(QueueUrl=url, **asked)['MessageId']}"
+        )
 
     return attempt(receiver, outside, "sqs", region_of(receiver.queue_arn), put)

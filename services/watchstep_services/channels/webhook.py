@@ -17,7 +17,7 @@ from watchstep_services.channels.outside import Letter, Outside
 from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.receiver import HttpAddress, Receiver
 from watchstep_services.channels.secret_fields import Secret
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import parse_address
 from watchstep_services.core.events import MEDIA_TYPE
 
@@ -62,7 +62,7 @@ class WebhookReceiver(Receiver):
             signing_key(secret)
 
 
-def send(receiver: WebhookReceiver, letter: Letter, outside: Outside) -> Tried:
+def send(receiver: WebhookReceiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Post the event once."""
     body = within(letter.event, MOST_BYTES)
     keys = [

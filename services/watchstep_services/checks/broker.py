@@ -5,17 +5,17 @@ from __future__ import annotations
 import uuid
 from urllib.parse import urlsplit
 
-from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.checks.finding import CheckFinding, failed
 from watchstep_services.core.settings import Settings
 
 _SECONDS = 5.0
 
 
-def check_broker(settings: Settings) -> Finding:
+def check_broker(settings: Settings) -> CheckFinding:
     """Push to a list and take from it, as Celery does."""
     url = settings.broker_url.get_secret_value()
     if not url:
-        return Finding("broker", "ok", "none: embedded")
+        return CheckFinding("broker", "ok", "none: embedded")
     shown = _shown(url)
     try:
         import redis
@@ -30,10 +30,10 @@ def check_broker(settings: Settings) -> Finding:
     except (redis.RedisError, ValueError, OSError) as error:
         return failed(f"broker {shown}", error, "check WATCHSTEP_BROKER_URL and that Redis runs")
     if taken is None:
-        return Finding(
+        return CheckFinding(
             f"broker {shown}", "failed", "what was pushed did not come back", "see Redis' memory policy"
         )
-    return Finding(f"broker {shown}", "ok", "pushes and takes")
+    return CheckFinding(f"broker {shown}", "ok", "pushes and takes")
 
 
 def _shown(url: str) -> str:

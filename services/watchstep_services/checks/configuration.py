@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from watchstep.errors import WatchstepError
 from watchstep_services.checks.broker import check_broker
 from watchstep_services.checks.database import check_database
-from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.checks.finding import CheckFinding, failed
 from watchstep_services.checks.queues import check_queues
 from watchstep_services.checks.stores import check_stores
 from watchstep_services.core.settings import Settings, unknown_variables
@@ -17,7 +17,7 @@ from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.service.context import owner_receivers, owner_rules
 
 
-def check_configuration(settings: Settings) -> Iterator[Finding]:
+def check_configuration(settings: Settings) -> Iterator[CheckFinding]:
     """Try everything that the service needs. No object and no row is left behind."""
     yield from _variables()
     yield from _files(settings)
@@ -37,36 +37,36 @@ def check_configuration(settings: Settings) -> Iterator[Finding]:
         database.close()
 
 
-def _broker(settings: Settings) -> Iterator[Finding]:
+def _broker(settings: Settings) -> Iterator[CheckFinding]:
     found = check_broker(settings)
     yield found
     if found.state == "ok":
         yield from check_queues(settings)
 
 
-def _variables() -> Iterator[Finding]:
+def _variables() -> Iterator[CheckFinding]:
     unknown = list(unknown_variables(os.environ))
     for name, meant in unknown:
         mend = f"did you mean {meant}?" if meant else "remove it; docs/settings.md has those that there are"
-        yield Finding(f"variable {name}", "failed", "no such setting", mend)
+        yield CheckFinding(f"variable {name}", "failed", "no such setting", mend)
     if not unknown:
-        yield Finding("settings", "ok", "every WATCHSTEP_ variable is known")
+        yield CheckFinding("settings", "ok", "every WATCHSTEP_ variable is known")
     asked = any(os.environ.get(name) for name in tracing.ENDPOINTS)
     if asked and not tracing.wanted():
-        yield Finding(
+        yield CheckFinding(
             "traces", "warning", "asked for, and not installed", "pip install 'watchstep[telemetry]'"
         )
 
 
-def _files(settings: Settings) -> Iterator[Finding]:
+def _files(settings: Settings) -> Iterator[CheckFinding]:
     try:
         rules = owner_rules(settings)
-        yield Finding("rules", "ok", f"{len(rules)}, from {settings.rules_file or 'the defaults'}")
+        yield CheckFinding("rules", "ok", f"{len(rules)}, from {settings.rules_file or 'the defaults'}")
     except WatchstepError as error:
         yield failed("rules", error)
     try:
         receivers = owner_receivers(settings)
-        yield Finding(
+        yield CheckFinding(
             "receivers", "ok", f"{len(receivers.names)}, from {settings.receivers_file or 'no file'}"
         )
     except WatchstepError as error:

@@ -10,7 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
-from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.checks.finding import CheckFinding, failed
 from watchstep_services.core.settings import NANOSECONDS, Settings
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
@@ -21,32 +21,32 @@ MOST_SKEW_SECONDS = 5.0
 """Between this process's clock and the database's. Leases follow the database's alone; times in logs do not."""
 
 
-def check_database(database: Database, settings: Settings) -> Iterator[Finding]:
+def check_database(database: Database, settings: Settings) -> Iterator[CheckFinding]:
     """Try the database."""
     try:
         database.check()
     except WatchstepError as error:
         yield failed("database", error)
         return
-    yield Finding("database", "ok", database.shown_url)
+    yield CheckFinding("database", "ok", database.shown_url)
     yield _schema(database, settings)
     yield _rights(database, settings)
     yield _clock(database)
 
 
-def _schema(database: Database, settings: Settings) -> Finding:
+def _schema(database: Database, settings: Settings) -> CheckFinding:
     found = status(database)
     if found.is_current:
-        return Finding("database schema", "ok", str(found))
+        return CheckFinding("database schema", "ok", str(found))
     if found.is_known and settings.migrate == "at_start":
-        return Finding(
+        return CheckFinding(
             "database schema", "warning", str(found), "the next process that starts brings it up to date"
         )
     mend = "run 'watchstep database upgrade'" if found.is_known else "start the later version of Watchstep"
-    return Finding("database schema", "failed", str(found), mend)
+    return CheckFinding("database schema", "failed", str(found), mend)
 
 
-def _rights(database: Database, settings: Settings) -> Finding:
+def _rights(database: Database, settings: Settings) -> CheckFinding:
     """What the service does with its tables, tried on all of them and rolled back."""
     held = status(database).held
     refused = []
@@ -64,8 +64,10 @@ def _rights(database: Database, settings: Settings) -> Finding:
         return failed("database rights", error, wanted)
     if refused:
         shown = ", ".join(refused[:5]) + (f" and {len(refused) - 5} more" if len(refused) > 5 else "")
-        return Finding("database rights", "failed", f"not allowed: {shown}", "grant them to the URL's user")
-    return Finding(
+        return CheckFinding(
+            "database rights", "failed", f"not allowed: {shown}", "grant them to the URL's user"
+        )
+    return CheckFinding(
         "database rights", "ok", "reads, writes" + (", makes tables" * (settings.migrate == "at_start"))
     )
 
@@ -77,7 +79,7 @@ def _may(dialect: str, connection: object, verb: str, table: str) -> bool:
     return bool(connection.execute(asked, {"name": table, "verb": verb}).scalar_one())  # type: ignore[attr-defined]
 
 
-def _clock(database: Database) -> Finding:
+def _clock(database: Database) -> CheckFinding:
     before = time.time_ns()
     with database.read() as session:
         theirs = read_clock(session)
@@ -86,5 +88,7 @@ def _clock(database: Database) -> Finding:
     skew = max(before - theirs, theirs - after, 0) / NANOSECONDS
     said = f"{skew:.1f} s apart from the database's"
     if skew > MOST_SKEW_SECONDS:
-        return Finding("clock", "warning", said, "run NTP on both machines: times in logs will not agree")
-    return Finding("clock", "ok", said)
+        return CheckFinding(
+            "clock", "warning", said, "run NTP on both machines: times in logs will not agree"
+        )
+    return CheckFinding("clock", "ok", said)

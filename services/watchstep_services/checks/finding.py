@@ -11,7 +11,7 @@ State = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """One line of the table.
 
     Attributes:
@@ -31,8 +31,8 @@ class Finding:
         return asdict(self)
 
 
-def failed(what: str, error: Exception, mend: str = "") -> Finding:
+def failed(what: str, error: Exception, mend: str = "") -> CheckFinding:
     """A check that raised."""
     if isinstance(error, WatchstepError):
-        return Finding(what, "failed", error.what, error.mend)
-    return Finding(what, "failed", f"{type(error).__name__}: {error}".split("\n", 1)[0][:500], mend)
+        return CheckFinding(what, "failed", error.what, error.mend)
+    return CheckFinding(what, "failed", f"{type(error).__name__}: {error}".split("\n", 1)[0][:500], mend)

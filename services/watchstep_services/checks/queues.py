@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.checks.finding import CheckFinding, failed
 from watchstep_services.core.settings import Settings
 from watchstep_services.scheduler.messages import QUEUE, URGENT
 
@@ -14,7 +14,7 @@ _ANSWER_SECONDS = 2.0
 _IMPATIENT = {"max_retries": 1, "interval_start": 0, "socket_timeout": 5.0, "socket_connect_timeout": 5.0}
 
 
-def check_queues(settings: Settings) -> Iterator[Finding]:
+def check_queues(settings: Settings) -> Iterator[CheckFinding]:
     """Ask workers which queues they take from, and Redis how much waits. The broker is known to answer.
 
     Where no worker runs and nothing waits, that is in order: the service is not started. A worker that does not answer within two
@@ -44,19 +44,19 @@ def _asked(settings: Settings) -> tuple[Counter[str], dict[str, int]]:
     return Counter(queue["name"] for queues in answers.values() for queue in queues), waiting
 
 
-def _found(queue: str, takers: int, waiting: int, *, workers: bool) -> Finding:
+def _found(queue: str, takers: int, waiting: int, *, workers: bool) -> CheckFinding:
     what = f"queue {queue}"
     if takers:
-        return Finding(
+        return CheckFinding(
             what, "ok", f"{waiting} wait, {takers} {'worker takes' if takers == 1 else 'workers take'}"
         )
     if workers:
         mend = (
             "those that run are of an earlier version, or take from chosen queues: start a `watchstep worker`"
         )
-        return Finding(what, "warning", f"{waiting} wait, and no worker takes from it", mend)
+        return CheckFinding(what, "warning", f"{waiting} wait, and no worker takes from it", mend)
     if waiting:
-        return Finding(
+        return CheckFinding(
             what, "warning", f"{waiting} wait, and no worker answers", "start a `watchstep worker`"
         )
-    return Finding(what, "ok", "empty; no worker answers")
+    return CheckFinding(what, "ok", "empty; no worker answers")

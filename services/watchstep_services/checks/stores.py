@@ -9,9 +9,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.store.store import Store
-from watchstep_services.checks.finding import Finding, failed
+from watchstep_services.checks.finding import CheckFinding, failed
 from watchstep_services.core.settings import Settings
-from watchstep_services.core.store_location import Registration
+from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Project
 from watchstep_services.stores.opening import Stores
@@ -22,7 +22,7 @@ PROBES = ".watchstep/probe/"
 _CONTENT = b"watchstep check-config; may be deleted"
 
 
-def check_stores(settings: Settings, database: Database | None) -> Iterator[Finding]:
+def check_stores(settings: Settings, database: Database | None) -> Iterator[CheckFinding]:
     """Try the service's own store, and that of every project by its registered role."""
     stores = Stores()
     own = f"store {settings.store}"
@@ -44,7 +44,7 @@ def check_stores(settings: Settings, database: Database | None) -> Iterator[Find
         return  # no tables yet; the check of the database says so
     for place in places:
         registered = place.registration
-        if registered == Registration(registered.url) and registered.url in {settings.store, location}:
+        if registered == StoreRegistration(registered.url) and registered.url in {settings.store, location}:
             continue  # the service's own, with its own credentials: it has been tried
         what = f"store {place.registration.url} of project {place.project}"
         try:
@@ -54,18 +54,20 @@ def check_stores(settings: Settings, database: Database | None) -> Iterator[Find
             yield failed(what, error, "check the store's registration, its role and its external id")
 
 
-def _probe(what: str, store: Store, prefix: str) -> Iterator[Finding]:
+def _probe(what: str, store: Store, prefix: str) -> Iterator[CheckFinding]:
     key = f"{prefix}{uuid.uuid4().hex}"
     store.put(key, _CONTENT)
     try:
         if store.get(key, limit=1024) != _CONTENT:
-            yield Finding(what, "failed", f"{key}: reads as something else", "the store is no faithful one")
+            yield CheckFinding(
+                what, "failed", f"{key}: reads as something else", "the store is no faithful one"
+            )
             return
         if key not in {entry.key for entry in store.entries(prefix)}:
-            yield Finding(
+            yield CheckFinding(
                 what, "failed", f"{key}: is not listed", "allow s3:ListBucket, or another store's like"
             )
             return
     finally:
         store.delete(key)
-    yield Finding(what, "ok", "puts, reads, lists, deletes")
+    yield CheckFinding(what, "ok", "puts, reads, lists, deletes")

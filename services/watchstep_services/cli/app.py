@@ -16,7 +16,7 @@ from typer.main import get_command
 import watchstep
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """A command of the table.
 
     Attributes:
@@ -32,65 +32,71 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Entry(
+    "demo": CommandEntry(
         "demo",
         "demo",
         "Watch two trainings: the healthy one ends by itself, the faulty one is stopped and explained.",
     ),
-    "serve": Entry(
+    "serve": CommandEntry(
         "serve", "serve", "Watch a store: judge its runs while they go on, keep alerts, stop jobs."
     ),
-    "api": Entry(
+    "api": CommandEntry(
         "processes",
         "api",
         "The API of a production service. On SIGTERM, finishes running requests and exits.",
     ),
-    "worker": Entry(
+    "worker": CommandEntry(
         "processes",
         "worker",
         "A worker of a production service: evaluates runs, tries actions. On SIGTERM, finishes running tasks and exits.",
     ),
-    "scheduler": Entry(
+    "scheduler": CommandEntry(
         "processes",
         "scheduler",
         "The scheduler of a production service, of which there is one: tells workers when to look for work.",
     ),
-    "attach": Entry(
+    "attach": CommandEntry(
         "launching",
         "attach",
         "Have a job that was launched by other means judged by rules, and stopped by them. Safe to repeat. Token: "
         "WATCHSTEP_TOKEN, of an operator.",
     ),
-    "watch": Entry(
+    "watch": CommandEntry(
         "launching",
         "watch",
         "Show how a run goes: steps, losses, rules, alerts and stops, until it has ended or Ctrl-C. Token: WATCHSTEP_TOKEN.",
     ),
-    "check-config": Entry(
+    "check-config": CommandEntry(
         "check_config",
         "check_config",
         "Try every connection of the service: database, broker, stores. Exit code 1 where one does not work.",
     ),
-    "export": Entry("export", "export", "Write a run's figures and histograms as TensorBoard's event files."),
-    "run": Entry("recording", "run", "Start a program so that it records itself, with no change to it."),
-    "sync": Entry(
+    "export": CommandEntry(
+        "export", "export", "Write a run's figures and histograms as TensorBoard's event files."
+    ),
+    "run": CommandEntry(
+        "recording", "run", "Start a program so that it records itself, with no change to it."
+    ),
+    "sync": CommandEntry(
         "recording",
         "sync",
         "Upload what recorders left on this machine when their store could not be reached. Safe to repeat.",
     ),
-    "database": Entry(
+    "database": CommandEntry(
         "database",
         "app",
         "The schema of the database of WATCHSTEP_DATABASE_URL, or of the service of a store on this machine.",
     ),
-    "runs": Entry("runs", "app", "Recorded runs."),
-    "rules": Entry("rules", "app", "The rules."),
-    "receivers": Entry("receivers", "app", "Receivers of alerts."),
-    "silences": Entry("silences", "app", "Silences: alerts that nobody is notified of for a while."),
-    "tokens": Entry("tokens", "app", "Tokens for the API."),
-    "projects": Entry("tenancy", "projects", "Projects: where their runs lie, and where their jobs may run."),
-    "stores": Entry("tenancy", "stores", "Stores that projects can be put on."),
-    "backends": Entry("tenancy", "backends", "Backends that jobs may run on."),
+    "runs": CommandEntry("runs", "app", "Recorded runs."),
+    "rules": CommandEntry("rules", "app", "The rules."),
+    "receivers": CommandEntry("receivers", "app", "Receivers of alerts."),
+    "silences": CommandEntry("silences", "app", "Silences: alerts that nobody is notified of for a while."),
+    "tokens": CommandEntry("tokens", "app", "Tokens for the API."),
+    "projects": CommandEntry(
+        "tenancy", "projects", "Projects: where their runs lie, and where their jobs may run."
+    ),
+    "stores": CommandEntry("tenancy", "stores", "Stores that projects can be put on."),
+    "backends": CommandEntry("tenancy", "backends", "Backends that jobs may run on."),
 }
 
 

@@ -8,22 +8,22 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from watchstep_rules.backtest.backtest import AttemptOutcome, Order, Outcome, RunOutcome
+from watchstep_rules.backtest.backtest import AttemptOutcome, BacktestOutcome, JudgingOrder, ReplayOutcome
 from watchstep_rules.backtest.many import Failed, Replayed
 from watchstep_rules.backtest.replay_source import NO_JOURNAL
 from watchstep_rules.backtest.report import location_of
 from watchstep_rules.backtest.sweep import Variation
 from watchstep_rules.engine.alert_memory import Transition
 from watchstep_rules.engine.explanation import RunName, say
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_services.core.console import figure, table
 
-_ORDERS = {Order.JOURNAL: "as the service judged it", Order.STEPS: "by steps"}
+_ORDERS = {JudgingOrder.JOURNAL: "as the service judged it", JudgingOrder.STEPS: "by steps"}
 _NEVER = "by steps: no service judged it"
 _INDENT = (0, 0, 0, 2)
 
 
-def show_run(out: Console, outcome: RunOutcome) -> None:
+def show_run(out: Console, outcome: BacktestOutcome) -> None:
     """What was said of one run."""
     for attempt in outcome.attempts:
         several = f", attempt {attempt.attempt}" if len(outcome.attempts) > 1 else ""
@@ -51,16 +51,16 @@ def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
     if shown.row_count:
         out.print(Padding(shown, _INDENT))
     quiet = [one for one in attempt.outcomes if not one.fired]
-    _show_names(out, "silent", [one for one in quiet if one.health is Health.OK and not one.found])
-    brief = [one for one in quiet if one.health is Health.OK and one.found]
+    _show_names(out, "silent", [one for one in quiet if one.health is RuleHealth.OK and not one.found])
+    brief = [one for one in quiet if one.health is RuleHealth.OK and one.found]
     _show_names(out, "findings, but not for long enough", brief)
-    _show_names(out, "no data", [one for one in quiet if one.health is Health.NO_DATA])
+    _show_names(out, "no data", [one for one in quiet if one.health is RuleHealth.NO_DATA])
     for one in attempt.outcomes:
-        if one.health is Health.ERROR:
+        if one.health is RuleHealth.ERROR:
             _indented(out, f"error: {one.config.name}: {one.problem}")
 
 
-def _row(outcome: Outcome, change: Transition, name: RunName) -> list[str]:
+def _row(outcome: ReplayOutcome, change: Transition, name: RunName) -> list[str]:
     config, finding = outcome.config, change.finding
     follows = ", dry run" if config.dry_run else ", stops" if config.stops else ""
     severity = config.severity + follows
@@ -77,7 +77,7 @@ def _row(outcome: Outcome, change: Transition, name: RunName) -> list[str]:
     ]
 
 
-def _show_names(out: Console, what: str, outcomes: Sequence[Outcome]) -> None:
+def _show_names(out: Console, what: str, outcomes: Sequence[ReplayOutcome]) -> None:
     names = [one.config.name for one in outcomes]
     if names:
         _indented(out, f"{what}: {', '.join(names)}")
@@ -104,7 +104,7 @@ def show_rules(out: Console, tested: Sequence[Replayed]) -> None:
     out.print()
 
 
-def _first_steps(outcome: RunOutcome) -> dict[str, int]:
+def _first_steps(outcome: BacktestOutcome) -> dict[str, int]:
     """Rule config → the first step at which it fired and told somebody."""
     first: dict[str, int] = {}
     for attempt in outcome.attempts:
@@ -121,7 +121,7 @@ def _ill_rules(results: Sequence[Replayed | Failed]) -> dict[str, tuple[str, set
     for result in results:
         for attempt in result.outcome.attempts if isinstance(result, Replayed) else ():
             for one in attempt.outcomes:
-                if one.health is Health.ERROR:
+                if one.health is RuleHealth.ERROR:
                     problem = " ".join(one.problem.split())
                     found.setdefault(one.config.name, (problem, set()))[1].add(location_of(result))
     return found

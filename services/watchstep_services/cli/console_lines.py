@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_services.cli.event_lines import lines_of
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action, Event, Memory, RuleConfigRow, Run
+from watchstep_services.db.models import ActionRow, EventRow, RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.notify.deliver import NOTIFY
 from watchstep_services.service.judging import memory_of
 
-_IN_ERROR = f'"health":"{Health.ERROR.value}"'
+_IN_ERROR = f'"health":"{RuleHealth.ERROR.value}"'
 
 
 class _Ill(NamedTuple):
@@ -38,14 +38,14 @@ class RuleTeller:
         self._database = database
         self._ill: dict[tuple[int, str], _Ill] = {}
         with database.read() as session:
-            rows = session.execute(select(Run.id, Run.ticks).where(Run.ended_ns.is_not(None))).all()
+            rows = session.execute(select(RunRow.id, RunRow.ticks).where(RunRow.ended_ns.is_not(None))).all()
             self._ticks: dict[int, int] = {row.id: row.ticks for row in rows}
 
     def new_lines(self) -> list[str]:
         """Lines for what changed since the last call; only runs that were evaluated since are looked at."""
         lines: list[str] = []
         with self._database.read() as session:
-            rows = session.execute(select(Run.id, Run.ticks).order_by(Run.id)).all()
+            rows = session.execute(select(RunRow.id, RunRow.ticks).order_by(RunRow.id)).all()
             for run_id in [run_id for run_id, ticks in rows if ticks != self._ticks.get(run_id, 0)]:
                 lines += self._of_run(session, run_id)
             self._ticks.update((run_id, ticks) for run_id, ticks in rows)
@@ -70,17 +70,27 @@ class RuleTeller:
 def _in_error(session: Session, run_id: int) -> dict[tuple[int, str], tuple[_Ill, str]]:
     """Rule configs of the run's newest attempt that are in error, and why. The text is looked through, then read."""
     rows = session.execute(
-        select(RuleConfigRow.id, RuleConfigRow.name, Run.project, Run.run, Run.attempt, Memory.memory)
-        .join(Run, Run.id == RuleConfigRow.run_id)
-        .join(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == Run.attempt))
-        .where(Run.id == run_id, ~RuleConfigRow.origin.startswith("retired"))
-        .where(Memory.memory.contains(_IN_ERROR, autoescape=True))
+        select(
+            RuleConfigRow.id,
+            RuleConfigRow.name,
+            RunRow.project,
+            RunRow.run,
+            RunRow.attempt,
+            RuleStateRow.memory,
+        )
+        .join(RunRow, RunRow.id == RuleConfigRow.run_id)
+        .join(
+            RuleStateRow,
+            (RuleStateRow.config_id == RuleConfigRow.id) & (RuleStateRow.attempt == RunRow.attempt),
+        )
+        .where(RunRow.id == run_id, ~RuleConfigRow.origin.startswith("retired"))
+        .where(RuleStateRow.memory.contains(_IN_ERROR, autoescape=True))
         .order_by(RuleConfigRow.id)
     ).all()
     found = {}
     for config_id, name, project, run, attempt, text in rows:
         memory = memory_of(text)
-        if memory.health is Health.ERROR:
+        if memory.health is RuleHealth.ERROR:
             found[config_id, attempt] = (_Ill(run_id, f"{project}/{run}", name), memory.problem)
     return found
 
@@ -100,14 +110,14 @@ class WebhookTeller:
 
     def new_lines(self) -> list[str]:
         """Lines for what failed since the last call."""
-        trying = (Action.state == "pending") & (Action.tries >= TRIES)
-        given_up = (Action.state == "failed") & (Action.finished_ns >= self._since_ns)
+        trying = (ActionRow.state == "pending") & (ActionRow.tries >= TRIES)
+        given_up = (ActionRow.state == "failed") & (ActionRow.finished_ns >= self._since_ns)
         with self._database.read() as session:
             rows = session.execute(
-                select(Action, Run.project, Run.run)
-                .join(Run, Run.id == Action.run_id)
-                .where(Action.kind.in_(("webhook", NOTIFY)), trying | given_up)
-                .order_by(Action.id)
+                select(ActionRow, RunRow.project, RunRow.run)
+                .join(RunRow, RunRow.id == ActionRow.run_id)
+                .where(ActionRow.kind.in_(("webhook", NOTIFY)), trying | given_up)
+                .order_by(ActionRow.id)
             ).all()
             lines = []
             for action, project, run in rows:
@@ -117,7 +127,7 @@ class WebhookTeller:
         return lines
 
 
-def _words(action: Action) -> str:
+def _words(action: ActionRow) -> str:
     """Where to and why; of the address the host alone, for paths of webhooks are secrets."""
     why = action.outcome
     if action.kind == NOTIFY:
@@ -130,20 +140,22 @@ def _words(action: Action) -> str:
     return f"{what} failed, {tries}, {goes_on}: {' '.join(why.split())}"
 
 
-class Teller:
+class ConsoleOutput:
     """Says each event once, and what fails. Events that were there before it is made are not said."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._failing = (RuleTeller(database), WebhookTeller(database))
         with database.read() as session:
-            self._last = session.execute(select(func.max(Event.number))).scalar_one() or 0
+            self._last = session.execute(select(func.max(EventRow.number))).scalar_one() or 0
 
     def new_lines(self) -> list[str]:
         """Lines for what came since the last call."""
         with self._database.read() as session:
             rows = session.execute(
-                select(Event.number, Event.event).where(Event.number > self._last).order_by(Event.number)
+                select(EventRow.number, EventRow.event)
+                .where(EventRow.number > self._last)
+                .order_by(EventRow.number)
             ).all()
         lines: list[str] = []
         for number, event in rows:

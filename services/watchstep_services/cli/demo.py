@@ -31,7 +31,7 @@ def demo(
     from watchstep_services.demo.explanation import explain
     from watchstep_services.demo.outcome import DemoOutcome, outcome_of
     from watchstep_services.demo.story import Demo, launch_both, watch_to_the_end
-    from watchstep_services.demo.watching import Watcher
+    from watchstep_services.demo.watching import DemoWatcher
     from watchstep_services.serve.embedded import EmbeddedService
 
     story = Demo(folder.expanduser().absolute(), seed)
@@ -42,7 +42,7 @@ def demo(
     with EmbeddedService(settings) as service:
         out.print(f"service   {service.url}, store {story.store}", soft_wrap=True, highlight=False)
         runs = launch_both(story, service)
-        watcher = Watcher(service, runs)
+        watcher = DemoWatcher(service, runs)
         with Display(out, runs) as display:
             watch_to_the_end(service, watcher, display.show)
         watcher.close()

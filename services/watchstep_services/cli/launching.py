@@ -20,7 +20,7 @@ from watchstep.store.store import checked_scheme
 from watchstep_launch.backend import Backend
 from watchstep_launch.backend_registry import open_backend
 from watchstep_launch.job import ENDED, Job
-from watchstep_launch.view.run_status import Watcher
+from watchstep_launch.view.run_status import RunWatcher
 from watchstep_launch.view.show import Showing, kind_of
 from watchstep_rules.rule_files import rule_file
 
@@ -106,7 +106,7 @@ def watch(
         )
     client = Client(found.operator.url, found.operator.token, project or "default")
     client.run(name)  # whether there is such a run
-    watcher = Watcher(lambda: client, client.project, name)
+    watcher = RunWatcher(lambda: client, client.project, name)
     try:
         with Showing(watcher, kind_of(False if lines else None)) as showing:
             while watcher.sight.state not in ENDED:

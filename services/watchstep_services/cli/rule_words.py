@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from watchstep_rules.config.rule_config import Hold, KeepFiring, RuleConfig
+from watchstep_rules.config.rule_config import KeepFiring, MinimumDuration, RuleConfig
 
 
 def counted(number: int, what: str) -> str:
@@ -12,7 +12,7 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def lasting(held: Hold | KeepFiring) -> str:
+def lasting(held: MinimumDuration | KeepFiring) -> str:
     """How long, of ``for`` and ``keep_firing``."""
     steps = counted(held.steps, "step")
     return f"{steps} and {held.seconds:g} s" if held.seconds else steps

@@ -12,7 +12,7 @@ from rich.table import Table
 from watchstep.errors import RuleError
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.python.rule import PythonParams
-from watchstep_rules.rule_files.checks import Checked, Remark, check_text
+from watchstep_rules.rule_files.checks import CheckResult, Remark, check_text
 from watchstep_rules.rule_files.rule_file import text_of
 from watchstep_rules.rule_files.schema import schema_text
 from watchstep_services.cli.rule_words import after, counted, does, lasting
@@ -51,13 +51,13 @@ def schema() -> None:
     echo_own(schema_text())
 
 
-def _checked(path: Path) -> Checked:
+def _checked(path: Path) -> CheckResult:
     try:
         return check_text(text_of(path), str(path), path.absolute().parent)
     except RuleError as error:
         text = error.what.removeprefix(f"rule file {path}: ")
         line = _LINE.search(text)
-        return Checked([Remark("error", int(line[1]) if line else 1, "", f"{text}; {error.mend}")], ())
+        return CheckResult([Remark("error", int(line[1]) if line else 1, "", f"{text}; {error.mend}")], ())
 
 
 def _isolations(configs: tuple[RuleConfig, ...]) -> list[str]:

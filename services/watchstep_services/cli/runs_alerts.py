@@ -11,7 +11,7 @@ from watchstep.client import Client
 from watchstep.errors import WatchstepError
 from watchstep_rules.engine.explanation import Explanation
 from watchstep_rules.engine.incident import IncidentSummary
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.signals.ranges.deviations import Deviation
 from watchstep_services.cli.calling import client_of
 from watchstep_services.cli.service_options import DEFAULT_STORE
@@ -101,10 +101,10 @@ def _taken_up(client: Client, run: str, alert: Mapping[str, Any]) -> Iterator[st
 def _not_evaluated(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Rules that say nothing because they cannot."""
     for rule in rules:
-        if rule["health"] == Health.ERROR.value:
+        if rule["health"] == RuleHealth.ERROR.value:
             yield f"error: rule {rule['name']} cannot be evaluated: {' '.join(rule['problem'].split())}"
         for other in rule.get("overrides", ()):
             yield f"rule {rule['name']}: the {rule['origin']}'s judges; the {other['origin']}'s of that name is overridden"
-    without = [rule["name"] for rule in rules if rule["health"] == Health.NO_DATA.value]
+    without = [rule["name"] for rule in rules if rule["health"] == RuleHealth.NO_DATA.value]
     if without:
         yield f"no data: {', '.join(without)}"

@@ -16,13 +16,13 @@ from sqlalchemy import select
 from watchstep.errors import ConfigError
 from watchstep_services.channels.secret_fields import read_secret
 from watchstep_services.cli import rule_words
-from watchstep_services.cli.console_lines import Teller
+from watchstep_services.cli.console_lines import ConsoleOutput
 from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.core.console import echo
 from watchstep_services.core.settings import settings_for, warn_of_unknown
 from watchstep_services.core.telemetry import exposition, logs, tracing
 from watchstep_services.db.figures import DatabaseFigures
-from watchstep_services.db.models import RuleConfigRow, Run, StopGrant
+from watchstep_services.db.models import RuleConfigRow, RunRow, StopGrant
 from watchstep_services.runs.lifecycle import ENDED
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: service.stop_waiting())
         settle_collector()
-        teller = Teller(service.database)
+        teller = ConsoleOutput(service.database)
         echo(f"watchstep: watching {service.service.settings.store}")
         for line in (*_rules_of(service.service), *_receivers_of(service.service)):
             echo(f"watchstep: {line}")
@@ -120,9 +120,9 @@ def _may_stop(service: Service) -> Iterator[str]:
         )
         yield from (f"{name} (allowed by an operator in project {project})" for project, name in granted)
         earlier = session.execute(
-            select(Run.project, Run.run, RuleConfigRow.name)
-            .join(Run, Run.id == RuleConfigRow.run_id)
-            .where(RuleConfigRow.granted_stop, RuleConfigRow.origin != "owner", Run.state.not_in(ENDED))
+            select(RunRow.project, RunRow.run, RuleConfigRow.name)
+            .join(RunRow, RunRow.id == RuleConfigRow.run_id)
+            .where(RuleConfigRow.granted_stop, RuleConfigRow.origin != "owner", RunRow.state.not_in(ENDED))
         )
         yield from (
             f"{name} (allowed by an operator for run {project}/{run})" for project, run, name in earlier
@@ -140,6 +140,6 @@ def _receivers_of(service: Service) -> Iterator[str]:
                 yield f"receiver {receiver.name}: {error.what}"
 
 
-def _tell(teller: Teller) -> None:
+def _tell(teller: ConsoleOutput) -> None:
     for line in teller.new_lines():
         echo(line)

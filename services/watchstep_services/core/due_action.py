@@ -9,7 +9,7 @@ Result = Literal["done", "skipped", "failed", "advanced", "waiting", "error"]
 
 
 @dataclass(frozen=True)
-class Post:
+class DeliveryKey:
     """Whom an action tells: a receiver of a project, or an address that a rule config names."""
 
     project: str
@@ -57,7 +57,7 @@ class DueAction:
 
 
 @dataclass(frozen=True)
-class Tried:
+class AttemptResult:
     """What a try came to.
 
     Attributes:

@@ -156,7 +156,7 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Reach:
+class EgressPolicy:
     """Where the service may be sent: to every public address, and to what is allowed beside.
 
     Attributes:

@@ -11,7 +11,7 @@ S3_SCHEMES = frozenset({"s3", "s3a"})
 
 
 @dataclass(frozen=True)
-class Registration:
+class StoreRegistration:
     """How a registered store is reached.
 
     Attributes:
@@ -67,7 +67,7 @@ class StorePlace:
 
     store_id: int
     version: int
-    registration: Registration
+    registration: StoreRegistration
     prefix: str
     project: str
 

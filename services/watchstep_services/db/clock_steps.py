@@ -23,14 +23,14 @@ from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import (
-    Action,
+    ActionRow,
     AlertGroup,
     Attempt,
     Backtest,
+    BoundJobRow,
     ClockMark,
-    Job,
     Project,
-    Run,
+    RunRow,
     Segment,
     Upkeep,
 )
@@ -50,15 +50,15 @@ _Column = InstrumentedAttribute[Any]
 MOMENTS: tuple[tuple[Sequence[_Column], Any], ...] = (
     (
         (
-            Run.due_ns, Run.lease_until_ns, Run.asked_ns, Run.look_ns, Run.listed_ns, Run.heard_ns, Run.urgent_ns,
+            RunRow.due_ns, RunRow.lease_until_ns, RunRow.asked_ns, RunRow.look_ns, RunRow.listed_ns, RunRow.heard_ns, RunRow.urgent_ns,
         ),
         None,
     ),
     ((Project.listed_ns, Project.deferred_until_ns), None),
     ((Attempt.first_heard_ns, Attempt.journal_due_ns), None),
-    ((Job.gone_ns,), None),
+    ((BoundJobRow.gone_ns,), None),
     ((Segment.found_ns,), Segment.state == "announced"),
-    ((Action.next_ns, Action.stage_since_ns), Action.state == "pending"),
+    ((ActionRow.next_ns, ActionRow.stage_since_ns), ActionRow.state == "pending"),
     ((AlertGroup.due_ns, AlertGroup.told_ns), None),
     ((Upkeep.next_ns, Upkeep.lease_until_ns), None),
     ((Backtest.lease_until_ns,), Backtest.state != "done"),

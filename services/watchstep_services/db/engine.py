@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
 from watchstep_services.db.event_order import write_events
-from watchstep_services.db.limits import Limits
+from watchstep_services.db.limits import DatabaseTimeouts
 from watchstep_services.db.pool_figures import count_connections
 
 _BUSY_MS = 20_000
@@ -105,7 +105,7 @@ class Database:
         self.engine.dispose()
 
 
-def open_database(url: str, limits: Limits | None = None) -> Database:
+def open_database(url: str, limits: DatabaseTimeouts | None = None) -> Database:
     """Open a database by its SQLAlchemy URL; ``postgresql://`` uses psycopg.
 
     Args:
@@ -128,7 +128,9 @@ def open_database(url: str, limits: Limits | None = None) -> Database:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         # Values of statements are in no error: some of them are secrets.
         waits = (
-            {} if parsed.get_backend_name() == "sqlite" else (limits or Limits()).connect_args(parsed.query)
+            {}
+            if parsed.get_backend_name() == "sqlite"
+            else (limits or DatabaseTimeouts()).connect_args(parsed.query)
         )
         engine = create_engine(
             parsed, pool_size=_POOL, max_overflow=_OVERFLOW, hide_parameters=True, connect_args=waits

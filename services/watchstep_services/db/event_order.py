@@ -10,7 +10,7 @@ from __future__ import annotations
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from watchstep_services.db.models import Event, Run
+from watchstep_services.db.models import EventRow, RunRow
 
 _EVENTS = "watchstep_events"
 _LOCK = 7_201_948  # the first half of the lock's name; any number, as long as it stays
@@ -18,14 +18,14 @@ _LOCK = 7_201_948  # the first half of the lock's name; any number, as long as i
 _TAKE = text("SELECT pg_advisory_xact_lock(:lock, :project)")
 
 
-def publish_at_end(session: Session, event: Event) -> None:
+def publish_at_end(session: Session, event: EventRow) -> None:
     """Write an event when its transaction ends, after everything else; in the order of the calls."""
     session.info.setdefault(_EVENTS, []).append(event)
 
 
 def write_events(session: Session) -> None:
     """Write what `publish_at_end` was given. `Database.write` does it; nothing may follow but the commit."""
-    events: list[Event] = session.info.pop(_EVENTS, [])
+    events: list[EventRow] = session.info.pop(_EVENTS, [])
     if not events or not session.in_transaction():
         return
     session.flush()
@@ -38,7 +38,7 @@ def write_events(session: Session) -> None:
 def _lock(session: Session, run_ids: set[int]) -> None:
     """In one order, lest two transactions with events of two projects wait for each other."""
     projects = session.execute(
-        select(func.hashtext(Run.project)).where(Run.id.in_(run_ids)).distinct()
+        select(func.hashtext(RunRow.project)).where(RunRow.id.in_(run_ids)).distinct()
     ).scalars()
     for project in sorted(projects):
         session.execute(_TAKE, {"lock": _LOCK, "project": project})

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action, Alert, Backtest, Run, Segment
+from watchstep_services.db.models import ActionRow, AlertRow, Backtest, RunRow, Segment
 
 _FRESH_SECONDS = 2.0
 
@@ -88,7 +88,7 @@ def _grouped(session: Session, name: str, statement: Any) -> GaugeMetricFamily:
 
 
 def _runs(session: Session) -> Iterator[GaugeMetricFamily]:
-    yield _grouped(session, "watchstep_runs", select(Run.state, func.count()).group_by(Run.state))
+    yield _grouped(session, "watchstep_runs", select(RunRow.state, func.count()).group_by(RunRow.state))
 
 
 def _queues(session: Session) -> Iterator[GaugeMetricFamily]:
@@ -96,10 +96,13 @@ def _queues(session: Session) -> Iterator[GaugeMetricFamily]:
     now = read_clock(session)
     queues: dict[str, tuple[ColumnElement[Any], ColumnElement[bool]]] = {
         "runs": (
-            Run.due_ns.expression,
-            (Run.due_ns.is_not(None)) & (Run.due_ns <= now_ns()) & (Run.lease_until_ns <= now_ns()),
+            RunRow.due_ns.expression,
+            (RunRow.due_ns.is_not(None)) & (RunRow.due_ns <= now_ns()) & (RunRow.lease_until_ns <= now_ns()),
         ),
-        "actions": (Action.next_ns.expression, (Action.state == "pending") & (Action.next_ns <= now_ns())),
+        "actions": (
+            ActionRow.next_ns.expression,
+            (ActionRow.state == "pending") & (ActionRow.next_ns <= now_ns()),
+        ),
         "backtests": (
             case((Backtest.lease_until_ns > 0, Backtest.lease_until_ns), else_=Backtest.created_ns),
             (Backtest.state != "done") & (Backtest.lease_until_ns <= now_ns()),
@@ -115,7 +118,7 @@ def _queues(session: Session) -> Iterator[GaugeMetricFamily]:
 
 def _segments(session: Session) -> Iterator[GaugeMetricFamily]:
     # Whatever has a segment to judge is due, now or later, or being judged: so no index over all segments is needed.
-    open_runs = select(Run.id).where(Run.due_ns.is_not(None) | (Run.lease_until_ns > 0))
+    open_runs = select(RunRow.id).where(RunRow.due_ns.is_not(None) | (RunRow.lease_until_ns > 0))
     count, oldest = session.execute(
         select(func.count(), func.min(Segment.found_ns)).where(
             Segment.run_id.in_(open_runs), Segment.state == "announced"
@@ -132,12 +135,12 @@ def _others(session: Session) -> Iterator[GaugeMetricFamily]:
     yield _grouped(
         session,
         "watchstep_actions_pending",
-        select(Action.kind, func.count()).where(Action.state == "pending").group_by(Action.kind),
+        select(ActionRow.kind, func.count()).where(ActionRow.state == "pending").group_by(ActionRow.kind),
     )
     yield _grouped(
         session,
         "watchstep_alerts",
-        select(Alert.phase, Alert.severity, func.count())
-        .where(Alert.phase.in_(("pending", "firing")))
-        .group_by(Alert.phase, Alert.severity),
+        select(AlertRow.phase, AlertRow.severity, func.count())
+        .where(AlertRow.phase.in_(("pending", "firing")))
+        .group_by(AlertRow.phase, AlertRow.severity),
     )

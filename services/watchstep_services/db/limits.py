@@ -24,7 +24,7 @@ _STRUCK = {"57014", "55P03", "25P03"}
 
 
 @dataclass(frozen=True)
-class Limits:
+class DatabaseTimeouts:
     """Seconds; 0 leaves a limit to the server and the operating system.
 
     Attributes:
@@ -42,7 +42,7 @@ class Limits:
     idle: float = 30.0
 
     @classmethod
-    def of(cls, settings: Settings) -> Limits:
+    def of(cls, settings: Settings) -> DatabaseTimeouts:
         """As the settings say."""
         return cls(
             connect=settings.database_connect_seconds,

@@ -13,17 +13,17 @@ from watchstep_services.core.events import CloudEvent
 from watchstep_services.core.telemetry import tracing
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.event_order import publish_at_end
-from watchstep_services.db.models import Action, Event, Run, Segment
+from watchstep_services.db.models import ActionRow, EventRow, RunRow, Segment
 from watchstep_services.db.upsert import insert_missing
 
-RUNS: Table = Run.__table__  # type: ignore[assignment]
+RUNS: Table = RunRow.__table__  # type: ignore[assignment]
 """For statements that need nothing of the mapping: every announcement sends some."""
 
 
 def add_event(session: Session, run_id: int, event: CloudEvent, at_ns: int) -> None:
     """Publish an event, when the transaction commits."""
     content = event.model_dump(mode="json")
-    row = Event(id=event.id, run_id=run_id, type=event.type, event=content, created_ns=at_ns)
+    row = EventRow(id=event.id, run_id=run_id, type=event.type, event=content, created_ns=at_ns)
     publish_at_end(session, row)
 
 
@@ -57,9 +57,9 @@ def add_action(session: Session, run_id: int, kind: str, key: str, cause: dict[s
         "outcome": "",
         "traceparent": tracing.current(),
     }
-    if not insert_missing(session, Action, values):
+    if not insert_missing(session, ActionRow, values):
         return None
-    return session.execute(select(Action.id).where(Action.key == key)).scalar_one()
+    return session.execute(select(ActionRow.id).where(ActionRow.key == key)).scalar_one()
 
 
 def put_segment(session: Session, run_id: int, key: SegmentKey, at_ns: int, *, listed: bool = False) -> bool:
@@ -113,8 +113,12 @@ def hint(
         asked: a message follows, or is on its way: the sweep need not send one at once.
         also: further columns of the run, so that its row is written once.
     """
-    waiting = and_(Run.due_ns.is_not(None), Run.due_ns <= now_ns())
-    values = {**(also or {}), "hints": Run.hints + 1, "due_ns": case((waiting, Run.due_ns), else_=now_ns())}
+    waiting = and_(RunRow.due_ns.is_not(None), RunRow.due_ns <= now_ns())
+    values = {
+        **(also or {}),
+        "hints": RunRow.hints + 1,
+        "due_ns": case((waiting, RunRow.due_ns), else_=now_ns()),
+    }
     # Without a message the sweep is to send one at once, whenever the last was sent.
-    values["asked_ns"] = case((waiting, Run.asked_ns), else_=now_ns() if asked else 0)
+    values["asked_ns"] = case((waiting, RunRow.asked_ns), else_=now_ns() if asked else 0)
     session.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))

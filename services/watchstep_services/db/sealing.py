@@ -13,7 +13,7 @@ from watchstep.errors import ConfigError
 from watchstep_services.core.redaction import keep_secret
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.limits import Limits
+from watchstep_services.db.limits import DatabaseTimeouts
 from watchstep_services.db.sealed_addresses import use_seal
 
 KEY_FILE = "secret.key"
@@ -26,7 +26,7 @@ def new_key() -> str:
     return Fernet.generate_key().decode()
 
 
-class Seal:
+class SecretBox:
     """Seals and opens. Of several keys the first seals and each opens, so that a key can be replaced.
 
     Args:
@@ -95,9 +95,9 @@ def open_sealed_database(settings: Settings) -> Database:
     Raises:
         ConfigError: the database cannot be opened, or a key cannot be used.
     """
-    database = open_database(settings.resolved_database_url, Limits.of(settings))
+    database = open_database(settings.resolved_database_url, DatabaseTimeouts.of(settings))
     try:
-        seal = Seal(settings, "" if settings.database_url.get_secret_value() else _key_of_home(settings))
+        seal = SecretBox(settings, "" if settings.database_url.get_secret_value() else _key_of_home(settings))
     except ConfigError:
         database.close()
         raise

@@ -9,14 +9,16 @@ from rich.console import Console
 from rich.text import Text
 
 from watchstep.errors import ServiceError
-from watchstep_services.demo.outcome import RunOutcome
+from watchstep_services.demo.outcome import TrainingOutcome
 from watchstep_services.demo.picture import Evidence, draw_png, draw_text
 from watchstep_services.demo.watching import WatchedRun
 
 _PLOT_COLUMNS = 96
 
 
-def explain(console: Console, runs: list[WatchedRun], outcomes: dict[str, RunOutcome], picture: Path) -> None:
+def explain(
+    console: Console, runs: list[WatchedRun], outcomes: dict[str, TrainingOutcome], picture: Path
+) -> None:
     """Print the explanation and draw the picture.
 
     Args:
@@ -63,7 +65,7 @@ def evidence_lines(run: str, tensor: str) -> str:
 
 
 def _lines(
-    alert: dict[str, Any], outcome: RunOutcome, healthy: WatchedRun, picture: Path
+    alert: dict[str, Any], outcome: TrainingOutcome, healthy: WatchedRun, picture: Path
 ) -> list[tuple[str, str]]:
     finding = alert["finding"]
     where = f"{finding['tensor']}, of module {finding['module']!r} ({finding['module_type']})"

@@ -22,7 +22,7 @@ class AlertOutcome(_Reported):
     severity: str
 
 
-class RunOutcome(_Reported):
+class TrainingOutcome(_Reported):
     """How one training went."""
 
     run_id: str
@@ -38,10 +38,10 @@ class RunOutcome(_Reported):
 class DemoOutcome(_Reported):
     """Both trainings."""
 
-    runs: tuple[RunOutcome, ...]
+    runs: tuple[TrainingOutcome, ...]
 
 
-def outcome_of(watched: WatchedRun) -> RunOutcome:
+def outcome_of(watched: WatchedRun) -> TrainingOutcome:
     """What became of a run that has settled."""
     alerts = tuple(
         AlertOutcome(
@@ -56,7 +56,7 @@ def outcome_of(watched: WatchedRun) -> RunOutcome:
     )
     stops = [a for a in watched.actions if a["kind"] == "stop" and a["finished_ns"] is not None]
     stopped = watched.state == "stopped"
-    return RunOutcome(
+    return TrainingOutcome(
         run_id=watched.run_id,
         state=watched.state,
         steps=len(watched.run.steps()) if watched.run is not None else 0,

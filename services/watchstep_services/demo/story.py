@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from watchstep.errors import ServiceError
-from watchstep_services.demo.watching import WatchedRun, Watcher
+from watchstep_services.demo.watching import DemoWatcher, WatchedRun
 from watchstep_services.serve.embedded import EmbeddedService
-from watchstep_services.serve.launching import Program, launch_local
+from watchstep_services.serve.launching import LaunchedProgram, launch_local
 
 PROJECT = "demo"
 _LONGEST_SECONDS = 240.0
@@ -44,7 +44,7 @@ def launch_both(demo: Demo, service: EmbeddedService) -> list[WatchedRun]:
     for label in ("healthy", "faulty"):
         watched = WatchedRun(label, PROJECT, f"{label}-{tag}")
         command = (sys.executable, "-m", "watchstep_services.demo.digits", "--seed", str(demo.seed))
-        program = Program(
+        program = LaunchedProgram(
             project=PROJECT,
             run=watched.run_id,
             command=(*command, "--fault") if label == "faulty" else command,
@@ -56,7 +56,7 @@ def launch_both(demo: Demo, service: EmbeddedService) -> list[WatchedRun]:
     return runs
 
 
-def watch_to_the_end(service: EmbeddedService, watcher: Watcher, show: Callable[[], None]) -> None:
+def watch_to_the_end(service: EmbeddedService, watcher: DemoWatcher, show: Callable[[], None]) -> None:
     """Look at both runs until they have ended and everything is done, and show each look.
 
     Raises:

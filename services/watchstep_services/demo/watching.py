@@ -62,7 +62,7 @@ class WatchedRun:
         return float(values[-1]) if len(values) else None
 
 
-class Watcher:
+class DemoWatcher:
     """Looks at both runs as any user could: the store through the SDK, the rest through the API."""
 
     def __init__(self, service: EmbeddedService, runs: list[WatchedRun]) -> None:

@@ -17,12 +17,12 @@ from typing import Literal
 from sqlalchemy import func, select
 
 from watchstep.format.control import ControlDocument, StopAnswer, StopRequest, find_answers
-from watchstep_services.core.due_action import DueAction, Tried
+from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Run, Segment
-from watchstep_services.dispatch.target import REFUSED, Target, at_store
+from watchstep_services.db.models import RunRow, Segment
+from watchstep_services.dispatch.target import REFUSED, StopTarget, at_store
 from watchstep_services.runs.control import ask, mirror
 from watchstep_services.runs.stop_requests import ASKED
 from watchstep_services.service.context import Service
@@ -40,7 +40,7 @@ _LONGEST_EXPECTED = 300.0
 
 
 @dataclass(frozen=True)
-class Announced:
+class SegmentArrival:
     """A segment as it came: its writer, its steps (both inclusive), and when it was found."""
 
     writer: str
@@ -50,7 +50,7 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Pace:
+class AttemptPace:
     """How an attempt goes on.
 
     Attributes:
@@ -68,7 +68,7 @@ class Pace:
     width: int
 
     @classmethod
-    def of(cls, announced: Iterable[Announced], largest: int, now_ns: int) -> Pace:
+    def of(cls, announced: Iterable[SegmentArrival], largest: int, now_ns: int) -> AttemptPace:
         """Told from recent segments.
 
         Args:
@@ -76,7 +76,7 @@ class Pace:
             largest: the largest step that is known besides.
             now_ns: the database's clock.
         """
-        by_writer: dict[str, list[Announced]] = {}
+        by_writer: dict[str, list[SegmentArrival]] = {}
         for one in announced:
             by_writer.setdefault(one.writer, []).append(one)
         every = [one for held in by_writer.values() for one in held]
@@ -112,7 +112,7 @@ class Pace:
         return min(_LONGEST_EXPECTED, max(0, step - self.largest) / self.steps_per_second)
 
 
-def read_pace(service: Service, target: Target) -> tuple[Pace, int]:
+def read_pace(service: Service, target: StopTarget) -> tuple[AttemptPace, int]:
     """How a target goes on, and the database's clock."""
     named = {"run_id": target.run.id, "attempt": target.attempt.attempt}
     columns = (Segment.node, Segment.writer, Segment.first, Segment.last, Segment.found_ns)
@@ -123,13 +123,14 @@ def read_pace(service: Service, target: Target) -> tuple[Pace, int]:
             select(*columns).filter_by(**named).order_by(Segment.id.desc()).limit(_RECENT)
         ).all()
     recent = [
-        Announced(f"{node}/{writer}", first, last, found) for node, writer, first, last, found in rows[::-1]
+        SegmentArrival(f"{node}/{writer}", first, last, found)
+        for node, writer, first, last, found in rows[::-1]
     ]
     known = max(target.attempt.largest, -1 if largest is None else int(largest))
-    return Pace.of(recent, known, now), now
+    return AttemptPace.of(recent, known, now), now
 
 
-def common_step(service: Service, target: Target) -> int:
+def common_step(service: Service, target: StopTarget) -> int:
     """A step beyond every one that a worker has passed, at which all can stop together.
 
     One worker stops at its next step. Of several, each has to hear of it first.
@@ -138,7 +139,7 @@ def common_step(service: Service, target: Target) -> int:
     return pace.largest + (1 if target.is_alone else pace.margin(now))
 
 
-def _paces(held: Sequence[Announced]) -> Iterable[float]:
+def _paces(held: Sequence[SegmentArrival]) -> Iterable[float]:
     """Steps per second over all, and over the newest that came apart: a training may have become faster."""
     newest = held[-1]
     for before in (held[0], *held[-4:-1]):
@@ -177,7 +178,7 @@ def following(
     return replace(stop, agreed=True) if is_agreed else None
 
 
-def agree(service: Service, due: DueAction, target: Target) -> Tried | Literal["refused"] | None:
+def agree(service: Service, due: DueAction, target: StopTarget) -> AttemptResult | Literal["refused"] | None:
     """Take an agreement a step further; None where there is nothing to do about it now.
 
     Raises:
@@ -201,21 +202,21 @@ def agree(service: Service, due: DueAction, target: Target) -> Tried | Literal["
         if found.agreed
         else f"a worker was past step {stop.step}: asked all to stop at step {found.step}"
     )
-    return Tried("advanced", told, ASKED, due.now_ns + _POLL_NS)
+    return AttemptResult("advanced", told, ASKED, due.now_ns + _POLL_NS)
 
 
-def seconds_left(service: Service, target: Target) -> float:
+def seconds_left(service: Service, target: StopTarget) -> float:
     """How long the workers should take to the step that they were asked to stop at, beyond which they are not waited for."""
     stop = _asked(service, target)
     return 0.0 if stop is None else read_pace(service, target)[0].seconds_to(stop.step)
 
 
-def _asked(service: Service, target: Target) -> StopRequest | None:
+def _asked(service: Service, target: StopTarget) -> StopRequest | None:
     with service.database.read() as session:
-        return ControlDocument.from_data(session.get_one(Run, target.run.id).control).stop
+        return ControlDocument.from_data(session.get_one(RunRow, target.run.id).control).stop
 
 
-def _put(service: Service, target: Target, before: StopRequest, after: StopRequest) -> None:
+def _put(service: Service, target: StopTarget, before: StopRequest, after: StopRequest) -> None:
     with service.database.write() as session:
         ask(session, target.run.id, lambda held: held.with_stop(after) if held.stop == before else held)
     reach("control.in_database", target.run.id)

@@ -20,14 +20,14 @@ from watchstep.format.control import ControlDocument
 from watchstep_services.channels.outside import Outside
 from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.webhook import webhook_headers
-from watchstep_services.core.due_action import DueAction, Post, Tried
+from watchstep_services.core.due_action import AttemptResult, DeliveryKey, DueAction
 from watchstep_services.core.egress import AddressRefusedError, parse_address
 from watchstep_services.core.events import make_event
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.telemetry import logs, metrics, tracing
 from watchstep_services.db.clock import now_ns, read_clock
-from watchstep_services.db.models import Action, ActionTry, Run
+from watchstep_services.db.models import ActionRow, ActionTry, RunRow
 from watchstep_services.db.records import add_event
 from watchstep_services.dispatch.stop import try_stop
 from watchstep_services.notify.deliver import NOTIFY, try_notify
@@ -49,7 +49,7 @@ class Trying:
         self._due = due
         self._span = span
 
-    def came_to(self, tried: Tried) -> None:
+    def came_to(self, tried: AttemptResult) -> None:
         """Tell what came of it; that it only waited is nothing to tell."""
         if tried.result == "waiting":
             self._span.drop()
@@ -87,7 +87,7 @@ def lost() -> None:
     metrics.LEASES_LOST.labels("action").inc()
 
 
-def try_webhook(service: Service, due: DueAction) -> Tried:
+def try_webhook(service: Service, due: DueAction) -> AttemptResult:
     """Post the event once; the receiver knows a repeated one by its id.
 
     Redirects are not followed, and addresses that are not public are refused, as of receivers. It is not signed: a receiver
@@ -101,9 +101,9 @@ def try_webhook(service: Service, due: DueAction) -> Tried:
         headers = webhook_headers(str(event["id"]), due.now_ns, body, [])
         return try_post(outside, address, headers, body)
     except ValueError as error:
-        return Tried("failed", f"the address cannot be used: {error}")
+        return AttemptResult("failed", f"the address cannot be used: {error}")
     except AddressRefusedError as error:
-        return Tried("failed", f"{error.what} ({error.mend})")
+        return AttemptResult("failed", f"{error.what} ({error.mend})")
 
 
 _KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook, NOTIFY: try_notify}
@@ -123,13 +123,18 @@ def due_actions(service: Service, limit: int = 100) -> list[int]:
     However many receivers do not answer, no stop waits behind what they are to be told. Of what people are told the first of each
     project comes before the second of any.
     """
-    is_due = (Action.state == "pending", Action.next_ns <= now_ns())
-    asked = select(Action.id).where(*is_due, Action.kind.not_in(POSTS)).order_by(Action.next_ns).limit(limit)
-    turn = func.row_number().over(partition_by=Run.project, order_by=(Action.next_ns, Action.id))
+    is_due = (ActionRow.state == "pending", ActionRow.next_ns <= now_ns())
+    asked = (
+        select(ActionRow.id)
+        .where(*is_due, ActionRow.kind.not_in(POSTS))
+        .order_by(ActionRow.next_ns)
+        .limit(limit)
+    )
+    turn = func.row_number().over(partition_by=RunRow.project, order_by=(ActionRow.next_ns, ActionRow.id))
     posts = (
-        select(Action.id, Action.next_ns, turn.label("turn"))
-        .join(Run, Run.id == Action.run_id)
-        .where(*is_due, Action.kind.in_(POSTS))
+        select(ActionRow.id, ActionRow.next_ns, turn.label("turn"))
+        .join(RunRow, RunRow.id == ActionRow.run_id)
+        .where(*is_due, ActionRow.kind.in_(POSTS))
         .subquery()
     )
     told = select(posts.c.id).order_by(posts.c.turn, posts.c.next_ns, posts.c.id).limit(limit)
@@ -137,23 +142,27 @@ def due_actions(service: Service, limit: int = 100) -> list[int]:
         return [*session.execute(asked).scalars(), *session.execute(told).scalars()]
 
 
-def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, Post]:
+def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, DeliveryKey]:
     """Whom actions tell, who may take their time to answer; those that tell nobody are left out. One query for all."""
     if not action_ids:
         return {}
     with service.database.read() as session:
         rows = session.execute(
-            select(Action.id, Action.payload, Run.project)
-            .join(Run, Run.id == Action.run_id)
-            .where(Action.id.in_(action_ids), Action.kind.in_(POSTS))
+            select(ActionRow.id, ActionRow.payload, RunRow.project)
+            .join(RunRow, RunRow.id == ActionRow.run_id)
+            .where(ActionRow.id.in_(action_ids), ActionRow.kind.in_(POSTS))
         ).all()
-    return {row.id: Post(row.project, _receiver_in(row.payload)) for row in rows}
+    return {row.id: DeliveryKey(row.project, _receiver_in(row.payload)) for row in rows}
 
 
 def project_of(service: Service, action_id: int) -> str:
     """Whose an action is; empty where there is none."""
     with service.database.read() as session:
-        of = select(Run.project).join(Action, Action.run_id == Run.id).where(Action.id == action_id)
+        of = (
+            select(RunRow.project)
+            .join(ActionRow, ActionRow.run_id == RunRow.id)
+            .where(ActionRow.id == action_id)
+        )
         return session.execute(of).scalar_one_or_none() or ""
 
 
@@ -165,12 +174,12 @@ def next_due_ns(service: Service) -> int | None:
     """Nanoseconds until the next pending action is due, negative if it is overdue; None for none."""
     with service.database.read() as session:
         first = session.execute(
-            select(func.min(Action.next_ns)).where(Action.state == "pending")
+            select(func.min(ActionRow.next_ns)).where(ActionRow.state == "pending")
         ).scalar_one()
         return None if first is None else int(first) - read_clock(session)
 
 
-def dispatch(service: Service, action_id: int) -> Tried | None:
+def dispatch(service: Service, action_id: int) -> AttemptResult | None:
     """Try an action once.
 
     A try that fails in any way is recorded and tried again later, so that it blocks no other.
@@ -192,34 +201,34 @@ def dispatch(service: Service, action_id: int) -> Tried | None:
     return tried
 
 
-def _try(service: Service, due: DueAction) -> Tried:
+def _try(service: Service, due: DueAction) -> AttemptResult:
     try:
         return _KINDS[due.kind](service, due)
     except WatchstepError as error:
-        return Tried("error", f"{error.what} ({error.mend})", due.stage)
+        return AttemptResult("error", f"{error.what} ({error.mend})", due.stage)
     except Exception as error:  # noqa: BLE001 - told with the action; it must not keep others from their turn
         _log.exception("action %d (%s) failed", due.id, due.kind)
-        return Tried("error", f"{type(error).__name__}: {error}", due.stage)
+        return AttemptResult("error", f"{type(error).__name__}: {error}", due.stage)
 
 
 def _claim(service: Service, action_id: int) -> DueAction | None:
     settings = service.settings
     lease = case(
-        (Action.kind.in_(POSTS), nanoseconds(settings.lease_seconds + settings.webhook_seconds)),
+        (ActionRow.kind.in_(POSTS), nanoseconds(settings.lease_seconds + settings.webhook_seconds)),
         else_=nanoseconds(settings.lease_seconds),
     )
     with service.database.write() as session:
         # Until the try is recorded the action is not due again; if this process dies, it is when the lease ends.
         taken: Any = session.execute(
-            update(Action)
-            .where(Action.id == action_id, Action.state == "pending", Action.next_ns <= now_ns())
-            .values(claims=Action.claims + 1, next_ns=now_ns() + lease)
+            update(ActionRow)
+            .where(ActionRow.id == action_id, ActionRow.state == "pending", ActionRow.next_ns <= now_ns())
+            .values(claims=ActionRow.claims + 1, next_ns=now_ns() + lease)
             .execution_options(synchronize_session=False)
         )
         if taken.rowcount != 1:
             return None
-        row = session.get_one(Action, action_id)
-        run = session.get_one(Run, row.run_id)
+        row = session.get_one(ActionRow, action_id)
+        run = session.get_one(RunRow, row.run_id)
         return DueAction(
             id=row.id,
             run_id=row.run_id,
@@ -237,9 +246,9 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
         )
 
 
-def _record(service: Service, due: DueAction, tried: Tried) -> None:
+def _record(service: Service, due: DueAction, tried: AttemptResult) -> None:
     with service.database.write() as session:
-        row = session.get_one(Action, due.id, with_for_update=True)
+        row = session.get_one(ActionRow, due.id, with_for_update=True)
         if row.claims != due.claims or row.state != "pending":
             lost()
             return  # the lease ended and another worker has gone on from here
@@ -280,22 +289,22 @@ def _record(service: Service, due: DueAction, tried: Tried) -> None:
         reach("dispatch.writing", due)
 
 
-def _must_go_on(session: Session, row: Action) -> bool:
+def _must_go_on(session: Session, row: ActionRow) -> bool:
     """A stop is not given up while its attempt goes on, however long its backend or its store does not answer.
 
     Nor is a tombstone on its way to the store: what was stopped stays stopped.
     """
     if row.kind not in ("stop", MIRROR):
         return False
-    run = session.get_one(Run, row.run_id)
+    run = session.get_one(RunRow, row.run_id)
     if row.kind == MIRROR:
         return bool(ControlDocument.from_data(run.control).tombstone)
     return run.attempt == row.payload["attempt"] and run.state not in ENDED
 
 
-def _audit(session: Session, row: Action, tried: Tried, now: int) -> None:
+def _audit(session: Session, row: ActionRow, tried: AttemptResult, now: int) -> None:
     """Each try of a stop, and how it ended, in the log that outlives the run."""
-    run = session.get_one(Run, row.run_id)
+    run = session.get_one(RunRow, row.run_id)
     subject = Subject(run.project, run.run, str(row.payload["attempt"]))
     told = {"number": row.tries, "outcome": tried.result, "stage": row.stage, "detail": tried.detail[:4000]}
     note(session, "tried", subject, "the service", now, told)
@@ -310,8 +319,8 @@ def _audit(session: Session, row: Action, tried: Tried, now: int) -> None:
         note(session, "ended", subject, "the service", now, ended)
 
 
-def _tell(service: Service, session: Session, row: Action, tried: Tried) -> None:
-    run = session.get_one(Run, row.run_id)
+def _tell(service: Service, session: Session, row: ActionRow, tried: AttemptResult) -> None:
+    run = session.get_one(RunRow, row.run_id)
     now = read_clock(session)
     data = {
         **(tried.facts or {}),

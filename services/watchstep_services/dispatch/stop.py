@@ -19,13 +19,13 @@ from watchstep.errors import WatchstepError
 from watchstep.format.checkpoints import last_good
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep_launch.backend import JobStatus
-from watchstep_services.core.due_action import DueAction, Tried
+from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Action, Attempt, Event
+from watchstep_services.db.models import ActionRow, Attempt, EventRow
 from watchstep_services.dispatch.barrier import agree, common_step, seconds_left
-from watchstep_services.dispatch.target import REFUSED, Target, at_store, load_target, write_control
+from watchstep_services.dispatch.target import REFUSED, StopTarget, at_store, load_target, write_control
 from watchstep_services.runs import attempts
 from watchstep_services.runs.discovery import discover, listing_due
 from watchstep_services.runs.stop_requests import (
@@ -50,7 +50,7 @@ _SILENT_NS = 60 * NANOSECONDS
 Standing = Literal["over", "open", "goes_on"]
 
 
-def standing_of(service: Service, target: Target, now_ns: int) -> Standing:
+def standing_of(service: Service, target: StopTarget, now_ns: int) -> Standing:
     """Whether an attempt that is not the newest is over, goes on, or nobody can tell yet.
 
     It is over where nothing was found of it since the newest began to write. It goes on where the newest has ended, or has been silent for
@@ -75,7 +75,7 @@ def standing_of(service: Service, target: Target, now_ns: int) -> Standing:
     return "goes_on" if has_ended or own_ns - _last_heard_ns(newest) >= _AHEAD_NS else "open"
 
 
-def _runs_in_its_own_job(service: Service, target: Target) -> bool:
+def _runs_in_its_own_job(service: Service, target: StopTarget) -> bool:
     """Whether its job is another than that of the newest attempt, and is seen to run or cannot be seen now.
 
     Restarts by a launcher share a job: to end it would end the newest attempt.
@@ -95,7 +95,7 @@ def _last_heard_ns(attempt: Attempt) -> int:
 _log = logging.getLogger(__name__)
 
 
-def told(service: Service, due: DueAction, target: Target) -> dict[str, Any]:
+def told(service: Service, due: DueAction, target: StopTarget) -> dict[str, Any]:
     """``job``, the ``step`` and ``tensor`` that were bad, where an alert asked, and the ``last_good_checkpoint``, or None."""
     finding = _finding(service, due)
     facts: dict[str, Any] = {
@@ -118,7 +118,7 @@ def _finding(service: Service, due: DueAction) -> dict[str, Any]:
     cause = str(due.payload["cause"])
     with service.database.read() as session:
         event = session.execute(
-            select(Event.event).filter_by(run_id=due.run_id, id=cause)
+            select(EventRow.event).filter_by(run_id=due.run_id, id=cause)
         ).scalar_one_or_none()
     finding = {} if event is None else event["data"].get("finding")
     return dict(finding) if isinstance(finding, dict) else {}
@@ -132,7 +132,7 @@ _LONGEST_POLL_NS = 5 * NANOSECONDS
 _KILL_PATIENCE_NS = 30 * NANOSECONDS
 
 
-def try_stop(service: Service, due: DueAction) -> Tried:
+def try_stop(service: Service, due: DueAction) -> AttemptResult:
     """Take a stop one stage further, or see that it is over.
 
     Workers are asked whether their job's backend answers or not, for which they wait a few seconds at the most, and the backend
@@ -166,7 +166,7 @@ def try_stop(service: Service, due: DueAction) -> Tried:
     waited = due.now_ns - due.stage_since_ns
     if due.stage == KILLED:
         if waited > _KILL_PATIENCE_NS:
-            return Tried(
+            return AttemptResult(
                 "failed",
                 f"job {_named(target)} is still there {waited // NANOSECONDS} s after SIGKILL",
                 KILLED,
@@ -178,21 +178,23 @@ def try_stop(service: Service, due: DueAction) -> Tried:
     return _told_of(silent, _press(service, due, target, due.stage + 1))
 
 
-def _again(due: DueAction, after_ns: int | None = None) -> Tried:
+def _again(due: DueAction, after_ns: int | None = None) -> AttemptResult:
     """Look again: soon at first, and the more seldom the longer it lasts."""
-    return Tried("waiting", "", due.stage, due.now_ns + (_later(due) if after_ns is None else after_ns))
+    return AttemptResult(
+        "waiting", "", due.stage, due.now_ns + (_later(due) if after_ns is None else after_ns)
+    )
 
 
 def _later(due: DueAction) -> int:
     return min(_LONGEST_POLL_NS, max(_POLL_NS, (due.now_ns - due.stage_since_ns) // 4))
 
 
-def _ask(service: Service, due: DueAction, target: Target) -> Tried:
+def _ask(service: Service, due: DueAction, target: StopTarget) -> AttemptResult:
     attempt = target.attempt.attempt
     if target.run.attempt != attempt:
         standing = standing_of(service, target, due.now_ns)
         if standing == "over":
-            return Tried("skipped", f"attempt {attempt} is over: {target.run.attempt} runs now")
+            return AttemptResult("skipped", f"attempt {attempt} is over: {target.run.attempt} runs now")
         if standing == "open":
             return _again(due)
     if target.is_over:
@@ -212,7 +214,7 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
         return _go_on_without_store(service, due, target, error)
     if target.listens:
         assert control.stop is not None
-        return Tried(
+        return AttemptResult(
             "advanced", f"asked all workers to stop at step {control.stop.step}", ASKED, due.now_ns + _POLL_NS
         )
     if target.in_sight:
@@ -220,7 +222,7 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     if target.status is not None:
         return _out_of_reach(target)
     facts = {"how": "asked", "stopped_at_step": None}
-    return Tried(
+    return AttemptResult(
         "done",
         "no job bound: asked cooperatively; the program has not agreed to be stopped so",
         UNCONFIRMED,
@@ -228,7 +230,9 @@ def _ask(service: Service, due: DueAction, target: Target) -> Tried:
     )
 
 
-def _go_on_without_store(service: Service, due: DueAction, target: Target, refused: WatchstepError) -> Tried:
+def _go_on_without_store(
+    service: Service, due: DueAction, target: StopTarget, refused: WatchstepError
+) -> AttemptResult:
     """Workers that announce to a service are asked by its answers; for their job, its grace time has begun."""
     long_asked = due.tries > 0 and due.now_ns - due.stage_since_ns >= nanoseconds(
         service.settings.grace_seconds
@@ -239,15 +243,15 @@ def _go_on_without_store(service: Service, due: DueAction, target: Target, refus
         f"{refused.what}; the workers are asked by the answers to their announcements alone, and job {_named(target)}"
         f" itself after {service.settings.grace_seconds:g} s ({refused.mend})"
     )
-    return Tried("error", detail, ASKED, due.now_ns + _POLL_NS)
+    return AttemptResult("error", detail, ASKED, due.now_ns + _POLL_NS)
 
 
-def _told_of(refused: WatchstepError | None, tried: Tried) -> Tried:
+def _told_of(refused: WatchstepError | None, tried: AttemptResult) -> AttemptResult:
     """With what the store refused, which made it come to this."""
     return tried if refused is None else replace(tried, detail=f"{refused.what}; {tried.detail}")
 
 
-def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
+def _await_ends(service: Service, due: DueAction, target: StopTarget) -> AttemptResult:
     """Without a job that can be seen, only the workers' own end documents can tell."""
     if target.ends_complete:
         return _over(service, due, target, ASKED)
@@ -258,7 +262,7 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
         if target.status is not None:
             return _out_of_reach(target)
         facts = {"how": "asked", "stopped_at_step": None}
-        return Tried(
+        return AttemptResult(
             "done", "no job bound: asked cooperatively; the workers did not confirm", UNCONFIRMED, facts=facts
         )
     look = listing_due(service, target.place, due.run_id, target.run.listed_ns, due.now_ns)
@@ -268,7 +272,7 @@ def _await_ends(service: Service, due: DueAction, target: Target) -> Tried:
     return _again(due, max(_ENDS_NS, _later(due)) if target.is_alone else None)
 
 
-def _out_of_reach(target: Target) -> Tried:
+def _out_of_reach(target: StopTarget) -> AttemptResult:
     """A job that is not to be seen from here, now or at all.
 
     Raises:
@@ -277,15 +281,15 @@ def _out_of_reach(target: Target) -> Tried:
     if target.trouble is not None:
         raise target.trouble
     detail = target.status.detail if target.status is not None else ""
-    return Tried("failed", f"job {_named(target)} cannot be stopped from here: {detail}", ASKED)
+    return AttemptResult("failed", f"job {_named(target)} cannot be stopped from here: {detail}", ASKED)
 
 
-def _press(service: Service, due: DueAction, target: Target, stage: int) -> Tried:
+def _press(service: Service, due: DueAction, target: StopTarget, stage: int) -> AttemptResult:
     """Signal a job. That it is meant to be is committed before: a job that is then found gone was stopped by it."""
     assert target.job is not None
     assert target.backend is not None
     if not _intend(service, due, TERMINATING if stage == TERMINATED else KILLING):
-        return Tried(
+        return AttemptResult(
             "waiting", "", due.stage
         )  # another worker has taken it over: nothing of this is recorded
     reach("stop.signalling", due)
@@ -296,7 +300,7 @@ def _press(service: Service, due: DueAction, target: Target, stage: int) -> Trie
     if after.is_over:
         return _over(service, due, target, stage)
     verb = "asked to end (SIGTERM)" if stage == TERMINATED else "killed (SIGKILL)"
-    return Tried("advanced", f"job {_named(target)} {verb}", stage, due.now_ns + _POLL_NS)
+    return AttemptResult("advanced", f"job {_named(target)} {verb}", stage, due.now_ns + _POLL_NS)
 
 
 def _intend(service: Service, due: DueAction, stage: int) -> bool:
@@ -304,14 +308,14 @@ def _intend(service: Service, due: DueAction, stage: int) -> bool:
     if due.stage == stage:
         return True
     with service.database.write() as session:
-        row = session.get_one(Action, due.id, with_for_update=True)
+        row = session.get_one(ActionRow, due.id, with_for_update=True)
         if row.claims != due.claims or row.state != "pending":
             return False
         row.stage, row.stage_since_ns = stage, read_clock(session)
     return True
 
 
-def _over_since(service: Service, due: DueAction, target: Target) -> Tried:
+def _over_since(service: Service, due: DueAction, target: StopTarget) -> AttemptResult:
     """What a stop came to whose job was found gone: by its own signal, where it may have been sent."""
     if due.stage not in INTENDED:
         return _over(service, due, target, due.stage)
@@ -319,7 +323,7 @@ def _over_since(service: Service, due: DueAction, target: Target) -> Tried:
     return _over(service, due, target, ASKED if target.ended_by_itself else INTENDED[due.stage])
 
 
-def _over(service: Service, due: DueAction, target: Target, stage: int) -> Tried:
+def _over(service: Service, due: DueAction, target: StopTarget, stage: int) -> AttemptResult:
     """What a stop came to whose job is gone, or whose workers have all ended.
 
     Args:
@@ -342,7 +346,7 @@ def _over(service: Service, due: DueAction, target: Target, stage: int) -> Tried
     }
     named = f"job {_named(target)}" if target.job is not None else "every worker"
     if stage == ASK:
-        return Tried("skipped", f"{named} had ended already", facts=facts)
+        return AttemptResult("skipped", f"{named} had ended already", facts=facts)
     if stage == ASKED and not target.obeyed:
         if target.ended_by_itself:
             detail = f"{named} has ended by itself: the program did not stop when it was asked"
@@ -350,9 +354,9 @@ def _over(service: Service, due: DueAction, target: Target, stage: int) -> Tried
             detail = f"{named} has failed by itself, after it was asked to stop and before it did"
         else:
             detail = f"{named} is gone; no worker has said that it stopped when it was asked"
-        return Tried("done", detail, stage, facts={**facts, "how": "asked"})
-    return Tried("done", f"{named} is gone ({_HOW[stage]})", stage, facts=facts)
+        return AttemptResult("done", detail, stage, facts={**facts, "how": "asked"})
+    return AttemptResult("done", f"{named} is gone ({_HOW[stage]})", stage, facts=facts)
 
 
-def _named(target: Target) -> str:
+def _named(target: StopTarget) -> str:
     return f"{target.job.backend}:{target.job.id}" if target.job is not None else "none"

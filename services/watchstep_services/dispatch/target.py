@@ -16,7 +16,7 @@ from watchstep_launch.backend import Backend, JobHandle, JobStatus
 from watchstep_launch.errors import BackendDownError, BackendError
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.store_location import StorePlace
-from watchstep_services.db.models import Attempt, Project, Run
+from watchstep_services.db.models import Attempt, Project, RunRow
 from watchstep_services.runs import attempts
 from watchstep_services.runs.control import ask, change, mirror
 from watchstep_services.service.context import Service
@@ -33,7 +33,7 @@ _Came = TypeVar("_Came")
 
 
 @dataclass(frozen=True)
-class Target:
+class StopTarget:
     """An attempt to stop.
 
     Attributes:
@@ -49,7 +49,7 @@ class Target:
         hurried: the backend was not waited for; the status is unknown.
     """
 
-    run: Run
+    run: RunRow
     attempt: Attempt
     place: StorePlace
     opened: Store | StoreError | ConfigError
@@ -115,7 +115,7 @@ class Target:
         return self.status is not None and self.status.in_sight
 
 
-def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = False) -> Target:
+def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = False) -> StopTarget:
     """Find what a stop is aimed at, and how its job is now, if its backend can say so. No store is waited for long.
 
     Args:
@@ -125,12 +125,12 @@ def load_target(service: Service, run_id: int, attempt: str, *, hurried: bool = 
         hurried: where its workers listen, the backend is waited for `STATUS_SECONDS` at the most.
     """
     with service.database.read() as session:
-        run = session.get_one(Run, run_id)
+        run = session.get_one(RunRow, run_id)
         place = session.get_one(Project, run.project).place
         found = bound_job(session, run_id, attempt)
     opened = _open(service, place, run.run)
     row, unread = _load_attempt(service, place, opened, (run_id, attempt))
-    target = Target(run, row, place, opened, None, None, None, unread=unread)
+    target = StopTarget(run, row, place, opened, None, None, None, unread=unread)
     if found is None:
         return target
     backend = service.backend_of(found.kind, found.settings)
@@ -196,7 +196,7 @@ def _load_attempt(
     return attempts.undescribed(service.database, *of), True
 
 
-def at_store(service: Service, target: Target, work: Callable[[Store], _Came]) -> _Came:
+def at_store(service: Service, target: StopTarget, work: Callable[[Store], _Came]) -> _Came:
     """What work at a target's store comes to. A stop waits only so long for that: there are other ways to the job.
 
     Raises:
@@ -208,7 +208,7 @@ def at_store(service: Service, target: Target, work: Callable[[Store], _Came]) -
     )
 
 
-def write_control(service: Service, target: Target, stop: StopRequest) -> ControlDocument:
+def write_control(service: Service, target: StopTarget, stop: StopRequest) -> ControlDocument:
     """Ask all workers to stop: in the database, which answers announcements, and on the store.
 
     An attempt that has been asked is not asked for another step: its workers must agree on one.

@@ -20,7 +20,7 @@ from watchstep_rules.engine.coalesce import as_told
 from watchstep_rules.engine.explanation import RunName, explain, say
 from watchstep_services.core.events import CloudEvent, EventType, make_event
 from watchstep_services.core.rule_addresses import action_key, without_addresses
-from watchstep_services.db.models import Alert, RuleConfigRow, Standing
+from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow
 from watchstep_services.db.records import add_action, add_event
 from watchstep_services.evaluation import standing
 from watchstep_services.evaluation.evidence import evidence_of, fingerprint
@@ -28,10 +28,10 @@ from watchstep_services.evaluation.incidents import Incidents, update_incidents
 from watchstep_services.notify.membership import Named, regroup
 from watchstep_services.notify.silences import NOBODY, WEBHOOK, Active, active, covering, labels_of, mute
 from watchstep_services.runs.audit import Subject, note
-from watchstep_services.runs.claim import Place
+from watchstep_services.runs.claim import EventContext
 from watchstep_services.runs.control import ask_for_snapshot
 from watchstep_services.runs.grants import digest_of, judges, word_for
-from watchstep_services.runs.stop_requests import Asked, request_stop
+from watchstep_services.runs.stop_requests import StopRequester, request_stop
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import Judged
 
@@ -39,7 +39,7 @@ Why = Literal["dry_run", "not_allowed", "silenced"]
 
 
 @dataclass(frozen=True)
-class Cause:
+class StopCause:
     """What asks for a stop: the event of an alert that fires, in words, and the silence that covers the alert."""
 
     event: CloudEvent
@@ -52,7 +52,7 @@ def wants_stop(config: RuleConfig) -> bool:
     return any(isinstance(action, StopAction) for action in config.actions)
 
 
-def stop(session: Session, place: Place, judged: Judged, cause: Cause) -> int | None:
+def stop(session: Session, place: EventContext, judged: Judged, cause: StopCause) -> int | None:
     """Ask for the stop, or record that it would have been asked for.
 
     Returns:
@@ -70,12 +70,12 @@ def stop(session: Session, place: Place, judged: Judged, cause: Cause) -> int | 
     if cause.silence is not None and cause.silence.holds_stop:
         _would_have(session, place, cause, "silenced", {**told, "silence": cause.silence.id})
         return None
-    asked = Asked(f"rule {judged.config.name}", {**told, "allowed": word.as_data()})
+    asked = StopRequester(f"rule {judged.config.name}", {**told, "allowed": word.as_data()})
     because = (cause.event.id, cause.reason)
     return request_stop(session, place.base_url, place.run_id, place.attempt, because, asked)
 
 
-def _told(config: RuleConfig, cause: Cause) -> dict[str, Any]:
+def _told(config: RuleConfig, cause: StopCause) -> dict[str, Any]:
     data = cause.event.data
     return {
         "event": cause.event.id,
@@ -89,7 +89,9 @@ def _told(config: RuleConfig, cause: Cause) -> dict[str, Any]:
     }
 
 
-def _would_have(session: Session, place: Place, cause: Cause, why: Why, told: dict[str, Any]) -> None:
+def _would_have(
+    session: Session, place: EventContext, cause: StopCause, why: Why, told: dict[str, Any]
+) -> None:
     data = {
         "attempt": place.attempt,
         "because": why,
@@ -104,7 +106,7 @@ def _would_have(session: Session, place: Place, cause: Cause, why: Why, told: di
     note(session, "would_have", subject, f"rule {name}", place.now_ns, {"because": why, **told})
 
 
-def _mend(place: Place, why: Why, told: dict[str, Any]) -> str:
+def _mend(place: EventContext, why: Why, told: dict[str, Any]) -> str:
     name = told["judges"]["name"]
     if why == "dry_run":
         return f"leave 'dry_run' out of rule {name!r} to let it stop"
@@ -123,7 +125,7 @@ _EVENTS: dict[Phase, EventType] = {
 
 
 def publish(
-    service: Service, session: Session, place: Place, judged: Sequence[Judged], sealed: int
+    service: Service, session: Session, place: EventContext, judged: Sequence[Judged], sealed: int
 ) -> list[int]:
     """Follow the alerts of a run through their changes on one attempt.
 
@@ -141,7 +143,7 @@ def publish(
     """
     silences = active(session, place.project, place.now_ns) if any(one.transitions for one in judged) else []
     actions: list[int] = []
-    changed: list[Standing] = []
+    changed: list[AlertInstanceRow] = []
     began: set[int] = set()
     changes = [as_told(one.transitions) for one in judged]
     incidents = update_incidents(session, place, judged, changes)
@@ -169,7 +171,7 @@ class _Told:
     def __init__(
         self,
         session: Session,
-        place: Place,
+        place: EventContext,
         judged: Judged,
         transition: Transition,
         silences: Sequence[Active],
@@ -183,7 +185,7 @@ class _Told:
         self._transition = transition
         self._silences = silences
         self._incidents = incidents
-        self.changed: list[Standing] = []
+        self.changed: list[AlertInstanceRow] = []
         """The alert, where something is new for those who are to be told."""
         self.began: set[int] = set()
         """Its id, where it began to fire: that is told whatever comes after."""
@@ -214,7 +216,7 @@ class _Told:
         return [*self._webhooks(row, change, silence, event), *self._follow(event, silence)]
 
     def _webhooks(
-        self, row: Standing, change: standing.Change, silence: Active | None, event: CloudEvent
+        self, row: AlertInstanceRow, change: standing.Change, silence: Active | None, event: CloudEvent
     ) -> list[int]:
         hidden = self._mute_hidden(row)
         if hidden or not self._config.webhooks:
@@ -228,7 +230,7 @@ class _Told:
             return []
         return _post(self._session, self._place, self._config.webhooks, event)
 
-    def _mute_hidden(self, row: Standing) -> bool:
+    def _mute_hidden(self, row: AlertInstanceRow) -> bool:
         """Whether nobody at all is told."""
         is_note = self._config.severity == "info"
         if is_note:
@@ -250,14 +252,14 @@ class _Told:
             actions.append(ask_for_snapshot(self._session, self._place.run_id, wanted))
         if wants_stop(self._config):
             reason = _reason(self._place, self._config, self._transition)
-            cause = Cause(event, reason, silence)
+            cause = StopCause(event, reason, silence)
             actions.append(stop(self._session, self._place, self._judged, cause))
         return [action for action in actions if action is not None]
 
 
 def _revise(
     session: Session,
-    place: Place,
+    place: EventContext,
     judged: Judged,
     transition: Transition,
     silences: Sequence[Active],
@@ -274,7 +276,7 @@ def _revise(
     add_event(session, place.run_id, event, place.now_ns)
 
 
-def _end(session: Session, place: Place, row: Standing, step: int, why: str) -> list[int]:
+def _end(session: Session, place: EventContext, row: AlertInstanceRow, step: int, why: str) -> list[int]:
     """Publish the end of an alert that nothing makes fire any more."""
     config = session.get(RuleConfigRow, row.config_id)
     event = make_event(
@@ -320,12 +322,12 @@ def _webhook_urls(data: dict[str, Any]) -> list[str]:
     return [str(action["url"]) for action in actions if action.get("kind") == "webhook" and "url" in action]
 
 
-def _move(session: Session, place: Place, judged: Judged, transition: Transition) -> None:
+def _move(session: Session, place: EventContext, judged: Judged, transition: Transition) -> None:
     row = session.execute(
-        select(Alert).filter_by(config_id=judged.row.id, attempt=place.attempt)
+        select(AlertRow).filter_by(config_id=judged.row.id, attempt=place.attempt)
     ).scalar_one_or_none()
     if row is None:
-        row = Alert(
+        row = AlertRow(
             run_id=place.run_id, config_id=judged.row.id, attempt=place.attempt, name=judged.row.name,
             rule=judged.row.rule, severity="", phase="", since_step=0, since_ns=0,
         )  # fmt: skip
@@ -346,7 +348,7 @@ def _move(session: Session, place: Place, judged: Judged, transition: Transition
     session.flush()
 
 
-def _details(place: Place, config: RuleConfig, transition: Transition) -> dict[str, Any]:
+def _details(place: EventContext, config: RuleConfig, transition: Transition) -> dict[str, Any]:
     """What an alert and its events say beside the finding."""
     return {
         "since_step": transition.since_step,
@@ -359,7 +361,7 @@ def _details(place: Place, config: RuleConfig, transition: Transition) -> dict[s
     }
 
 
-def _data(session: Session, place: Place, judged: Judged, transition: Transition) -> dict[str, Any]:
+def _data(session: Session, place: EventContext, judged: Judged, transition: Transition) -> dict[str, Any]:
     finding, config = transition.finding, judged.config
     assert finding is not None  # only what fires or is resolved becomes an event
     assert config is not None
@@ -377,11 +379,11 @@ def _data(session: Session, place: Place, judged: Judged, transition: Transition
     }
 
 
-def _named(place: Place) -> RunName:
+def _named(place: EventContext) -> RunName:
     return RunName(place.project, place.run, place.attempt)
 
 
-def _post(session: Session, place: Place, urls: Sequence[str], event: CloudEvent) -> list[int]:
+def _post(session: Session, place: EventContext, urls: Sequence[str], event: CloudEvent) -> list[int]:
     added = []
     for url in urls:
         cause = {
@@ -393,5 +395,5 @@ def _post(session: Session, place: Place, urls: Sequence[str], event: CloudEvent
     return [action_id for action_id in added if action_id is not None]
 
 
-def _reason(place: Place, config: RuleConfig, transition: Transition) -> str:
+def _reason(place: EventContext, config: RuleConfig, transition: Transition) -> str:
     return f"rule {config.name} at step {transition.step}: {say(config, transition, _named(place))}"

@@ -23,7 +23,7 @@ from watchstep_services.core.rule_addresses import without_addresses
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import now_ns, read_clock
-from watchstep_services.db.models import Backtest, BacktestResult, Project, Run
+from watchstep_services.db.models import Backtest, BacktestResult, Project, RunRow
 from watchstep_services.service.context import Service
 
 MOST_RUNS = 1000
@@ -38,7 +38,7 @@ _FINDINGS = 20
 
 
 @dataclass(frozen=True)
-class Progress:
+class BacktestProgress:
     """How far a backtest came.
 
     Attributes:
@@ -99,7 +99,11 @@ def _matching(service: Service, project: str, runs: Sequence[str]) -> list[str]:
         ConfigError: there are too many runs or patterns.
     """
     with service.database.read() as session:
-        known = session.execute(select(Run.run).filter_by(project=project).order_by(Run.run)).scalars().all()
+        known = (
+            session.execute(select(RunRow.run).filter_by(project=project).order_by(RunRow.run))
+            .scalars()
+            .all()
+        )
     patterns = [name for name in dict.fromkeys(runs) if any(character in name for character in "*?[")]
     if len(patterns) > MOST_PATTERNS:
         raise ConfigError(
@@ -153,7 +157,7 @@ def judge_next(service: Service, number: int) -> bool:
     return _note(service, row, result)
 
 
-def read_progress(service: Service, project: str, number: int) -> Progress:
+def read_progress(service: Service, project: str, number: int) -> BacktestProgress:
     """How far a backtest came, and what it found.
 
     Raises:
@@ -168,7 +172,7 @@ def read_progress(service: Service, project: str, number: int) -> Progress:
         ).scalars()
         results = tuple(result_from_data(held) for held in found)
     state = row.state if row.next == 0 or row.state == "done" else "running"
-    return Progress(number, state, tuple(row.runs), results, _task(row).variations)
+    return BacktestProgress(number, state, tuple(row.runs), results, _task(row).variations)
 
 
 def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace] | None:

@@ -24,9 +24,9 @@ from watchstep.store.store import Store
 from watchstep_rules.baseline.pinned import read_baseline
 from watchstep_rules.baseline.run_summary import summarize_run
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
-from watchstep_rules.signals.ranges.baseline import MAX_RUNS, MIN_RUNS, RunSummary, merge_summaries
+from watchstep_rules.signals.ranges.baseline import MAX_RUNS, MIN_RUNS, BaselineRun, merge_summaries
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Alert, Attempt, PinnedBaseline, Run, RunSummaryRow
+from watchstep_services.db.models import AlertRow, Attempt, PinnedBaseline, RunRow, RunSummaryRow
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.service.context import Service
 
@@ -47,7 +47,7 @@ def summarize(service: Service, run_id: int, run_store: Store) -> None:
         StoreError: the store cannot be read.
     """
     with service.database.read() as session:
-        run = session.get_one(Run, run_id)
+        run = session.get_one(RunRow, run_id)
         sound = run.state == "completed" and not _has_fired(session, run_id)
     document = _run_document(run_store) if sound else None
     summary = summarize_run(open_run(run_store)) if document is not None else None
@@ -130,12 +130,12 @@ def program_of(document: RunDocument) -> str:
 
 def _summaries(
     database: Database, project: str, document: RunDocument, run_id: int, catalogue: tuple[TensorInfo, ...]
-) -> dict[str, RunSummary]:
+) -> dict[str, BaselineRun]:
     """Summaries by run, newest first, of runs of the program with parameters of the same shapes."""
     with database.read() as session:
         rows = session.execute(
-            select(Run.run, RunSummaryRow.summary)
-            .join(Run, Run.id == RunSummaryRow.run_id)
+            select(RunRow.run, RunSummaryRow.summary)
+            .join(RunRow, RunRow.id == RunSummaryRow.run_id)
             .where(
                 RunSummaryRow.project == project,
                 RunSummaryRow.program == program_of(document),
@@ -145,22 +145,22 @@ def _summaries(
             .limit(_CANDIDATES)
         ).all()
     shapes = {info.name: info.shape for info in catalogue if {WEIGHTS, BIASES} & set(info.collections)}
-    summaries = {name: RunSummary.model_validate_json(text) for name, text in rows}
+    summaries = {name: BaselineRun.model_validate_json(text) for name, text in rows}
     return {name: summary for name, summary in summaries.items() if _has_shapes(summary, shapes)}
 
 
-def _has_shapes(summary: RunSummary, shapes: dict[str, tuple[int, ...]]) -> bool:
+def _has_shapes(summary: BaselineRun, shapes: dict[str, tuple[int, ...]]) -> bool:
     return all(
         name not in summary.tensors or summary.tensors[name].shape == shape for name, shape in shapes.items()
     )
 
 
 def _has_fired(session: Session, run_id: int) -> bool:
-    fired = select(Alert.id).where(
-        Alert.run_id == run_id,
-        Alert.fired_ns.is_not(None),
-        Alert.severity.in_(_UNSOUND),
-        Alert.rule != UnlikeEarlierRuns.name,
+    fired = select(AlertRow.id).where(
+        AlertRow.run_id == run_id,
+        AlertRow.fired_ns.is_not(None),
+        AlertRow.severity.in_(_UNSOUND),
+        AlertRow.rule != UnlikeEarlierRuns.name,
     )
     return session.execute(fired.limit(1)).scalar_one_or_none() is not None
 

@@ -15,10 +15,10 @@ from watchstep.format.segment_checks import check_steps
 from watchstep.store.store import Store
 from watchstep_rules.engine.history import canonical
 from watchstep_services.core.settings import nanoseconds
-from watchstep_services.db.models import Attempt, Run
+from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation import cursor as cursors
 from watchstep_services.evaluation.inbox import Inbox, open_inbox
-from watchstep_services.evaluation.plan import Entry, Gap, Patience, Plan, make_plan
+from watchstep_services.evaluation.plan import Gap, GapPatience, InboxEntry, Plan, make_plan
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
 from watchstep_services.runs.attempts import MOST_RANKS
 from watchstep_services.runs.claim import Claim, FencedError, renew
@@ -62,8 +62,8 @@ class Collected:
 
     attempt: str
     cursor: dict[WriterId, int]
-    blocks: list[tuple[Entry, Block]] = field(default_factory=list)
-    corrupt: list[tuple[Entry, str]] = field(default_factory=list)
+    blocks: list[tuple[InboxEntry, Block]] = field(default_factory=list)
+    corrupt: list[tuple[InboxEntry, str]] = field(default_factory=list)
     missing: list[Gap] = field(default_factory=list)
     waiting: tuple[Gap, ...] = ()
     more: bool = False
@@ -157,7 +157,7 @@ def _first_there(
     chosen: Collected | None = None
     absent: list[Gap] = []
     errors: dict[str, StoreError] = {}
-    entries: dict[str, list[Entry]] = {}
+    entries: dict[str, list[InboxEntry]] = {}
     for entry in plan.readable:
         entries.setdefault(entry.key.writer.attempt, []).append(entry)
     ordered = sorted(entries, key=lambda name: (name in inbox.failing, name not in inbox.attempts))
@@ -209,12 +209,12 @@ def _without_segments(held: Claim, plan: Plan, inbox: Inbox) -> Collected:
 
 def _plan(service: Service, held: Claim) -> tuple[Plan, Inbox]:
     gap_ns = nanoseconds(service.settings.gap_seconds)
-    plan, inbox = _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=False))
+    plan, inbox = _load_plan(service, held, GapPatience(held.now_ns, gap_ns, listed=False))
     if not plan.waiting or not _may_list(service, held, plan.waiting):
         return plan, inbox
     # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
     listing = discover(service, held.run_id, held)
-    return _load_plan(service, held, Patience(held.now_ns, gap_ns, listed=listing.complete))
+    return _load_plan(service, held, GapPatience(held.now_ns, gap_ns, listed=listing.complete))
 
 
 def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
@@ -222,18 +222,18 @@ def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
     if any(held.now_ns >= gap.since_ns + gap_ns for gap in gaps):
         return True
     with service.database.read() as session:
-        listed_ns = session.get_one(Run, held.run_id).listed_ns
+        listed_ns = session.get_one(RunRow, held.run_id).listed_ns
     return listing_due(service, held.place, held.run_id, listed_ns, held.now_ns)
 
 
-def _load_plan(service: Service, held: Claim, patience: Patience) -> tuple[Plan, Inbox]:
+def _load_plan(service: Service, held: Claim, patience: GapPatience) -> tuple[Plan, Inbox]:
     inbox = open_inbox(service.database, held.run_id)
     ends = {name: row.ends for name, row in inbox.attempts.items()}
     return make_plan(cursors.decode(held.cursor), inbox.entries, ends, patience), inbox
 
 
 def _read_all(
-    service: Service, held: Claim, source: RunSource, entries: list[Entry], found: Collected
+    service: Service, held: Claim, source: RunSource, entries: list[InboxEntry], found: Collected
 ) -> tuple[list[Gap], StoreError | None]:
     """Read in order.
 
@@ -308,7 +308,7 @@ def _read(run_store: Store, key: SegmentKey, *, histograms: bool) -> tuple[bytes
         return again, decode(again, key, histograms=histograms)
 
 
-def _left_out(entry: Entry) -> Gap:
+def _left_out(entry: InboxEntry) -> Gap:
     return Gap(entry.key.writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
 
 

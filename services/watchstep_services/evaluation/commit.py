@@ -33,12 +33,12 @@ from watchstep_services.db.clock import clock_expression, now_ns
 from watchstep_services.db.models import (
     Attempt,
     FindingRow,
-    Memory,
     RuleConfigRow,
-    Run,
-    Seal,
+    RuleStateRow,
+    RunRow,
     Segment,
-    Tick,
+    TickRow,
+    WatermarkRow,
 )
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.evaluation.alerting import publish
@@ -47,7 +47,7 @@ from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
 from watchstep_services.evaluation.plan import Gap
 from watchstep_services.evaluation.seals import AttemptProgress, SealDecision, writers_as_data
 from watchstep_services.evaluation.unfinished_reads import unfinished_after
-from watchstep_services.runs.claim import Claim, Place
+from watchstep_services.runs.claim import Claim, EventContext
 from watchstep_services.runs.lifecycle import start_run
 from watchstep_services.runs.rule_health import has_news, tell_health
 from watchstep_services.service.context import Service
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from watchstep_services.runs.claim import Claim
 
 
-_TABLE = Memory.__table__
+_TABLE = RuleStateRow.__table__
 _EACH = (
     update(_TABLE)  # type: ignore[arg-type]
     .where(_TABLE.c.config_id == bindparam("of"), _TABLE.c.attempt == bindparam("on"))
@@ -93,7 +93,7 @@ _MISSING_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EvaluationOutcome:
     """What an evaluation found out.
 
     Attributes:
@@ -134,7 +134,7 @@ class Committed:
     told: dict[int, str | None]
 
 
-def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
+def commit(service: Service, held: Claim, outcome: EvaluationOutcome) -> Committed | None:
     """Write an outcome if the claim still stands; None where another worker has taken the run or moved its cursor.
 
     Then nothing was written.
@@ -146,7 +146,7 @@ def commit(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
     return _commit_in_steps(service, held, outcome)
 
 
-def _commit_in_steps(service: Service, held: Claim, outcome: Outcome) -> Committed | None:
+def _commit_in_steps(service: Service, held: Claim, outcome: EvaluationOutcome) -> Committed | None:
     with service.database.write() as session:
         moved = _move(session, held, outcome, service.worker)
         if moved is None:
@@ -158,7 +158,7 @@ def _commit_in_steps(service: Service, held: Claim, outcome: Outcome) -> Committ
         _journal(session, held, outcome)
         if state != "running" or started != outcome.collected.attempt:
             start_run(service, session, held.run_id, now)  # before what the rules say: events keep this order
-        place = Place.of(service.base_url, held, outcome.collected.attempt, now)
+        place = EventContext.of(service.base_url, held, outcome.collected.attempt, now)
         sealed = outcome.seal.step if outcome.seal else outcome.progress.sealed
         known = _memories(session, held.run_id, outcome)
         write_memories(
@@ -176,10 +176,10 @@ def _commit_in_steps(service: Service, held: Claim, outcome: Outcome) -> Committ
         return Committed(actions, hints != held.hints, told)
 
 
-_RUN = Run.__table__.c
+_RUN = RunRow.__table__.c
 _HINTED = _RUN.hints != bindparam("known_hints")
 _MOVE = (
-    update(Run.__table__)  # type: ignore[arg-type]
+    update(RunRow.__table__)  # type: ignore[arg-type]
     .where(_RUN.id == bindparam("of_run"), _RUN.epoch == bindparam("mine"), _RUN.cursor == bindparam("read"))
     .values(
         cursor=bindparam("cursor"),
@@ -202,7 +202,7 @@ _MOVE = (
 
 
 def _move(
-    session: Session, held: Claim, outcome: Outcome, holder: str
+    session: Session, held: Claim, outcome: EvaluationOutcome, holder: str
 ) -> tuple[int, int, dict[str, Any], tuple[str, str]] | None:
     """Take the cursor further; the hints that have come, the time, the run's health, its state and the attempt that started last."""
     last = max([-1, *(entry.key.last for entry, _ in outcome.collected.blocks)])
@@ -235,7 +235,9 @@ _READ = (
 )
 
 
-def _segments(session: Session, held: Claim, outcome: Outcome, now: int, before: dict[str, Any]) -> None:
+def _segments(
+    session: Session, held: Claim, outcome: EvaluationOutcome, now: int, before: dict[str, Any]
+) -> None:
     collected = outcome.collected
     read = _read(held, collected)
     if read:
@@ -262,8 +264,8 @@ def _segments(session: Session, held: Claim, outcome: Outcome, now: int, before:
         health["last_lost_context"] = outcome.lost.problem[:500]
     if health != before:
         session.execute(
-            update(Run)
-            .where(Run.id == held.run_id)
+            update(RunRow)
+            .where(RunRow.id == held.run_id)
             .values(health=health)
             .execution_options(synchronize_session=False)
         )
@@ -303,10 +305,10 @@ _ATTEMPT = (
         }
     )
 )
-_TICK, _SEAL = insert(Tick.__table__), insert(Seal.__table__)  # type: ignore[arg-type]
+_TICK, _SEAL = insert(TickRow.__table__), insert(WatermarkRow.__table__)  # type: ignore[arg-type]
 
 
-def _attempt(session: Session, held: Claim, outcome: Outcome) -> None:
+def _attempt(session: Session, held: Claim, outcome: EvaluationOutcome) -> None:
     progress = outcome.progress
     values = {
         "writers": writers_as_data(progress.writers),
@@ -320,7 +322,7 @@ def _attempt(session: Session, held: Claim, outcome: Outcome) -> None:
     session.connection().execute(_ATTEMPT, {**named, **values})
 
 
-def _journal(session: Session, held: Claim, outcome: Outcome) -> None:
+def _journal(session: Session, held: Claim, outcome: EvaluationOutcome) -> None:
     of = {
         "run_id": held.run_id,
         "tick": held.tick,
@@ -333,25 +335,29 @@ def _journal(session: Session, held: Claim, outcome: Outcome) -> None:
         session.connection().execute(_SEAL, {**of, "step": outcome.seal.step, "cause": outcome.seal.cause})
 
 
-def _memories(session: Session, run_id: int, outcome: Outcome) -> dict[int, Memory]:
+def _memories(session: Session, run_id: int, outcome: EvaluationOutcome) -> dict[int, RuleStateRow]:
     """What the rules remembered, by rule config, read at once."""
     named = {"of_run": run_id, "named": outcome.collected.attempt}
     return {row.config_id: row for row in session.execute(_MEMORIES, named).scalars()}
 
 
 _MEMORIES = (
-    select(Memory)
+    select(RuleStateRow)
     .where(
-        Memory.attempt == bindparam("named"),
-        Memory.config_id.in_(select(RuleConfigRow.id).where(RuleConfigRow.run_id == bindparam("of_run"))),
+        RuleStateRow.attempt == bindparam("named"),
+        RuleStateRow.config_id.in_(
+            select(RuleConfigRow.id).where(RuleConfigRow.run_id == bindparam("of_run"))
+        ),
     )
-    .options(defer(Memory.memory))  # it is only written over, by `write_memories`
+    .options(defer(RuleStateRow.memory))  # it is only written over, by `write_memories`
 )
 
 
-def _remember(session: Session, attempt: str, judged: Judged, row: Memory | None) -> Memory:
+def _remember(session: Session, attempt: str, judged: Judged, row: RuleStateRow | None) -> RuleStateRow:
     if row is None:
-        row = Memory(config_id=judged.row.id, attempt=attempt, memory=judged.kept, findings=0, told_health="")
+        row = RuleStateRow(
+            config_id=judged.row.id, attempt=attempt, memory=judged.kept, findings=0, told_health=""
+        )
         session.add(row)
     if not judged.findings:
         return row
@@ -371,7 +377,7 @@ def _remember(session: Session, attempt: str, judged: Judged, row: Memory | None
     return row
 
 
-def is_quiet(service: Service, outcome: Outcome) -> bool:
+def is_quiet(service: Service, outcome: EvaluationOutcome) -> bool:
     """Whether `commit_quietly` can write an outcome."""
     collected = outcome.collected
     if service.database.engine.dialect.name != "postgresql" or not collected.calm:
@@ -388,7 +394,9 @@ def is_quiet(service: Service, outcome: Outcome) -> bool:
     )
 
 
-def commit_quietly(service: Service, held: Claim, outcome: Outcome, read: list[dict[str, Any]]) -> int | None:
+def commit_quietly(
+    service: Service, held: Claim, outcome: EvaluationOutcome, read: list[dict[str, Any]]
+) -> int | None:
     """Write it if the claim still stands; the hints that have come, or None where nothing was written."""
     values = _values(service, held, outcome, read)
     reach("evaluate.writing", held)
@@ -397,7 +405,9 @@ def commit_quietly(service: Service, held: Claim, outcome: Outcome, read: list[d
     return None if row is None else int(row[0])
 
 
-def _values(service: Service, held: Claim, outcome: Outcome, read: list[dict[str, Any]]) -> dict[str, Any]:
+def _values(
+    service: Service, held: Claim, outcome: EvaluationOutcome, read: list[dict[str, Any]]
+) -> dict[str, Any]:
     progress, seal, blocks = outcome.progress, outcome.seal, outcome.collected.blocks
     memories = [{"config_id": one.row.id, "memory": one.kept} for one in outcome.judged if one.changed]
     return {

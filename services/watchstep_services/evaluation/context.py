@@ -23,7 +23,7 @@ from watchstep.reading.index import RunIndex
 from watchstep.store.store import Store
 from watchstep_rules.backtest.steps_read import StepReader
 from watchstep_rules.engine.history import History, canonical, joined, trimmed
-from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.lookback import Lookback
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Attempt, Segment
 from watchstep_services.evaluation.collect import RunSource, decode, fetch
@@ -44,7 +44,7 @@ class _JudgedSegment:
 
 
 def read_context(
-    database: Database, source: RunSource, attempt: Attempt, depth: Reach
+    database: Database, source: RunSource, attempt: Attempt, depth: Lookback
 ) -> tuple[History, LostContext | None]:
     """Read the rows of an attempt that the next evaluation may look back to.
 
@@ -99,7 +99,7 @@ def _is_empty(run_store: Store) -> bool:
     return next(iter(run_store.entries("")), None) is None
 
 
-def _rows_of(run_store: Store, segment: _JudgedSegment, depth: Reach, compacted: _CompactedRun) -> Block:
+def _rows_of(run_store: Store, segment: _JudgedSegment, depth: Lookback, compacted: _CompactedRun) -> Block:
     """A segment's rows.
 
     Raises:

@@ -16,8 +16,8 @@ from watchstep.errors import WatchstepError
 from watchstep.format import layout
 from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_rules.engine.history import History, joined, trimmed
-from watchstep_rules.engine.lookback import Reach
-from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_rules.engine.lookback import Lookback
+from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.limits import is_of_all
@@ -33,7 +33,7 @@ from watchstep_services.evaluation.collect import (
     run_store_of,
     spans_of_ranks,
 )
-from watchstep_services.evaluation.commit import Outcome, commit
+from watchstep_services.evaluation.commit import EvaluationOutcome, commit
 from watchstep_services.evaluation.context import read_context
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
 from watchstep_services.evaluation.keeping import kept
@@ -191,7 +191,7 @@ def _postpone(service: Service, held: Claim, seconds: float) -> bool:
 @dataclass(frozen=True)
 class _Kept:
     rows: History
-    lookback: Reach
+    lookback: Lookback
     steady: bool
 
 
@@ -225,7 +225,9 @@ def _problem_of(error: Exception) -> str:
     return f"the service failed on it ({type(error).__name__}); see the service's log"
 
 
-def _judge(service: Service, held: Claim, source: RunSource, collected: Collected) -> tuple[Outcome, _Kept]:
+def _judge(
+    service: Service, held: Claim, source: RunSource, collected: Collected
+) -> tuple[EvaluationOutcome, _Kept]:
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
         attempt = attempts.load(service.database, source.store, held.run_id, collected.attempt, held)
@@ -251,11 +253,13 @@ def _judge(service: Service, held: Claim, source: RunSource, collected: Collecte
     seal = seals.bounded(seals.decide(progress, held.now_ns, patience), progress.sealed, steps)
     sealed = seal.step if seal else progress.sealed
     ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
-    judged = judge_all(configs, before.block, arrived, Progress(attempt.sealed, sealed, held.now_ns, ended))
+    judged = judge_all(
+        configs, before.block, arrived, JudgingProgress(attempt.sealed, sealed, held.now_ns, ended)
+    )
     if lost is not None:
         judged = report_lost_context(judged, lost, attempt.sealed)
     rows = trimmed(joined(parts, before), depth, sealed)
-    outcome = Outcome(
+    outcome = EvaluationOutcome(
         collected=collected,
         cursor=cursors.encode(collected.cursor),
         progress=progress,
@@ -303,7 +307,7 @@ def _attempt_to_seal(service: Service, held: Claim, failing: frozenset[str]) -> 
 
 
 def _history(
-    service: Service, held: Claim, source: RunSource, attempt: Attempt, depth: Reach
+    service: Service, held: Claim, source: RunSource, attempt: Attempt, depth: Lookback
 ) -> tuple[History, LostContext | None]:
     """Earlier rows: from this process if it judged last, else from the store; and what cannot be read there."""
     known = service.histories.get((held.run_id, attempt.attempt), held.cursor, depth)

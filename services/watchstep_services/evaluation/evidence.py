@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from watchstep.format.layout import run_prefix
 from watchstep_services.db.models import RuleConfigRow, Segment
 from watchstep_services.db.models.alert_life import FINGERPRINT_LENGTH
-from watchstep_services.runs.claim import Place
+from watchstep_services.runs.claim import EventContext
 from watchstep_services.runs.discovery import key_of
 
 RECORDER = "recorder"
@@ -34,7 +34,7 @@ def fingerprint(project: str, run: str, row: RuleConfigRow) -> str:
 MOST_SEGMENTS = 16
 
 
-def evidence_of(session: Session, place: Place, step: int) -> dict[str, Any]:
+def evidence_of(session: Session, place: EventContext, step: int) -> dict[str, Any]:
     """The run's place on the store, the step, the segments that hold it, and what shows the run from there."""
     rows = session.execute(
         select(Segment)

@@ -10,8 +10,8 @@ from sqlalchemy import BindParameter, Connection, bindparam, exists, func, selec
 from watchstep.format.layout import SegmentKey, WriterId
 from watchstep_rules.engine.alert_memory import Phase
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Attempt, Run, Segment, Standing
-from watchstep_services.evaluation.plan import Entry
+from watchstep_services.db.models import AlertInstanceRow, Attempt, RunRow, Segment
+from watchstep_services.evaluation.plan import InboxEntry
 
 FAILED_ATTEMPTS = "failed_attempts"
 """In a run's health: attempt → why its last evaluation failed."""
@@ -28,7 +28,7 @@ class Inbox:
         failing: attempts whose last evaluation failed; they come after the others.
     """
 
-    entries: list[Entry]
+    entries: list[InboxEntry]
     attempts: dict[str, Attempt]
     calm: bool
     failing: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ def _one_by_one(connection: Connection, of: dict[str, Any]) -> Inbox:
 
 def _opened(segments: Any, attempts: Any, fires: Any, failed: Any, failing: Any) -> Inbox:
     entries = [
-        Entry(row_id, SegmentKey(WriterId(attempt, node, writer), seq, first, last), found_ns, trace)
+        InboxEntry(row_id, SegmentKey(WriterId(attempt, node, writer), seq, first, last), found_ns, trace)
         for row_id, attempt, node, writer, seq, first, last, found_ns, trace in segments
     ]
     rows = [Attempt(**dict(zip(_NAMES, values, strict=True))) for values in attempts]
@@ -71,9 +71,11 @@ _RUN: BindParameter[Any] = bindparam("of_run")
 _WAITS = (Segment.run_id == _RUN, Segment.state == "announced")
 _SEGMENTS = select(*_OF_SEGMENT).where(*_WAITS)
 _ATTEMPTS = select(*_OF_ATTEMPT).where(Attempt.run_id == _RUN)
-_FIRES = exists().where(Standing.run_id == _RUN, Standing.phase == Phase.FIRING.value)
-_FAILED = select(Run.health["evaluation"].as_string().is_not(None)).where(Run.id == _RUN).scalar_subquery()
-_FAILING = select(Run.health[FAILED_ATTEMPTS]).where(Run.id == _RUN).scalar_subquery()
+_FIRES = exists().where(AlertInstanceRow.run_id == _RUN, AlertInstanceRow.phase == Phase.FIRING.value)
+_FAILED = (
+    select(RunRow.health["evaluation"].as_string().is_not(None)).where(RunRow.id == _RUN).scalar_subquery()
+)
+_FAILING = select(RunRow.health[FAILED_ATTEMPTS]).where(RunRow.id == _RUN).scalar_subquery()
 _TROUBLES = (_FIRES, _FAILED, _FAILING)
 _AT_ONCE = select(
     select(func.json_agg(func.json_build_array(*_OF_SEGMENT))).where(*_WAITS).scalar_subquery(),

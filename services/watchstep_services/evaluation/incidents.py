@@ -20,10 +20,10 @@ from watchstep_rules.engine.incident import (
     summarize,
     unaffected_before,
 )
-from watchstep_rules.engine.judge import Health
-from watchstep_services.db.models import Alert, Incident, Standing
+from watchstep_rules.engine.judge import RuleHealth
+from watchstep_services.db.models import AlertInstanceRow, AlertRow, Incident
 from watchstep_services.evaluation.evidence import RECORDER
-from watchstep_services.runs.claim import Place
+from watchstep_services.runs.claim import EventContext
 from watchstep_services.service.judging import Judged
 
 
@@ -38,16 +38,18 @@ class Incidents:
         found = self.by_config.get(config_id)
         return None if found is None else found.model_dump(mode="json")
 
-    def assign(self, session: Session, place: Place) -> None:
+    def assign(self, session: Session, place: EventContext) -> None:
         """Have the alerts say which incident they belong to, once they are there."""
         if not self.by_config:
             return
         configs, attempt = list(self.by_config), place.attempt
-        alerts = select(Alert).where(Alert.attempt == attempt, Alert.config_id.in_(configs))
+        alerts = select(AlertRow).where(AlertRow.attempt == attempt, AlertRow.config_id.in_(configs))
         for alert in session.execute(alerts).scalars():
             alert.incident = self.by_config[alert.config_id].id
-        standings = select(Standing).where(
-            Standing.run_id == place.run_id, Standing.attempt == attempt, Standing.config_id.in_(configs)
+        standings = select(AlertInstanceRow).where(
+            AlertInstanceRow.run_id == place.run_id,
+            AlertInstanceRow.attempt == attempt,
+            AlertInstanceRow.config_id.in_(configs),
         )
         for row in session.execute(standings).scalars():
             row.incident = self.by_config[row.config_id].id
@@ -69,7 +71,7 @@ class _Changes:
 
 
 def update_incidents(
-    session: Session, place: Place, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
+    session: Session, place: EventContext, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
 ) -> Incidents:
     """Take alerts that begin, or are revised, into the incidents of the attempt.
 
@@ -107,7 +109,7 @@ def update_incidents(
 
 
 def _changes(
-    session: Session, place: Place, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
+    session: Session, place: EventContext, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
 ) -> _Changes:
     changes = _Changes({}, set())
     fired = [
@@ -121,10 +123,10 @@ def _changes(
     if not fired:
         return changes
     alerts = session.execute(
-        select(Alert).where(
-            Alert.attempt == place.attempt,
-            Alert.phase == Phase.FIRING.value,
-            Alert.config_id.in_([one.row.id for one, _ in fired]),
+        select(AlertRow).where(
+            AlertRow.attempt == place.attempt,
+            AlertRow.phase == Phase.FIRING.value,
+            AlertRow.config_id.in_([one.row.id for one, _ in fired]),
         )
     ).scalars()
     begun = {row.config_id: int(row.details["since_step"]) for row in alerts if row.details}
@@ -159,7 +161,7 @@ def _silent(judged: Sequence[Judged]) -> set[str]:
         one.config.rule
         for one in judged
         if one.config is not None
-        and one.memory.health is Health.OK
+        and one.memory.health is RuleHealth.OK
         and one.memory.judged > 0
         and one.memory.alert.phase in (Phase.INACTIVE, Phase.PENDING)
         and one.memory.alert.closed < 0
@@ -167,7 +169,11 @@ def _silent(judged: Sequence[Judged]) -> set[str]:
 
 
 def _write(
-    session: Session, place: Place, before: dict[str, Incident], onsets: Iterable[Onset], silent: set[str]
+    session: Session,
+    place: EventContext,
+    before: dict[str, Incident],
+    onsets: Iterable[Onset],
+    silent: set[str],
 ) -> Incidents:
     by_config: dict[int, IncidentSummary] = {}
     left = dict(before)

@@ -22,7 +22,7 @@ from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.models import Attempt, Project, Run, Seal, Segment, Tick
+from watchstep_services.db.models import Attempt, Project, RunRow, Segment, TickRow, WatermarkRow
 from watchstep_services.runs.discovery import key_of
 from watchstep_services.runs.lifecycle import ENDED
 from watchstep_services.service.context import Service
@@ -38,20 +38,23 @@ def purge_written(session: Session, run_id: int) -> None:
         .where(Attempt.run_id == run_id, Attempt.ticks > Attempt.journaled)
         .scalar_subquery()
     )
-    all_ticks = select(Run.ticks).where(Run.id == run_id).scalar_subquery()
+    all_ticks = select(RunRow.ticks).where(RunRow.id == run_id).scalar_subquery()
     bound = session.execute(select(func.coalesce(unwritten, all_ticks, 0))).scalar_one() - 1
     session.execute(
-        delete(Tick)
-        .where(Tick.run_id == run_id, Tick.tick < bound)
+        delete(TickRow)
+        .where(TickRow.run_id == run_id, TickRow.tick < bound)
         .execution_options(synchronize_session=False)
     )
-    later = aliased(Seal)
+    later = aliased(WatermarkRow)
     followed = select(later.tick).where(
-        later.run_id == run_id, later.attempt == Seal.attempt, later.tick > Seal.tick, later.tick < bound
+        later.run_id == run_id,
+        later.attempt == WatermarkRow.attempt,
+        later.tick > WatermarkRow.tick,
+        later.tick < bound,
     )
     session.execute(
-        delete(Seal)
-        .where(Seal.run_id == run_id, Seal.tick < bound, followed.exists())
+        delete(WatermarkRow)
+        .where(WatermarkRow.run_id == run_id, WatermarkRow.tick < bound, followed.exists())
         .execution_options(synchronize_session=False)
     )
 
@@ -74,9 +77,9 @@ class Unwritten:
 
 def unwritten(service: Service) -> list[Unwritten]:
     """Attempts that have ended, or were judged so often that their journal gets a part."""
-    rows = select(Attempt, Run, Project).join(Run, Run.id == Attempt.run_id)
+    rows = select(Attempt, RunRow, Project).join(RunRow, RunRow.id == Attempt.run_id)
     with service.database.read() as session:
-        found = session.execute(rows.join(Project, Project.name == Run.project).where(_is_due())).all()
+        found = session.execute(rows.join(Project, Project.name == RunRow.project).where(_is_due())).all()
         return [
             Unwritten(attempt.id, run.id, attempt.attempt, run.project, run.run, project.place)
             for attempt, run, project in found
@@ -84,7 +87,7 @@ def unwritten(service: Service) -> list[Unwritten]:
 
 
 def _is_due() -> ColumnElement[bool]:
-    over = or_(Run.state.in_(_OVER), Run.attempt != Attempt.attempt)
+    over = or_(RunRow.state.in_(_OVER), RunRow.attempt != Attempt.attempt)
     return and_(
         Attempt.ticks > Attempt.journaled,
         Attempt.journal_due_ns <= now_ns(),
@@ -163,12 +166,12 @@ def _put_off(service: Service, due: Unwritten) -> None:
 
 def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluation]:
     """Those that are not in the journal, in order."""
-    of_run, of_attempt = Tick.run_id == attempt.run_id, Tick.attempt == attempt.attempt
+    of_run, of_attempt = TickRow.run_id == attempt.run_id, TickRow.attempt == attempt.attempt
     ticks = (
         session.execute(
-            select(Tick)
-            .where(of_run, of_attempt, Tick.tick >= attempt.journaled)
-            .order_by(Tick.tick)
+            select(TickRow)
+            .where(of_run, of_attempt, TickRow.tick >= attempt.journaled)
+            .order_by(TickRow.tick)
             .limit(journal.MOST_EVALUATIONS)
         )
         .scalars()
@@ -180,10 +183,12 @@ def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluati
     seals = {
         seal.tick: seal.step
         for seal in session.execute(
-            select(Seal).where(Seal.run_id == attempt.run_id, Seal.tick.between(first, last))
+            select(WatermarkRow).where(
+                WatermarkRow.run_id == attempt.run_id, WatermarkRow.tick.between(first, last)
+            )
         ).scalars()
     }
-    known = session.execute(select(Tick).where(of_run, Tick.tick.between(first - 1, last))).scalars()
+    known = session.execute(select(TickRow).where(of_run, TickRow.tick.between(first - 1, last))).scalars()
     ends = {tick.tick: tick.position for tick in known}
     sealed = _sealed_before(session, attempt)
     for tick in ticks:
@@ -194,9 +199,13 @@ def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluati
 
 def _sealed_before(session: Session, attempt: Attempt) -> int:
     step = session.execute(
-        select(Seal.step)
-        .where(Seal.run_id == attempt.run_id, Seal.attempt == attempt.attempt, Seal.tick < attempt.journaled)
-        .order_by(Seal.tick.desc())
+        select(WatermarkRow.step)
+        .where(
+            WatermarkRow.run_id == attempt.run_id,
+            WatermarkRow.attempt == attempt.attempt,
+            WatermarkRow.tick < attempt.journaled,
+        )
+        .order_by(WatermarkRow.tick.desc())
         .limit(1)
     ).scalar_one_or_none()
     return -1 if step is None else step

@@ -10,7 +10,7 @@ from watchstep_rules.engine.alert_memory import Phase
 from watchstep_rules.registry import RULES
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import logs, metrics, tracing
-from watchstep_services.evaluation.commit import Outcome
+from watchstep_services.evaluation.commit import EvaluationOutcome
 from watchstep_services.runs.claim import Claim
 
 
@@ -27,7 +27,7 @@ class Observation:
         self._stack.enter_context(logs.fields(project=held.project, run=held.run))
 
     @contextmanager
-    def committing(self, held: Claim, outcome: Outcome) -> Iterator[None]:
+    def committing(self, held: Claim, outcome: EvaluationOutcome) -> Iterator[None]:
         """The commit, and with it the span of the whole evaluation: what is written in it belongs to its trace.
 
         Of several announcements that are judged together it continues the one that made an alert fire, or else the newest;
@@ -46,7 +46,7 @@ class Observation:
         ):
             yield
 
-    def committed(self, held: Claim, outcome: Outcome) -> None:
+    def committed(self, held: Claim, outcome: EvaluationOutcome) -> None:
         """It is in the database."""
         took = time.perf_counter() - self._began
         metrics.EVALUATION_SECONDS.observe(took)
@@ -83,7 +83,7 @@ def came_to(outcome: str) -> None:
         metrics.LEASES_LOST.labels("evaluation").inc()
 
 
-def _cause(outcome: Outcome) -> str:
+def _cause(outcome: EvaluationOutcome) -> str:
     """The trace of the segment whose step made an alert fire; empty for none."""
     for judged in outcome.judged:
         for transition in judged.transitions:

@@ -10,7 +10,7 @@ from watchstep.format.layout import SegmentKey, WriterId
 
 
 @dataclass(frozen=True)
-class Entry:
+class InboxEntry:
     """A segment of the inbox that was not read: its row, its key, when it was found, and the trace that it belongs to."""
 
     row_id: int
@@ -39,13 +39,13 @@ class Plan:
         trailing: gaps at the end of a writer that has ended, given up.
     """
 
-    readable: tuple[Entry, ...]
+    readable: tuple[InboxEntry, ...]
     waiting: tuple[Gap, ...]
     trailing: tuple[Gap, ...]
 
 
 @dataclass(frozen=True)
-class Patience:
+class GapPatience:
     """How long gaps are waited for.
 
     Attributes:
@@ -67,9 +67,9 @@ class Patience:
 
 def make_plan(
     cursor: dict[WriterId, int],
-    entries: list[Entry],
+    entries: list[InboxEntry],
     ends: dict[str, dict[str, Any]],
-    patience: Patience,
+    patience: GapPatience,
 ) -> Plan:
     """Sort the inbox.
 
@@ -79,7 +79,7 @@ def make_plan(
         ends: attempt → rank → what its end document said.
         patience: how long gaps are waited for.
     """
-    ordered: list[tuple[int, Entry]] = []
+    ordered: list[tuple[int, InboxEntry]] = []
     waiting: list[Gap] = []
     reached = dict(cursor)
     blocked: set[WriterId] = set()

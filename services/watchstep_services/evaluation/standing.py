@@ -9,26 +9,26 @@ from sqlalchemy import bindparam, select, update
 from sqlalchemy.orm import Session
 
 from watchstep_rules.engine.alert_memory import Phase, Transition
-from watchstep_services.db.models import Alert, Run, Standing
+from watchstep_services.db.models import AlertInstanceRow, AlertRow, RunRow
 from watchstep_services.evaluation.evidence import fingerprint
-from watchstep_services.runs.claim import Place
+from watchstep_services.runs.claim import EventContext
 from watchstep_services.service.judging import Judged
 
 Change = Literal["opened", "revealed", "continued", "closed", "none"]
 """It began to fire; it fires and is no longer kept quiet; it fires on another attempt, too; it is over; nothing new."""
 
 
-def find(session: Session, place: Place, judged: Judged) -> Standing | None:
+def find(session: Session, place: EventContext, judged: Judged) -> AlertInstanceRow | None:
     """Where the alert of a rule config stands."""
     name = fingerprint(place.project, place.run, judged.row)
     return session.execute(
-        select(Standing).filter_by(run_id=place.run_id, fingerprint=name)
+        select(AlertInstanceRow).filter_by(run_id=place.run_id, fingerprint=name)
     ).scalar_one_or_none()
 
 
 def follow(
-    session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
-) -> tuple[Standing, Change]:
+    session: Session, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> tuple[AlertInstanceRow, Change]:
     """Take over a change to *firing* or *resolved* on one attempt.
 
     Args:
@@ -56,8 +56,8 @@ def follow(
 
 
 def revise(
-    session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
-) -> Standing | None:
+    session: Session, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> AlertInstanceRow | None:
     """Take over that an alert that fires names a likelier cause: what is told of it from now on says so.
 
     Returns:
@@ -76,9 +76,9 @@ def revise(
 
 
 def _new(
-    session: Session, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
-) -> Standing:
-    row = Standing(
+    session: Session, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> AlertInstanceRow:
+    row = AlertInstanceRow(
         run_id=place.run_id,
         fingerprint=fingerprint(place.project, place.run, judged.row),
         episode=1,
@@ -91,7 +91,9 @@ def _new(
     return row
 
 
-def _hold(row: Standing, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]) -> None:
+def _hold(
+    row: AlertInstanceRow, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+) -> None:
     """From now on the alert is that of this rule config and attempt."""
     assert judged.config is not None
     assert transition.finding is not None
@@ -105,15 +107,15 @@ def _hold(row: Standing, place: Place, judged: Judged, transition: Transition, s
     _say(row, transition.step, said)
 
 
-def _say(row: Standing, step: int, said: dict[str, Any]) -> None:
+def _say(row: AlertInstanceRow, step: int, said: dict[str, Any]) -> None:
     row.step, row.event_id = step, said["event_id"]
     row.message, row.explanation = said["message"], said["explanation"]
 
 
 def _again(
     session: Session,
-    row: Standing,
-    place: Place,
+    row: AlertInstanceRow,
+    place: EventContext,
     judged: Judged,
     transition: Transition,
     said: dict[str, Any],
@@ -121,7 +123,7 @@ def _again(
     """It fires already: on this attempt, where it was kept quiet, or on another."""
     was_hidden = row.is_hidden
     same = (row.config_id, row.attempt) == (judged.row.id, place.attempt)
-    newest = session.get_one(Run, place.run_id).attempt
+    newest = session.get_one(RunRow, place.run_id).attempt
     if not same and place.attempt != newest and row.attempt == newest:
         return "none"  # late rows of an attempt that is over
     _hold(row, place, judged, transition, said)
@@ -133,7 +135,7 @@ def _again(
 
 
 def _close(
-    row: Standing, place: Place, judged: Judged, transition: Transition, said: dict[str, Any]
+    row: AlertInstanceRow, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
 ) -> Change:
     if row.phase != Phase.FIRING.value or (row.config_id, row.attempt) != (judged.row.id, place.attempt):
         return "none"  # another attempt makes it fire
@@ -144,15 +146,15 @@ def _close(
 
 # Made once: every evaluation asks it.
 _FIRING = (
-    select(Standing)
-    .where(Standing.run_id == bindparam("of_run"), Standing.phase == Phase.FIRING.value)
-    .order_by(Standing.id)
+    select(AlertInstanceRow)
+    .where(AlertInstanceRow.run_id == bindparam("of_run"), AlertInstanceRow.phase == Phase.FIRING.value)
+    .order_by(AlertInstanceRow.id)
 )
 
 
 def left_behind(
-    session: Session, place: Place, judged: list[Judged], sealed: int
-) -> list[tuple[Standing, str]]:
+    session: Session, place: EventContext, judged: list[Judged], sealed: int
+) -> list[tuple[AlertInstanceRow, str]]:
     """Alerts that nothing makes fire any more, and why: no change of theirs will ever come.
 
     One that fired on an earlier attempt is over once the run's newest has come past that step without it, and so is one whose
@@ -165,7 +167,7 @@ def left_behind(
         sealed: the last step of it that every worker has passed.
     """
     rows = list(session.execute(_FIRING, {"of_run": place.run_id}).scalars())
-    if not rows or session.get_one(Run, place.run_id).attempt != place.attempt:
+    if not rows or session.get_one(RunRow, place.run_id).attempt != place.attempt:
         return []
     of = {fingerprint(place.project, place.run, one.row): one for one in judged}
     found = []
@@ -178,31 +180,31 @@ def left_behind(
     return found
 
 
-def _came_past(row: Standing, one: Judged, sealed: int) -> bool:
+def _came_past(row: AlertInstanceRow, one: Judged, sealed: int) -> bool:
     if one.config is None or one.memory.alert.phase in (Phase.FIRING, Phase.PENDING):
         return False
     judged = one.memory.judged > 0 or one.config.implementation.clock
     return judged and (sealed >= row.step or one.config.implementation.clock)
 
 
-def close_left_behind(session: Session, row: Standing, step: int, now_ns: int, event_id: str) -> None:
+def close_left_behind(session: Session, row: AlertInstanceRow, step: int, now_ns: int, event_id: str) -> None:
     """End an alert that nothing makes fire any more, on every attempt."""
     row.phase, row.resolved_ns, row.event_id = Phase.RESOLVED.value, now_ns, event_id
     row.step = step
     row.explanation = resolved_title(row, step)
     session.execute(
-        update(Alert)
+        update(AlertRow)
         .where(
-            Alert.run_id == row.run_id,
-            Alert.fingerprint == row.fingerprint,
-            Alert.phase == Phase.FIRING.value,
+            AlertRow.run_id == row.run_id,
+            AlertRow.fingerprint == row.fingerprint,
+            AlertRow.phase == Phase.FIRING.value,
         )
         .values(phase=Phase.RESOLVED.value, resolved_ns=now_ns)
         .execution_options(synchronize_session=False)
     )
 
 
-def resolved_title(row: Standing, step: int) -> dict[str, Any]:
+def resolved_title(row: AlertInstanceRow, step: int) -> dict[str, Any]:
     """What was said of it, with a title that says that it is over."""
     title = f"{row.name} ({row.severity}) resolved at step {step}"
     return {**row.explanation, "title": title} if row.explanation else {}

@@ -13,7 +13,7 @@ from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRun
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.judge import RuleMemory, due_ns
 from watchstep_rules.registry import find_rule
-from watchstep_services.db.models import Attempt, Memory, RuleConfigRow, Run
+from watchstep_services.db.models import Attempt, RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.evaluation.baselines import pinned_baseline
 from watchstep_services.runs.claim import Claim
 from watchstep_services.runs.lifecycle import ENDED
@@ -53,10 +53,11 @@ def held_configs(service: Service, held: Claim, attempt: str, *, anew: bool = Fa
 
 # Made once: every evaluation asks it.
 _CONFIGS = (
-    select(RuleConfigRow, Memory.memory, Memory.told_health)
+    select(RuleConfigRow, RuleStateRow.memory, RuleStateRow.told_health)
     .outerjoin(
-        Memory,
-        (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == bindparam("named", type_=String())),
+        RuleStateRow,
+        (RuleStateRow.config_id == RuleConfigRow.id)
+        & (RuleStateRow.attempt == bindparam("named", type_=String())),
     )
     .where(RuleConfigRow.run_id == bindparam("of_run"), ~RuleConfigRow.origin.startswith("retired"))
     .order_by(RuleConfigRow.id)
@@ -82,7 +83,7 @@ def is_over(service: Service, run_id: int, attempt: str) -> bool:
     An attempt that has written nothing is over, too, once its run is held for lost: nobody knows that it ever began.
     """
     with service.database.read() as session:
-        run = session.get_one(Run, run_id)
+        run = session.get_one(RunRow, run_id)
         row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
     if row is None or run.attempt != attempt or run.state in ENDED:
         return True
@@ -93,7 +94,7 @@ def is_over(service: Service, run_id: int, attempt: str) -> bool:
 def newest_attempt(service: Service, run_id: int) -> str:
     """The run's newest attempt; empty where it has none, or that one is over."""
     with service.database.read() as session:
-        attempt = session.get_one(Run, run_id).attempt
+        attempt = session.get_one(RunRow, run_id).attempt
     return attempt if attempt and not is_over(service, run_id, attempt) else ""
 
 

@@ -8,12 +8,12 @@ from sqlalchemy.orm import Session
 from watchstep.errors import ConfigError
 from watchstep_services.core.events import make_event
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import AlertGroup, GroupMember, Run, Standing
+from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember, RunRow
 from watchstep_services.db.records import add_event
 from watchstep_services.notify.silences import mute
 
 
-def acknowledge(session: Session, base_url: str, row: Standing, who: str, comment: str) -> None:
+def acknowledge(session: Session, base_url: str, row: AlertInstanceRow, who: str, comment: str) -> None:
     """Note who has taken an alert up, with an event. Of one who did before, the comment is replaced.
 
     Raises:
@@ -25,7 +25,7 @@ def acknowledge(session: Session, base_url: str, row: Standing, who: str, commen
         )
     now = read_clock(session)
     row.acknowledged_by, row.acknowledged_ns, row.acknowledgement = who, now, comment
-    run = session.get_one(Run, row.run_id)
+    run = session.get_one(RunRow, row.run_id)
     data = {
         "attempt": row.attempt,
         "name": row.name,
@@ -42,7 +42,7 @@ def acknowledge(session: Session, base_url: str, row: Standing, who: str, commen
             mute(session, row, group.receiver, ("acknowledged", who), now)
 
 
-def withdraw(session: Session, row: Standing) -> None:
+def withdraw(session: Session, row: AlertInstanceRow) -> None:
     """Take an acknowledgement back: the alert is repeated again. One that has none stays as it is."""
     if not row.acknowledged_by:
         return
@@ -52,7 +52,7 @@ def withdraw(session: Session, row: Standing) -> None:
         group.due_ns = now  # it finds by itself when it is to repeat
 
 
-def _groups(session: Session, row: Standing) -> list[AlertGroup]:
+def _groups(session: Session, row: AlertInstanceRow) -> list[AlertGroup]:
     return list(
         session.execute(
             select(AlertGroup)

@@ -10,10 +10,10 @@ from watchstep_services.channels.notification import Notification, as_cloud_even
 from watchstep_services.channels.outside import Letter, Outside
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.wording import Templates, word
-from watchstep_services.core.due_action import DueAction, Tried
+from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.egress import AddressRefusedError
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.notify.directory import find_receiver, open_secrets, reach_of
 from watchstep_services.service.context import Service
 
@@ -21,17 +21,17 @@ NOTIFY = "notify"
 """Kind of an action; its payload is ``{"receiver": name, "notification": Notification.as_data()}``."""
 
 
-def try_notify(service: Service, due: DueAction) -> Tried:
+def try_notify(service: Service, due: DueAction) -> AttemptResult:
     """Send a notification once. The receiver is looked up in the project of the action's run, as it is now."""
     notification = Notification.from_data(due.payload["notification"])
     name = str(due.payload["receiver"])
     try:
         with service.database.read() as session:
-            project = session.get_one(Run, due.run_id).project
+            project = session.get_one(RunRow, due.run_id).project
             receiver = find_receiver(service, session, project, name)
             outside = outside_of(service, session, project, receiver)
     except NotFoundError as error:
-        return Tried("failed", f"{error.what}; it was there when the alert was routed")
+        return AttemptResult("failed", f"{error.what}; it was there when the alert was routed")
     return deliver(receiver, notification, outside)
 
 
@@ -49,7 +49,7 @@ def outside_of(service: Service, session: Session, project: str, receiver: Recei
     )
 
 
-def deliver(receiver: Receiver, notification: Notification, outside: Outside) -> Tried:
+def deliver(receiver: Receiver, notification: Notification, outside: Outside) -> AttemptResult:
     """Put a notification into the receiver's words and send it, once.
 
     Raises:
@@ -58,7 +58,7 @@ def deliver(receiver: Receiver, notification: Notification, outside: Outside) ->
     try:
         return kinds.send(receiver, letter_of(notification, receiver.templates), outside)
     except AddressRefusedError as error:
-        return Tried("failed", f"{error.what} ({error.mend})")
+        return AttemptResult("failed", f"{error.what} ({error.mend})")
 
 
 def letter_of(notification: Notification, templates: Templates) -> Letter:

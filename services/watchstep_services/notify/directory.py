@@ -16,12 +16,12 @@ from watchstep_services.channels.alertmanager import AlertmanagerReceiver
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.routing import RootNode, Route, routes_for
-from watchstep_services.channels.secret_fields import Kept, read_secret
-from watchstep_services.core.egress import Reach, parse_allowed
+from watchstep_services.channels.secret_fields import SealedSecret, read_secret
+from watchstep_services.core.egress import EgressPolicy, parse_allowed
 from watchstep_services.core.redaction import keep_secret
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.models import ReceiverRow, ReceiverSecret, RoutingTree
-from watchstep_services.db.sealing import Seal
+from watchstep_services.db.sealing import SecretBox
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy.conflict import ConflictError
 
@@ -127,11 +127,11 @@ def open_secrets(service: Service, session: Session, project: str, receiver: Rec
     """
     opened: dict[str, str] = {}
     for field, secret in receiver.secrets().items():
-        if isinstance(secret, Kept):
+        if isinstance(secret, SealedSecret):
             row = session.get(ReceiverSecret, (project, receiver.name, field))
             if row is not None:
                 place = seal_place(project, receiver.name, field)
-                opened[field] = Seal(service.settings).open(place, row.sealed)
+                opened[field] = SecretBox(service.settings).open(place, row.sealed)
         else:
             opened[field] = read_secret(field, secret)
         if field in opened:
@@ -144,7 +144,7 @@ def seal_place(project: str, name: str, field: str) -> str:
     return f"{project}/{name}/{field}"
 
 
-def reach_of(settings: Settings, project: str = "") -> Reach:
+def reach_of(settings: Settings, project: str = "") -> EgressPolicy:
     """Where the service may be sent to, by what a project's users wrote.
 
     A service without a broker and a public URL that listens on its own machine alone is its user's own: loopback is allowed.
@@ -158,9 +158,9 @@ def reach_of(settings: Settings, project: str = "") -> Reach:
 
 
 @lru_cache(maxsize=8)
-def _reach(allowed: str) -> Reach:
+def _reach(allowed: str) -> EgressPolicy:
     networks, hosts = parse_allowed(allowed)
-    return Reach(networks, hosts)
+    return EgressPolicy(networks, hosts)
 
 
 def _as_it_takes(route: Route, receiver: Receiver) -> Route:

@@ -24,7 +24,7 @@ from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.limits import is_of_all
-from watchstep_services.db.models import AlertGroup, GroupMember, Incident, Run, Standing
+from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember, Incident, RunRow
 from watchstep_services.db.records import add_action
 from watchstep_services.notify import silences
 from watchstep_services.notify.deliver import NOTIFY
@@ -34,7 +34,7 @@ from watchstep_services.service.context import Service
 
 
 def alert_of(
-    row: Standing, run: Run, said: Status, now_ns: int, incident: IncidentSummary | None = None
+    row: AlertInstanceRow, run: RunRow, said: Status, now_ns: int, incident: IncidentSummary | None = None
 ) -> NotifiedAlert:
     """An alert as it stands; of one that is told to fire and is over by now, ``resolved_ns`` says since when."""
     ended = row.resolved_ns
@@ -61,7 +61,7 @@ def alert_of(
 
 
 def notification_of(
-    base_url: str, group: AlertGroup, runs: Sequence[Run], alerts: Sequence[NotifiedAlert], now_ns: int
+    base_url: str, group: AlertGroup, runs: Sequence[RunRow], alerts: Sequence[NotifiedAlert], now_ns: int
 ) -> Notification:
     """A notification of these alerts, those that fire first; its id is the group's number and generation."""
     alone = runs[0].run if len(runs) == 1 else ""
@@ -91,8 +91,8 @@ class _Seen:
     """An alert of the group as it is now, beside what was told of it."""
 
     member: GroupMember
-    row: Standing
-    run: Run
+    row: AlertInstanceRow
+    run: RunRow
     silence: silences.Active | None
     incident: IncidentSummary | None = None
     joins: bool = False
@@ -184,8 +184,8 @@ def _put_off(service: Service, group_id: int, fault: str) -> None:
             .execution_options(synchronize_session=False)
         )
         held = (
-            select(Standing.run_id)
-            .join(GroupMember, GroupMember.standing_id == Standing.id)
+            select(AlertInstanceRow.run_id)
+            .join(GroupMember, GroupMember.standing_id == AlertInstanceRow.id)
             .where(GroupMember.group_id == group_id)
         )
         said = f"alerts: the service failed to tell of them ({fault}); it is tried again each minute"
@@ -193,9 +193,9 @@ def _put_off(service: Service, group_id: int, fault: str) -> None:
             run.health = {**run.health, _HEALTH: said}
 
 
-def _free_runs(session: Session, ids: Any) -> list[Run]:
+def _free_runs(session: Session, ids: Any) -> list[RunRow]:
     """Runs that nobody is writing, locked: an evaluation takes its run first and then its groups, and must not wait for us."""
-    chosen = select(Run).where(Run.id.in_(ids)).order_by(Run.id).with_for_update(skip_locked=True)
+    chosen = select(RunRow).where(RunRow.id.in_(ids)).order_by(RunRow.id).with_for_update(skip_locked=True)
     return list(session.execute(chosen.execution_options(populate_existing=True)).scalars())
 
 
@@ -243,12 +243,15 @@ def flush(service: Service, group_id: int) -> int | None:
 
 def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
     rows = session.execute(
-        select(GroupMember, Standing, Run, Incident.summary)
-        .join(Standing, Standing.id == GroupMember.standing_id)
-        .join(Run, Run.id == Standing.run_id)
-        .outerjoin(Incident, (Incident.run_id == Standing.run_id) & (Incident.key == Standing.incident))
+        select(GroupMember, AlertInstanceRow, RunRow, Incident.summary)
+        .join(AlertInstanceRow, AlertInstanceRow.id == GroupMember.standing_id)
+        .join(RunRow, RunRow.id == AlertInstanceRow.run_id)
+        .outerjoin(
+            Incident,
+            (Incident.run_id == AlertInstanceRow.run_id) & (Incident.key == AlertInstanceRow.incident),
+        )
         .where(GroupMember.group_id == group.id)
-        .order_by(Standing.fired_ns, Standing.id)
+        .order_by(AlertInstanceRow.fired_ns, AlertInstanceRow.id)
     ).all()
     held = silences.active(session, group.project, now)
     seen = [

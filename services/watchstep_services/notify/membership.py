@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from watchstep_rules.rule import SEVERITIES
 from watchstep_services.channels.routing import Route
 from watchstep_services.core.settings import nanoseconds
-from watchstep_services.db.models import AlertGroup, GroupMember, Standing
+from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.notify import directory
 from watchstep_services.notify.silences import labels_of, mute
@@ -56,7 +56,7 @@ class _Entry:
     """A way of one alert to one receiver."""
 
     route: Route
-    row: Standing
+    row: AlertInstanceRow
     labels: dict[str, str]
 
     @property
@@ -69,7 +69,7 @@ def regroup(
     service: Service,
     session: Session,
     named: Named,
-    changed: Iterable[Standing],
+    changed: Iterable[AlertInstanceRow],
     began: Container[int],
     now_ns: int,
 ) -> None:
@@ -135,8 +135,8 @@ def _escalates(session: Session, group: AlertGroup, entered: list[_Entry], began
     if not new or not group.open:
         return False
     told = session.execute(
-        select(Standing.severity)
-        .join(GroupMember, GroupMember.standing_id == Standing.id)
+        select(AlertInstanceRow.severity)
+        .join(GroupMember, GroupMember.standing_id == AlertInstanceRow.id)
         .where(GroupMember.group_id == group.id, GroupMember.told_phase == "firing")
     ).scalars()
     return max(map(SEVERITIES.index, new)) > max(map(SEVERITIES.index, told), default=-1)
@@ -149,13 +149,15 @@ def wake(group: AlertGroup, now_ns: int, *, urgent: bool = False) -> None:
     group.due_ns = at if group.due_ns is None else min(group.due_ns, at)
 
 
-def _is_told(row: Standing, began: Container[int]) -> bool:
+def _is_told(row: AlertInstanceRow, began: Container[int]) -> bool:
     """It fires, or did within this evaluation and is over: that, too, is told."""
     fired = row.phase == "firing" or row.id in began
     return fired and not row.is_hidden
 
 
-def _entries(service: Service, session: Session, named: Named, row: Standing, now_ns: int) -> list[_Entry]:
+def _entries(
+    service: Service, session: Session, named: Named, row: AlertInstanceRow, now_ns: int
+) -> list[_Entry]:
     labels = labels_of(row, named.project, named.run)
     found = find_routes(service, session, named.project, labels, row.receivers)
     for receiver in found.unknown:

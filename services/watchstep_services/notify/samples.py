@@ -16,7 +16,7 @@ from watchstep_services.channels.notification import (
     alert_labels,
 )
 from watchstep_services.core.events import run_url
-from watchstep_services.db.models import Alert, RuleConfigRow, Run
+from watchstep_services.db.models import AlertRow, RuleConfigRow, RunRow
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import load_config
 
@@ -52,7 +52,7 @@ def example(service: Service, project: str, status: Status, at_ns: int) -> Notif
     return _alone(service, alert, f"test-{uuid.uuid4()}", at_ns)
 
 
-def of_alert(service: Service, session: Session, run: Run, name: str, at_ns: int) -> Notification:
+def of_alert(service: Service, session: Session, run: RunRow, name: str, at_ns: int) -> Notification:
     """The newest alert of a rule config on a run, as a notification of its own.
 
     Raises:
@@ -85,17 +85,17 @@ def of_alert(service: Service, session: Session, run: Run, name: str, at_ns: int
     return _alone(service, alert, f"preview-{uuid.uuid4()}", at_ns)
 
 
-def named_receivers(session: Session, run: Run, name: str) -> tuple[str, ...]:
+def named_receivers(session: Session, run: RunRow, name: str) -> tuple[str, ...]:
     """Receivers that the alert's rule config names itself."""
     config = load_config(session.get_one(RuleConfigRow, _newest(session, run, name).config_id), None).config
     return () if config is None else tuple(config.receivers)
 
 
-def _newest(session: Session, run: Run, name: str) -> Alert:
+def _newest(session: Session, run: RunRow, name: str) -> AlertRow:
     row = session.execute(
-        select(Alert)
-        .where(Alert.run_id == run.id, Alert.name == name, Alert.fired_ns.is_not(None))
-        .order_by(Alert.id.desc())
+        select(AlertRow)
+        .where(AlertRow.run_id == run.id, AlertRow.name == name, AlertRow.fired_ns.is_not(None))
+        .order_by(AlertRow.id.desc())
         .limit(1)
     ).scalar_one_or_none()
     if row is None:

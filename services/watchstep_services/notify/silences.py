@@ -17,12 +17,12 @@ from watchstep.errors import ConfigError
 from watchstep_services.channels.notification import alert_labels
 from watchstep_services.channels.routing import Matcher, parse_matcher
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import AlertGroup, GroupMember, Muted, Run, Silence, Standing
+from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember, Muted, RunRow, Silence
 from watchstep_services.db.models.alert_life import WHO_LENGTH
 from watchstep_services.db.upsert import insert_missing
 
 
-def labels_of(row: Standing, project: str, run: str) -> dict[str, str]:
+def labels_of(row: AlertInstanceRow, project: str, run: str) -> dict[str, str]:
     """An alert's labels: the rule config's own, and those that every alert has."""
     own = {"project": project, "run": run, "name": row.name, "rule": row.rule, "severity": row.severity}
     return alert_labels(own, row.labels)
@@ -33,7 +33,7 @@ WEBHOOK = "webhook"
 NOBODY = ""
 
 
-def mute(session: Session, row: Standing, receiver: str, why: tuple[Reason, str], at_ns: int) -> None:
+def mute(session: Session, row: AlertInstanceRow, receiver: str, why: tuple[Reason, str], at_ns: int) -> None:
     """Note, once for each time that the alert began to fire, that a receiver was not told.
 
     Args:
@@ -77,7 +77,7 @@ class Active:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SilenceRequest:
     """A silence that somebody asks for."""
 
     matchers: tuple[Matcher, ...]
@@ -108,7 +108,7 @@ def read_matchers(texts: Iterable[str]) -> tuple[Matcher, ...]:
     return matchers
 
 
-def create(session: Session, project: str, asked: Asked, now: int) -> Silence:
+def create(session: Session, project: str, asked: SilenceRequest, now: int) -> Silence:
     """Add a silence.
 
     Raises:
@@ -178,13 +178,15 @@ def covering(silences: Sequence[Active], labels: Mapping[str, str]) -> Active | 
     )
 
 
-def matching(session: Session, project: str, matchers: Sequence[Matcher], limit: int) -> list[Standing]:
+def matching(
+    session: Session, project: str, matchers: Sequence[Matcher], limit: int
+) -> list[AlertInstanceRow]:
     """Alerts that fire now and that these matchers match: what a silence would hold back."""
     rows = session.execute(
-        select(Standing, Run)
-        .join(Run, Run.id == Standing.run_id)
-        .where(Run.project == project, Standing.phase == "firing")
-        .order_by(Standing.fired_ns.desc(), Standing.id)
+        select(AlertInstanceRow, RunRow)
+        .join(RunRow, RunRow.id == AlertInstanceRow.run_id)
+        .where(RunRow.project == project, AlertInstanceRow.phase == "firing")
+        .order_by(AlertInstanceRow.fired_ns.desc(), AlertInstanceRow.id)
     ).all()
     found = (
         row

@@ -6,13 +6,13 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError, WatchstepError
-from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.routing import RootNode
-from watchstep_services.channels.secret_fields import FromEnvironment, FromFile, Given, Kept
+from watchstep_services.channels.secret_fields import FromEnvironment, FromFile, PlainSecret, SealedSecret
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ReceiverRow, ReceiverSecret, RoutingTree
-from watchstep_services.db.sealing import Seal
+from watchstep_services.db.sealing import SecretBox
 from watchstep_services.notify.directory import (
     UnreadableReceiverError,
     known_receivers,
@@ -36,7 +36,7 @@ class InUseError(WatchstepError):
 
 
 def put_receiver(
-    service: Service, session: Session, project: str, receiver: Receiver, caller: Identity
+    service: Service, session: Session, project: str, receiver: Receiver, caller: AuthenticatedCaller
 ) -> ReceiverRow:
     """Make a receiver, or replace it. Secrets that are given are sealed; those that are kept stay.
 
@@ -64,7 +64,7 @@ def put_receiver(
     held.kind, held.config = str(receiver.as_data()["kind"]), receiver.as_data()
     held.written_ns, held.written_by = read_clock(session), caller.who[:256]
     session.flush()
-    kept = [field for field, secret in receiver.secrets().items() if isinstance(secret, Kept)]
+    kept = [field for field, secret in receiver.secrets().items() if isinstance(secret, SealedSecret)]
     session.execute(
         delete(ReceiverSecret).where(
             ReceiverSecret.project == project,
@@ -78,7 +78,7 @@ def put_receiver(
 
 
 def delete_receiver(
-    service: Service, session: Session, project: str, name: str, caller: Identity
+    service: Service, session: Session, project: str, name: str, caller: AuthenticatedCaller
 ) -> ReceiverRow:
     """Remove a receiver and its secrets.
 
@@ -98,7 +98,9 @@ def delete_receiver(
     return row
 
 
-def put_tree(service: Service, session: Session, project: str, tree: RootNode, caller: Identity) -> None:
+def put_tree(
+    service: Service, session: Session, project: str, tree: RootNode, caller: AuthenticatedCaller
+) -> None:
     """Make the project's routing tree, or replace it.
 
     Raises:
@@ -122,7 +124,7 @@ def delete_tree(session: Session, project: str) -> None:
     session.execute(delete(RoutingTree).filter_by(project=project))
 
 
-def _held(row: ReceiverRow, caller: Identity) -> Receiver | None:
+def _held(row: ReceiverRow, caller: AuthenticatedCaller) -> Receiver | None:
     """A receiver as it is kept; None where this version cannot read it, and the caller may replace whatever it is."""
     try:
         return stored_receiver(row)
@@ -132,7 +134,7 @@ def _held(row: ReceiverRow, caller: Identity) -> Receiver | None:
         raise ForbiddenError(error.what, "ask an admin to write it anew or to remove it") from error
 
 
-def _check_rights(after: Receiver | None, before: Receiver | None, caller: Identity) -> None:
+def _check_rights(after: Receiver | None, before: Receiver | None, caller: AuthenticatedCaller) -> None:
     for receiver in (after, before):
         if receiver is None:
             continue
@@ -173,18 +175,18 @@ def _check_number(session: Session, project: str) -> None:
 def _sealed(service: Service, project: str, receiver: Receiver, before: Receiver | None) -> dict[str, str]:
     sealed = {}
     for field, secret in receiver.secrets().items():
-        if isinstance(secret, Given):
+        if isinstance(secret, PlainSecret):
             text = secret.value.get_secret_value()
             receiver.check_secret(field, text)
-            sealed[field] = Seal(service.settings).seal(seal_place(project, receiver.name, field), text)
-        elif isinstance(secret, Kept):
+            sealed[field] = SecretBox(service.settings).seal(seal_place(project, receiver.name, field), text)
+        elif isinstance(secret, SealedSecret):
             _check_kept(receiver, before, field)
     return sealed
 
 
 def _check_kept(receiver: Receiver, before: Receiver | None, field: str) -> None:
     held = None if before is None or type(before) is not type(receiver) else before.secrets().get(field)
-    if not isinstance(held, Kept):
+    if not isinstance(held, SealedSecret):
         raise ConfigError(
             f"secret {field!r} of receiver {receiver.name!r}: none is kept", "give the secret itself"
         )

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.store.store import Store
-from watchstep_services.db.models import Base, Run
+from watchstep_services.db.models import Base, RunRow
 
 TENSORS = "tensors/"
 
@@ -44,7 +44,7 @@ def _remove_empty_folders(top: Path) -> None:
 def delete_rows(session: Session, run_id: int) -> None:
     """Delete all that the database holds of a run: each table that refers to it, by however many steps."""
     for table in reversed(Base.metadata.sorted_tables):
-        if table.name == Run.__tablename__:
+        if table.name == RunRow.__tablename__:
             session.execute(delete(table).where(table.c.id == run_id))
         else:
             for condition in _of_run(table, run_id):
@@ -58,7 +58,7 @@ def _of_run(table: Table, run_id: int) -> list[Any]:
         parent = key.column.table
         if parent is table:
             continue
-        if parent.name == Run.__tablename__:
+        if parent.name == RunRow.__tablename__:
             conditions.append(key.parent == run_id)
         else:
             conditions += [key.parent.in_(chosen) for chosen in _chosen(parent, key.column, run_id)]

@@ -21,7 +21,7 @@ Step = Literal["delete_run", "summarize", "compact", "delete_originals", "delete
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionTimes:
     """Nanoseconds after a run's end, or, of the originals, after its compaction; None: never."""
 
     compact_after: int | None
@@ -31,7 +31,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Kept:
+class UpkeepProgress:
     """What has been done to a run that ended at ``ended_ns``; times by the database's clock."""
 
     ended_ns: int
@@ -43,12 +43,12 @@ class Kept:
     summarized_ns: int | None = None
 
 
-def policy_of(session: Session, settings: Settings, project: str) -> Policy:
+def policy_of(session: Session, settings: Settings, project: str) -> RetentionTimes:
     """A project's policy: its own, and the settings' where it says nothing. Runs and tensors go only where it says so."""
     own = session.get(RetentionPolicy, project)
     compact: float | None = None if own is None else own.compact_after_s
     originals: float | None = None if own is None else own.originals_s
-    return Policy(
+    return RetentionTimes(
         compact_after=_ns(settings.compact_after_seconds if compact is None else compact) or None,
         originals=_ns(settings.originals_seconds if originals is None else originals),
         tensors=_ns(None if own is None else own.keep_tensors_s),
@@ -60,7 +60,7 @@ def _ns(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * NANOSECONDS)
 
 
-def next_step(policy: Policy, kept: Kept) -> tuple[Step, int] | None:
+def next_step(policy: RetentionTimes, kept: UpkeepProgress) -> tuple[Step, int] | None:
     """What is to be done next, and when (nanoseconds); None where nothing ever is.
 
     A deletion that has begun is ended whatever the policy says by then, unless the run is held.

@@ -21,11 +21,11 @@ from watchstep.store.store import Store
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.limits import lift
-from watchstep_services.db.models import Action, Project, Run, Segment, Upkeep
+from watchstep_services.db.models import ActionRow, Project, RunRow, Segment, Upkeep
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.evaluation.baselines import summarize
 from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
-from watchstep_services.retention.policy import Kept, Step, next_step, policy_of, purge_groups
+from watchstep_services.retention.policy import Step, UpkeepProgress, next_step, policy_of, purge_groups
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import ENDED, advance_run
 from watchstep_services.service.context import Service
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Held:
+class UpkeepClaim:
     """A run that this process keeps for now, and the step that is due."""
 
     run_id: int
@@ -102,10 +102,10 @@ def _enter_ended(service: Service) -> None:
     """Give each run that ended, or ended once more, its place here."""
     with service.database.read() as session:
         fresh = session.execute(
-            select(Run.id, Run.ended_ns)
-            .outerjoin(Upkeep, Upkeep.run_id == Run.id)
-            .where(Run.state.in_(_OVER), Run.ended_ns.is_not(None))
-            .where(or_(Upkeep.run_id.is_(None), Upkeep.ended_ns != Run.ended_ns))
+            select(RunRow.id, RunRow.ended_ns)
+            .outerjoin(Upkeep, Upkeep.run_id == RunRow.id)
+            .where(RunRow.state.in_(_OVER), RunRow.ended_ns.is_not(None))
+            .where(or_(Upkeep.run_id.is_(None), Upkeep.ended_ns != RunRow.ended_ns))
             .limit(1000)
         ).all()
     for run_id, ended in fresh:
@@ -121,12 +121,12 @@ def _enter_ended(service: Service) -> None:
                 session.execute(update(Upkeep).where(Upkeep.run_id == run_id).values(**reset))
 
 
-def _claim(service: Service, busy: Collection[str]) -> Held | None:
+def _claim(service: Service, busy: Collection[str]) -> UpkeepClaim | None:
     """The next run with something due, of no busy project; those with nothing due now are put off until they have."""
     due_now = (
         select(Upkeep)
-        .join(Run, Run.id == Upkeep.run_id)
-        .where(Upkeep.next_ns <= now_ns(), Upkeep.lease_until_ns <= now_ns(), Run.project.not_in(busy))
+        .join(RunRow, RunRow.id == Upkeep.run_id)
+        .where(Upkeep.next_ns <= now_ns(), Upkeep.lease_until_ns <= now_ns(), RunRow.project.not_in(busy))
         .order_by(Upkeep.next_ns, Upkeep.run_id)
         .limit(1)
         .with_for_update(of=Upkeep, skip_locked=True)
@@ -136,7 +136,7 @@ def _claim(service: Service, busy: Collection[str]) -> Held | None:
             row = session.execute(due_now).scalar_one_or_none()
             if row is None:
                 return None
-            run, now = session.get_one(Run, row.run_id), read_clock(session)
+            run, now = session.get_one(RunRow, row.run_id), read_clock(session)
             due = next_step(policy_of(session, service.settings, run.project), _kept(row))
             if run.state not in _OVER:
                 row.next_ns, row.deleting = _NEVER, False  # it goes on: its next end brings it back
@@ -151,11 +151,11 @@ def _claim(service: Service, busy: Collection[str]) -> Held | None:
                 row.claims += 1
                 row.lease_until_ns = now + _LEASE_NS
                 row.deleting = row.deleting or due[0] == "delete_run"
-                return Held(run.id, run.project, run.run, row.claims, due[0], row.ended_ns)
+                return UpkeepClaim(run.id, run.project, run.run, row.claims, due[0], row.ended_ns)
 
 
-def _kept(row: Upkeep) -> Kept:
-    return Kept(
+def _kept(row: Upkeep) -> UpkeepProgress:
+    return UpkeepProgress(
         row.ended_ns,
         row.compacted_ns,
         row.originals_gone_ns,
@@ -166,14 +166,14 @@ def _kept(row: Upkeep) -> Kept:
     )
 
 
-def _do(service: Service, held: Held) -> None:
+def _do(service: Service, held: UpkeepClaim) -> None:
     run_store = _store(service, held)
     if held.step == "delete_run":
         if not _is_still_over(service, held):
             return
         deleted = delete_objects(run_store)
         with service.database.write() as session:
-            run = session.get(Run, held.run_id, with_for_update=True)
+            run = session.get(RunRow, held.run_id, with_for_update=True)
             if _mine(session, held) is not None and run is not None and run.state in _OVER:
                 lift(session)  # of a run that has ended: nobody else waits for its rows
                 delete_rows(session, held.run_id)
@@ -206,14 +206,14 @@ def _do(service: Service, held: Held) -> None:
 
 def is_being_stopped(session: Session, run_id: int) -> bool:
     """Whether a stop is on its way: what it has written would be lost, and a program that begins anew would not be stopped."""
-    pending = select(Action.id).filter_by(run_id=run_id, kind="stop", state="pending").limit(1)
+    pending = select(ActionRow.id).filter_by(run_id=run_id, kind="stop", state="pending").limit(1)
     return session.execute(pending).first() is not None
 
 
-def _is_over(service: Service, held: Held) -> bool:
+def _is_over(service: Service, held: UpkeepClaim) -> bool:
     """Whether the run is still over. One that has begun anew since it was claimed is let be."""
     with service.database.write() as session:
-        run, row = session.get(Run, held.run_id, with_for_update=True), _mine(session, held)
+        run, row = session.get(RunRow, held.run_id, with_for_update=True), _mine(session, held)
         if run is not None and run.state in _OVER:
             return row is not None
         if row is not None:
@@ -221,7 +221,7 @@ def _is_over(service: Service, held: Held) -> bool:
     return False
 
 
-def _is_still_over(service: Service, held: Held) -> bool:
+def _is_still_over(service: Service, held: UpkeepClaim) -> bool:
     """List a run before anything of it is deleted for good: an attempt may have begun anew that nobody announced.
 
     Returns:
@@ -232,7 +232,7 @@ def _is_still_over(service: Service, held: Held) -> bool:
     """
     found = discover(service, held.run_id)
     with service.database.read() as session:
-        now, run = read_clock(session), session.get_one(Run, held.run_id)
+        now, run = read_clock(session), session.get_one(RunRow, held.run_id)
         begun = run.attempt != run.state_attempt
         waiting = session.execute(
             select(Segment.id)
@@ -260,7 +260,7 @@ _DONE = {
 }
 
 
-def _is_read(service: Service, held: Held) -> bool:
+def _is_read(service: Service, held: UpkeepClaim) -> bool:
     """Whether there is something to summarize or to compact.
 
     The run is listed: a segment that nobody announced and no look has found yet would be written anew and deleted unjudged.
@@ -280,7 +280,7 @@ def _is_read(service: Service, held: Held) -> bool:
     return "read" in states
 
 
-def _judged(service: Service, held: Held) -> Callable[[SegmentKey], bool]:
+def _judged(service: Service, held: UpkeepClaim) -> Callable[[SegmentKey], bool]:
     """Whether a segment was judged. One that came since the run was listed was not, though a compaction may have read it."""
     with service.database.read() as session:
         rows = session.execute(
@@ -292,13 +292,13 @@ def _judged(service: Service, held: Held) -> Callable[[SegmentKey], bool]:
     return lambda key: (key.writer, key.seq) in judged
 
 
-def _store(service: Service, held: Held) -> Store:
+def _store(service: Service, held: UpkeepClaim) -> Store:
     with service.database.read() as session:
         place = session.get_one(Project, held.project).place
     return service.stores.of_run(place, held.run)
 
 
-def _failed(service: Service, held: Held, problem: str) -> None:
+def _failed(service: Service, held: UpkeepClaim, problem: str) -> None:
     with service.database.write() as session:
         row = _mine(session, held)
         if row is not None:
@@ -312,7 +312,7 @@ def _put_off(row: Upkeep, problem: str, now: int) -> None:
     row.next_ns = now + min(_LONGEST_NS, _AGAIN_NS * 2 ** min(row.tries, 20))
 
 
-def _mine(session: Session, held: Held) -> Any:
+def _mine(session: Session, held: UpkeepClaim) -> Any:
     """The run's row, unless another process has taken the run since."""
     row = session.get(Upkeep, held.run_id, with_for_update=True)
     return row if row is not None and row.claims == held.claims else None

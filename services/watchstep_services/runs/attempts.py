@@ -14,7 +14,7 @@ from watchstep.format.documents import AttemptDocument, EndDocument
 from watchstep.store.store import Store
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Attempt, Run
+from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.runs.claim import Claim, lock_run
 
 MOST_RANKS = 16_384
@@ -46,7 +46,7 @@ def ensure(session: Session, run_id: int, attempt: str) -> Attempt:
             sealed=-1, largest=-1, writers={}, ends={}, context=[],
         )  # fmt: skip
         session.add(row)
-        session.get_one(Run, run_id).attempt = attempt
+        session.get_one(RunRow, run_id).attempt = attempt
         session.flush()
     return row
 
@@ -61,7 +61,7 @@ def describe(row: Attempt, document: AttemptDocument, now_ns: int) -> None:
     row.started_ns = min(int(document.started_ns), now_ns)
 
 
-def found(session: Session, run: Run, document: AttemptDocument) -> None:
+def found(session: Session, run: RunRow, document: AttemptDocument) -> None:
     """Take over an attempt's document that lies on the store.
 
     What a process that is long gone left on its disk may be uploaded while a later attempt goes on: that one stays the

@@ -13,10 +13,10 @@ from sqlalchemy.orm import Session
 
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import NANOSECONDS
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Project, ProjectStore, Run, StoreRow
+from watchstep_services.db.models import Project, ProjectStore, RunRow, StoreRow
 from watchstep_services.db.records import RUNS
 
 MESSAGE_NS = 5 * NANOSECONDS
@@ -99,7 +99,7 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         if run is None:
             return None
         held = run if at_once else connection.execute(_PLACE, {"project": run.project}).one()
-    registration = Registration(held.url, held.role_arn, held.external_id, held.region, held.endpoint)
+    registration = StoreRegistration(held.url, held.role_arn, held.external_id, held.region, held.endpoint)
     return Claim(
         run_id=run.id,
         project=run.project,
@@ -131,17 +131,17 @@ def clock_of(row: Any) -> int:
 
 # Made once: every evaluation begins with these.
 _ANY = (
-    update(Run)
-    .where(Run.lease_until_ns <= now_ns())
+    update(RunRow)
+    .where(RunRow.lease_until_ns <= now_ns())
     .values(
-        epoch=Run.epoch + 1,
+        epoch=RunRow.epoch + 1,
         lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()),
         # A commit and a release set the lease to 0: a lease that is merely over was left by a process that ended.
-        unfinished_claims=case((Run.lease_until_ns > 0, Run.unfinished_claims + 1), else_=Run.unfinished_claims),
+        unfinished_claims=case((RunRow.lease_until_ns > 0, RunRow.unfinished_claims + 1), else_=RunRow.unfinished_claims),
     )
     .returning(
-        Run.id, Run.project, Run.run, Run.epoch, Run.cursor, Run.journal, Run.ticks, Run.hints, Run.state, Run.attempt,
-        Run.unfinished_claims, Run.reading, now_ns().label("now_ns"),
+        RunRow.id, RunRow.project, RunRow.run, RunRow.epoch, RunRow.cursor, RunRow.journal, RunRow.ticks, RunRow.hints, RunRow.state, RunRow.attempt,
+        RunRow.unfinished_claims, RunRow.reading, now_ns().label("now_ns"),
     )
     .execution_options(synchronize_session=False)
 )  # fmt: skip
@@ -158,32 +158,35 @@ _PLACE = (
 
 def _both(statement: Any) -> tuple[Any, Any]:
     """A claim by itself, and one that gives the project's place as well."""
-    joined = statement.where(ProjectStore.project == Run.project, StoreRow.id == ProjectStore.store_id)
+    joined = statement.where(ProjectStore.project == RunRow.project, StoreRow.id == ProjectStore.store_id)
     return statement, joined.returning(*_PLACED)
 
 
-_CLAIM = _both(_ANY.where(Run.id == bindparam("run_id")))
+_CLAIM = _both(_ANY.where(RunRow.id == bindparam("run_id")))
 _NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
-_MINE = Run.holder.in_(["", bindparam("worker")])
-_LEFT = Run.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
-_URGENT = Run.urgent_ns > _NOW - URGENT_NS
+_MINE = RunRow.holder.in_(["", bindparam("worker")])
+_LEFT = RunRow.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
+_URGENT = RunRow.urgent_ns > _NOW - URGENT_NS
 _DEFERRED_UNTIL = (
-    select(Project.deferred_until_ns).where(Project.name == Run.project).correlate(Run).scalar_subquery()
+    select(Project.deferred_until_ns)
+    .where(Project.name == RunRow.project)
+    .correlate(RunRow)
+    .scalar_subquery()
 )
 _LONGEST_DUE = (
-    select(Run.id)
+    select(RunRow.id)
     .where(
-        Run.due_ns <= _NOW,
-        Run.lease_until_ns <= _NOW,
+        RunRow.due_ns <= _NOW,
+        RunRow.lease_until_ns <= _NOW,
         or_(
-            Run.id == bindparam("asked_id"),
+            RunRow.id == bindparam("asked_id"),
             _MINE,
-            Run.due_ns <= _NOW - MESSAGE_NS,
+            RunRow.due_ns <= _NOW - MESSAGE_NS,
         ),
     )
     # To read earlier rows again costs more than ten evaluations: where all wait, workers keep to what they hold.
     .order_by(
-        Run.due_ns
+        RunRow.due_ns
         + case((or_(_MINE, _LEFT), 0), else_=KEPT_NS)
         - case((_URGENT, AHEAD_NS), else_=0)
         + case((_DEFERRED_UNTIL > _NOW, _DEFERRED_UNTIL - _NOW), else_=0)
@@ -193,7 +196,7 @@ _LONGEST_DUE = (
     .with_for_update(skip_locked=True)
     .scalar_subquery()
 )
-_CLAIM_LONGEST_DUE = _both(_ANY.where(Run.id == _LONGEST_DUE))
+_CLAIM_LONGEST_DUE = _both(_ANY.where(RunRow.id == _LONGEST_DUE))
 
 
 def renew(database: Database, held: Claim, lease_ns: int) -> bool:
@@ -201,8 +204,8 @@ def renew(database: Database, held: Claim, lease_ns: int) -> bool:
     with database.once() as session:
         return _changed(
             session.execute(
-                update(Run)
-                .where(Run.id == held.run_id, Run.epoch == held.epoch)
+                update(RunRow)
+                .where(RunRow.id == held.run_id, RunRow.epoch == held.epoch)
                 .values(lease_until_ns=now_ns() + lease_ns)
                 .execution_options(synchronize_session=False)
             )
@@ -265,7 +268,7 @@ class FencedError(Exception):
     """Another worker has taken the run: whatever was found out is discarded."""
 
 
-def lock_run(session: Session, run_id: int, held: Claim | None) -> Run:
+def lock_run(session: Session, run_id: int, held: Claim | None) -> RunRow:
     """Lock a run's row until the transaction ends, so that nobody takes the run meanwhile.
 
     Args:
@@ -276,14 +279,14 @@ def lock_run(session: Session, run_id: int, held: Claim | None) -> Run:
     Raises:
         FencedError: another worker has taken the run.
     """
-    run = session.get_one(Run, run_id, with_for_update=True)
+    run = session.get_one(RunRow, run_id, with_for_update=True)
     if held is not None and run.epoch != held.epoch:
         raise FencedError
     return run
 
 
 @dataclass(frozen=True)
-class Place:
+class EventContext:
     """A run's attempt at a moment.
 
     Attributes:
@@ -305,7 +308,7 @@ class Place:
     now_ns: int
 
     @classmethod
-    def of(cls, base_url: str, held: Claim, attempt: str, now_ns: int) -> Place:
+    def of(cls, base_url: str, held: Claim, attempt: str, now_ns: int) -> EventContext:
         """That of an evaluation."""
         return cls(base_url, held.run_id, held.project, held.run, held.place.location, attempt, now_ns)
 

@@ -15,10 +15,10 @@ from sqlalchemy.orm import Session
 from watchstep.format.control import ControlDocument, SnapshotRequest
 from watchstep.format.layout import CONTROL_DOCUMENT
 from watchstep.store.store import Store
-from watchstep_services.core.due_action import DueAction, Tried
+from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.events import make_event
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Project, Run
+from watchstep_services.db.models import Project, RunRow
 from watchstep_services.db.records import add_action, add_event
 from watchstep_services.runs.audit import Subject, note
 from watchstep_services.service.context import Service
@@ -34,7 +34,7 @@ def change(
     session: Session, run_id: int, changed: Callable[[ControlDocument], ControlDocument]
 ) -> ControlDocument:
     """Change a run's document, within a transaction; of several at once each sees what the one before it left."""
-    run = session.get_one(Run, run_id, with_for_update=True)
+    run = session.get_one(RunRow, run_id, with_for_update=True)
     before = ControlDocument.from_data(run.control)
     after = changed(before)
     if after.version != before.version:
@@ -76,7 +76,7 @@ def allow_restart(session: Session, base_url: str, run_id: int, allowing: Allowi
     Returns:
         The id of the action that tells the store; None where they may start already.
     """
-    run = session.get_one(Run, run_id, with_for_update=True)
+    run = session.get_one(RunRow, run_id, with_for_update=True)
     before = ControlDocument.from_data(run.control)
     if not before.tombstone or (allowing.attempt and before.admitted == allowing.attempt):
         return None
@@ -112,7 +112,7 @@ def mirror(service: Service, run_id: int, run_store: Store) -> ControlDocument:
         written = newest
 
 
-def try_mirror(service: Service, due: DueAction) -> Tried:
+def try_mirror(service: Service, due: DueAction) -> AttemptResult:
     """An outbox action of kind `MIRROR`.
 
     Raises:
@@ -120,16 +120,18 @@ def try_mirror(service: Service, due: DueAction) -> Tried:
     """
     with service.database.read() as session:
         run, project = session.execute(
-            select(Run, Project).join(Project, Project.name == Run.project).where(Run.id == due.run_id)
+            select(RunRow, Project)
+            .join(Project, Project.name == RunRow.project)
+            .where(RunRow.id == due.run_id)
         ).one()
     place = project.place
     run_store = service.stores.of_run(place, run.run)
     written = service.patience.ask_now(
         place.registration, lambda: mirror(service, due.run_id, run_store), _MIRROR_SECONDS
     )
-    return Tried("done", f"version {written.version} is on the store")
+    return AttemptResult("done", f"version {written.version} is on the store")
 
 
 def _document(service: Service, run_id: int) -> ControlDocument:
     with service.database.read() as session:
-        return ControlDocument.from_data(session.get_one(Run, run_id).control)
+        return ControlDocument.from_data(session.get_one(RunRow, run_id).control)

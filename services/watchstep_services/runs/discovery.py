@@ -16,12 +16,12 @@ from watchstep.errors import FormatError
 from watchstep.format import documents, layout
 from watchstep.format.documents import AttemptDocument, EndDocument
 from watchstep.format.layout import SegmentKey
-from watchstep.store.store import Entry, Store
+from watchstep.store.store import ObjectEntry, Store
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Attempt, Project, Run, Segment
+from watchstep_services.db.models import Attempt, Project, RunRow, Segment
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import Claim, lock_run
@@ -105,7 +105,7 @@ def discover(
     """
     began = time.monotonic()
     with service.database.read() as session:
-        run = session.get_one(Run, run_id)
+        run = session.get_one(RunRow, run_id)
         place = session.get_one(Project, run.project).place
         known = _known(service, run_id)
     run_store = service.stores.of_run(place, run.run)
@@ -163,7 +163,7 @@ class _Documents:
     left: int = field(default_factory=lambda: _DOCUMENT_BYTES)
 
     def read(
-        self, kind: type[_Document], entry: Entry, key_of: Callable[[_Document], str]
+        self, kind: type[_Document], entry: ObjectEntry, key_of: Callable[[_Document], str]
     ) -> _Document | None:
         """A document whose content belongs to its key; None where it is damaged, or this listing has read enough."""
         problem = self.refused.get(self.run_id, entry.key, entry.size)
@@ -305,7 +305,7 @@ def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
         yield portion
 
 
-def _forget_bogus(session: Session, run: Run, before_ns: int, found: _Found, *, claimed: bool) -> int:
+def _forget_bogus(session: Session, run: RunRow, before_ns: int, found: _Found, *, claimed: bool) -> int:
     """Forget announcements, as old as that, of segments that the listing did not find; returns how many."""
     announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
     bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in found.segments]

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep_rules.config.rule_config import RuleConfig, StopAction
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import ProjectRule, RuleConfigRow, Run, StopGrant
+from watchstep_services.db.models import ProjectRule, RuleConfigRow, RunRow, StopGrant
 from watchstep_services.runs.audit import Subject, note
 
 _MOST_CONFIGS = 1000
@@ -140,11 +140,11 @@ def configs_called(session: Session, project: str, name: str, run: str = "") -> 
     """
     rows = session.execute(
         select(RuleConfigRow.data)
-        .join(Run, Run.id == RuleConfigRow.run_id)
+        .join(RunRow, RunRow.id == RuleConfigRow.run_id)
         .where(
-            Run.project == project, RuleConfigRow.name == name, ~RuleConfigRow.origin.startswith("retired")
+            RunRow.project == project, RuleConfigRow.name == name, ~RuleConfigRow.origin.startswith("retired")
         )
-        .where(Run.run == run if run else Run.run != "")
+        .where(RunRow.run == run if run else RunRow.run != "")
         .order_by(RuleConfigRow.id.desc())
         .limit(_MOST_CONFIGS)
     ).scalars()

@@ -19,14 +19,14 @@ from watchstep_services.core.events import make_event
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Action, Attempt, Job, Run, Segment
+from watchstep_services.db.models import ActionRow, Attempt, BoundJobRow, RunRow, Segment
 from watchstep_services.db.records import add_event
-from watchstep_services.runs.claim import Place
+from watchstep_services.runs.claim import EventContext
 from watchstep_services.runs.discovery import UNLISTED
 from watchstep_services.runs.rule_health import tell_silent
 from watchstep_services.runs.stop_requests import KILLED, TERMINATED, stop_key
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.jobs import Bound, bound_job, launch_of
+from watchstep_services.tenancy.jobs import BoundJob, bound_job, launch_of
 
 RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
 ENDED = ("completed", "failed", "stopped")
@@ -116,17 +116,17 @@ def _ending(facts: Facts) -> RunState:
 def advance_run(service: Service, run_id: int) -> RunState:
     """Bring a run's state up to date, with events on its start and end; returns the state."""
     with service.database.read() as session:
-        run = session.get_one(Run, run_id)
+        run = session.get_one(RunRow, run_id)
         asked = run.attempt
         found = bound_job(session, run_id, asked)
     bound = None if found is None else found.row
     status = None if found is None else _job_status(service, run.project, found)
     with service.database.write() as session:
         now = read_clock(session)
-        run = session.get_one(Run, run_id, with_for_update=True)
+        run = session.get_one(RunRow, run_id, with_for_update=True)
         gone_for = 0
         if bound is not None and asked == run.attempt and status is not None:
-            job = session.get_one(Job, bound.id)
+            job = session.get_one(BoundJobRow, bound.id)
             job.state, job.exit_code = status.state, status.exit_code
             if status.is_over and job.gone_ns is None:
                 job.gone_ns = now
@@ -154,7 +154,7 @@ def start_run(service: Service, session: Session, run_id: int, now: int) -> None
         run_id: the run.
         now: the database's time, in nanoseconds.
     """
-    run = session.get_one(Run, run_id)
+    run = session.get_one(RunRow, run_id)
     _end_replaced(service, session, run, now)
     found = bound_job(session, run_id, run.attempt)
     status, gone_for = _status_of(found), 0
@@ -165,7 +165,7 @@ def start_run(service: Service, session: Session, run_id: int, now: int) -> None
         _change(service, run, state, now, session)
 
 
-def _end_replaced(service: Service, session: Session, run: Run, now: int) -> None:
+def _end_replaced(service: Service, session: Session, run: RunRow, now: int) -> None:
     """Publish the end of the attempt that ran, where an attempt of another launch has replaced it before its end was published.
 
     A restart inside one launch (``a1`` and ``a1-r1``) is no end of the launch, and nothing is published.
@@ -183,13 +183,13 @@ def _end_replaced(service: Service, session: Session, run: Run, now: int) -> Non
     run.state, run.ended_ns = "created", None
 
 
-def _status_of(bound: Bound | None) -> JobStatus | None:
+def _status_of(bound: BoundJob | None) -> JobStatus | None:
     """How an attempt's job was when it was last looked at; None without one."""
     return None if bound is None else JobStatus(cast("JobState", bound.row.state), bound.row.exit_code)
 
 
 def _state_of(
-    service: Service, session: Session, run: Run, status: JobStatus | None, gone_for: int, now: int
+    service: Service, session: Session, run: RunRow, status: JobStatus | None, gone_for: int, now: int
 ) -> RunState:
     """Where a run stands by what the database says, and a job's status."""
     facts = _facts_of(session, (run, run.attempt), status, gone_for, now)
@@ -199,7 +199,7 @@ def _state_of(
 
 
 def _facts_of(
-    session: Session, of: tuple[Run, str], status: JobStatus | None, gone_for: int, now: int
+    session: Session, of: tuple[RunRow, str], status: JobStatus | None, gone_for: int, now: int
 ) -> Facts:
     """What the database says of an attempt of a run, with its job's status."""
     run, name = of
@@ -207,7 +207,9 @@ def _facts_of(
     unread = session.execute(
         select(func.count()).select_from(Segment).filter_by(run_id=run.id, state="announced")
     ).scalar_one()
-    stop = session.execute(select(Action).where(Action.key == stop_key(run.id, name))).scalar_one_or_none()
+    stop = session.execute(
+        select(ActionRow).where(ActionRow.key == stop_key(run.id, name))
+    ).scalar_one_or_none()
     return Facts(
         heard=attempt is not None and attempt.largest >= 0,
         world_size=max(1, attempt.world_size if attempt else 1),
@@ -222,7 +224,7 @@ def _facts_of(
     )
 
 
-def _ended_job(stop: Action, status: JobStatus | None) -> bool:
+def _ended_job(stop: ActionRow, status: JobStatus | None) -> bool:
     """Whether a stop that is done ended the job, and the job did not end by itself meanwhile.
 
     A service that dies between its signal and the commit of the stage leaves the signal as the only evidence.
@@ -231,7 +233,7 @@ def _ended_job(stop: Action, status: JobStatus | None) -> bool:
     return stop.stage in (TERMINATED, KILLED) or by_signal
 
 
-def _job_status(service: Service, project: str, bound: Bound) -> JobStatus:
+def _job_status(service: Service, project: str, bound: BoundJob) -> JobStatus:
     """How a job is. A backend that takes long is not waited for: an evaluation waits here, and others behind it."""
     if bound.row.state in OVER:
         return JobStatus(cast("JobState", bound.row.state), bound.row.exit_code)
@@ -261,7 +263,7 @@ def _job_status(service: Service, project: str, bound: Bound) -> JobStatus:
         return JobStatus("unknown", detail=error.what)
 
 
-def _change(service: Service, run: Run, state: RunState, now: int, session: Session) -> None:
+def _change(service: Service, run: RunRow, state: RunState, now: int, session: Session) -> None:
     before = run.state
     if state == before:
         return
@@ -280,5 +282,5 @@ def _change(service: Service, run: Run, state: RunState, now: int, session: Sess
     elif run.ended_ns is not None:
         add_event(session, run.id, make_event("watchstep.run.ended", service.base_url, named, now, data), now)
     if state in ENDED and run.attempt:
-        place = Place(service.base_url, run.id, run.project, run.run, "", run.attempt, now)
+        place = EventContext(service.base_url, run.id, run.project, run.run, "", run.attempt, now)
         tell_silent(session, place)

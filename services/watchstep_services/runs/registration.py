@@ -38,7 +38,7 @@ from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.limits import is_of_all
-from watchstep_services.db.models import Job, Project, Run
+from watchstep_services.db.models import BoundJobRow, Project, RunRow
 from watchstep_services.db.records import hint
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.runs import attempts, rule_configs
@@ -169,10 +169,10 @@ def register(
             "health": {}, "created_ns": now, "heard_ns": now, "listed_ns": 0, "hints": 0,
             "registered_by": registered_by,
         }  # fmt: skip
-        insert_missing(session, Run, values)
-        row = session.execute(select(Run).filter_by(project=project, run=run)).scalar_one()
+        insert_missing(session, RunRow, values)
+        row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one()
         rule_configs.put_all(session, row, service.owner_rules, asked, origin)
-        session.execute(update(Run).where(Run.id == row.id).values(listed_ns=0, look_ns=0, quiet_ns=0))
+        session.execute(update(RunRow).where(RunRow.id == row.id).values(listed_ns=0, look_ns=0, quiet_ns=0))
         return row.id
 
 
@@ -203,7 +203,7 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
     """
     layout.check_name("attempt", attempt)
     with service.database.write() as session:
-        project = open_project(session, session.get_one(Run, run_id).project)
+        project = open_project(session, session.get_one(RunRow, run_id).project)
         if service.owner_backends is not None:
             allow_owned(session, project.name, service.owner_backends, job.backend)
         registered = allowed_backend(session, project.name, job.backend)
@@ -218,8 +218,10 @@ def bind_job(service: Service, run_id: int, attempt: str, job: JobHandle, bound_
             "run_id": run_id, "attempt": attempt, "backend": job.backend, "job_id": job.id,
             "identity": identity, "bound_by": bound_by, "state": "running",
         }  # fmt: skip
-        if not insert_missing(session, Job, values):
-            bound = session.execute(select(Job).filter_by(run_id=run_id, attempt=attempt)).scalar_one()
+        if not insert_missing(session, BoundJobRow, values):
+            bound = session.execute(
+                select(BoundJobRow).filter_by(run_id=run_id, attempt=attempt)
+            ).scalar_one()
             if (bound.backend, bound.job_id, bound.identity) != (job.backend, job.id, identity):
                 raise ConfigError(
                     f"attempt {attempt!r} is bound to job {bound.backend}:{bound.job_id}",
@@ -372,11 +374,11 @@ def _look_at_begun(service: Service, store: Store, project: str, names: Sequence
         if changed != before and (before is not None or changed > recently):
             begun.append(name)
     for start in range(0, len(begun), _NAMES_AT_ONCE):
-        chosen = (Run.project == project, Run.run.in_(begun[start : start + _NAMES_AT_ONCE]))
+        chosen = (RunRow.project == project, RunRow.run.in_(begun[start : start + _NAMES_AT_ONCE]))
         with service.database.write() as session:
             session.execute(
-                update(Run)
-                .where(*chosen, Run.state.in_((*ENDED, "lost")))
+                update(RunRow)
+                .where(*chosen, RunRow.state.in_((*ENDED, "lost")))
                 .values(look_ns=0, listed_ns=0)
                 .execution_options(synchronize_session=False)
             )
@@ -388,7 +390,7 @@ def _not_known(service: Service, project: str, names: Iterable[str]) -> list[str
     for start in range(0, len(fresh), _NAMES_AT_ONCE):
         asked = fresh[start : start + _NAMES_AT_ONCE]
         with service.database.read() as session:
-            rows = session.execute(select(Run.run).where(Run.project == project, Run.run.in_(asked)))
+            rows = session.execute(select(RunRow.run).where(RunRow.project == project, RunRow.run.in_(asked)))
             service.known.update((project, name) for name in rows.scalars())
     return [name for name in fresh if (project, name) not in service.known]
 
@@ -492,7 +494,7 @@ def _registered(service: Service, project: str, run: str, document: RunDocument 
     if problem:
         _log.warning("%s", problem)
         with service.database.write() as session:
-            row = session.get_one(Run, run_id)
+            row = session.get_one(RunRow, run_id)
             row.health = {**row.health, "run_document": problem.replace("\0", "\ufffd")[:500]}
     return run_id
 

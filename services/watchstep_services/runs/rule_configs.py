@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Memory, ProjectRule, RuleConfigRow, Run
+from watchstep_services.db.models import ProjectRule, RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.db.records import hint
 from watchstep_services.runs.lifecycle import ENDED
 
@@ -32,7 +32,7 @@ OVERRIDDEN = "retired-recorder"
 
 
 def put_all(
-    session: Session, run: Run, owners: Sequence[RuleConfig], asked: Sequence[RuleConfig], origin: Origin
+    session: Session, run: RunRow, owners: Sequence[RuleConfig], asked: Sequence[RuleConfig], origin: Origin
 ) -> None:
     """Give a run the owner's rule configs, its project's, and those that are asked for.
 
@@ -64,10 +64,10 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
     A service that starts with another rule file, or with none, judges and stops by that file alone.
     """
     with database.read() as session:
-        run_ids = list(session.execute(select(Run.id).where(Run.state.not_in(ENDED))).scalars())
+        run_ids = list(session.execute(select(RunRow.id).where(RunRow.state.not_in(ENDED))).scalars())
     for run_id in run_ids:
         with database.write() as session:
-            run = session.get_one(Run, run_id)
+            run = session.get_one(RunRow, run_id)
             held = _held(session, run)
             before = {name: row.data for name, row in held.items()}
             _put_owners(session, run, owners, held)
@@ -75,19 +75,19 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
                 _fence(session, run)
 
 
-def put_one(session: Session, run: Run, config: RuleConfig) -> None:
+def put_one(session: Session, run: RunRow, config: RuleConfig) -> None:
     """An operator's rule config for one run, which judges from the next rows on; an evaluation under way begins anew."""
     _put(session, run, "operator", config, _held(session, run))
     _fence(session, run)
 
 
-def remove(session: Session, run: Run, row: RuleConfigRow) -> None:
+def remove(session: Session, run: RunRow, row: RuleConfigRow) -> None:
     """Take a rule config out of use for one run; what it found stays."""
     _retire(row)
     _fence(session, run)
 
 
-def in_force(session: Session, run: Run, name: str) -> RuleConfigRow | None:
+def in_force(session: Session, run: RunRow, name: str) -> RuleConfigRow | None:
     """The rule config of a name that judges a run: the operator's before the project's, the owner's and a recorder's."""
     rows = {kind: row for (kind, held), row in _held(session, run).items() if held == name}
     return next(
@@ -109,12 +109,12 @@ def of_project(session: Session, project: str) -> list[RuleConfig]:
     return found
 
 
-def _held(session: Session, run: Run) -> _Held:
+def _held(session: Session, run: RunRow) -> _Held:
     rows = session.execute(select(RuleConfigRow).filter_by(run_id=run.id)).scalars()
     return {(row.origin, row.name): row for row in rows}
 
 
-def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _Held) -> None:
+def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, held: _Held) -> None:
     if any((stronger, config.name) in held for stronger in _REPLACED_BY[origin]):
         if origin == "recorder":
             _put_overridden(session, run, config, held)
@@ -135,7 +135,7 @@ def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _
     elif known.data != data:
         known.data, known.rule, known.granted_stop = data, config.rule, stops
         # What it remembers was gathered under other parameters.
-        session.execute(delete(Memory).where(Memory.config_id == known.id))
+        session.execute(delete(RuleStateRow).where(RuleStateRow.config_id == known.id))
     for weaker, stronger in _REPLACED_BY.items():
         if origin in stronger and (weaker, config.name) in held:
             row = held.pop((weaker, config.name))
@@ -146,7 +146,7 @@ def _put(session: Session, run: Run, origin: Origin, config: RuleConfig, held: _
                 _retire(row)
 
 
-def _put_owners(session: Session, run: Run, owners: Sequence[RuleConfig], held: _Held) -> None:
+def _put_owners(session: Session, run: RunRow, owners: Sequence[RuleConfig], held: _Held) -> None:
     for config in owners:
         _put(session, run, "owner", config, held)
     names = {config.name for config in owners}
@@ -154,7 +154,7 @@ def _put_owners(session: Session, run: Run, owners: Sequence[RuleConfig], held: 
         _retire(held.pop((origin, name)))
 
 
-def _put_overridden(session: Session, run: Run, config: RuleConfig, held: _Held) -> None:
+def _put_overridden(session: Session, run: RunRow, config: RuleConfig, held: _Held) -> None:
     row = held.get((OVERRIDDEN, config.name))
     if row is None:
         row = RuleConfigRow(run_id=run.id, origin=OVERRIDDEN, name=config.name, granted_stop=False)
@@ -174,8 +174,10 @@ def _retire(row: RuleConfigRow) -> None:
     row.data = {**row.data, "actions": []}
 
 
-def _fence(session: Session, run: Run) -> None:
+def _fence(session: Session, run: RunRow) -> None:
     """Have an evaluation that began under other rules write nothing; the next one comes at once."""
     session.flush()
-    session.execute(update(Run).where(Run.id == run.id).values(epoch=Run.epoch + 1, lease_until_ns=0))
+    session.execute(
+        update(RunRow).where(RunRow.id == run.id).values(epoch=RunRow.epoch + 1, lease_until_ns=0)
+    )
     hint(session, run.id)

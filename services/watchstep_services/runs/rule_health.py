@@ -14,24 +14,26 @@ from sqlalchemy.orm import Session
 
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.judge import Health, RuleMemory
+from watchstep_rules.engine.judge import RuleHealth, RuleMemory
 from watchstep_services.core.events import EventType, make_event
-from watchstep_services.db.models import Memory, RuleConfigRow, Run
+from watchstep_services.db.models import RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.db.records import add_event
-from watchstep_services.runs.claim import Place
+from watchstep_services.runs.claim import EventContext
 from watchstep_services.service.judging import Judged, load_config
 
 NO_DATA_STEPS = 1000
 """Steps that every worker has passed before a rule that judged none of them is told of."""
 
-_KINDS: dict[Health, EventType] = {
-    Health.OK: "watchstep.rule.ok",
-    Health.NO_DATA: "watchstep.rule.no_data",
-    Health.ERROR: "watchstep.rule.error",
+_KINDS: dict[RuleHealth, EventType] = {
+    RuleHealth.OK: "watchstep.rule.ok",
+    RuleHealth.NO_DATA: "watchstep.rule.no_data",
+    RuleHealth.ERROR: "watchstep.rule.error",
 }
 
 
-def tell_health(session: Session, place: Place, judged: Judged, kept: Memory, sealed: int) -> None:
+def tell_health(
+    session: Session, place: EventContext, judged: Judged, kept: RuleStateRow, sealed: int
+) -> None:
     """Publish that a rule came into error, judges nothing, or is well again; each once.
 
     Args:
@@ -44,9 +46,9 @@ def tell_health(session: Session, place: Place, judged: Judged, kept: Memory, se
     if not has_news(judged.config, judged.memory, kept.told_health, sealed):
         return
     health = judged.memory.health
-    if health is Health.ERROR:
+    if health is RuleHealth.ERROR:
         _tell(session, place, judged.row, judged.memory, kept)
-    elif health is Health.OK:
+    elif health is RuleHealth.OK:
         _tell(session, place, judged.row, judged.memory, kept)
         kept.told_health = ""
     else:
@@ -65,32 +67,32 @@ def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, sealed: i
         sealed: the last step that every worker has passed.
     """
     health = memory.health
-    if health is Health.ERROR:
-        return told != Health.ERROR.value
-    if health is Health.OK:
+    if health is RuleHealth.ERROR:
+        return told != RuleHealth.ERROR.value
+    if health is RuleHealth.OK:
         return bool(told)
     return not told and sealed >= NO_DATA_STEPS and _is_chosen(config)
 
 
-def tell_silent(session: Session, place: Place) -> None:
+def tell_silent(session: Session, place: EventContext) -> None:
     """Publish of a run that has ended which rules, of those that somebody chose, judged nothing of its last attempt."""
     rows = session.execute(
-        select(RuleConfigRow, Memory)
-        .join(Memory, Memory.config_id == RuleConfigRow.id)
+        select(RuleConfigRow, RuleStateRow)
+        .join(RuleStateRow, RuleStateRow.config_id == RuleConfigRow.id)
         .where(
             RuleConfigRow.run_id == place.run_id,
-            Memory.attempt == place.attempt,
-            Memory.told_health == "",
+            RuleStateRow.attempt == place.attempt,
+            RuleStateRow.told_health == "",
             ~RuleConfigRow.origin.startswith("retired"),
         )
         .order_by(RuleConfigRow.id)
     ).all()
     for row, kept in rows:
         loaded = load_config(row, kept.memory)
-        if loaded.memory.health is Health.NO_DATA and _is_chosen(loaded.config):
+        if loaded.memory.health is RuleHealth.NO_DATA and _is_chosen(loaded.config):
             if not _was_told(session, row.id):
                 _tell(session, place, row, loaded.memory, kept)
-            kept.told_health = Health.NO_DATA.value
+            kept.told_health = RuleHealth.NO_DATA.value
 
 
 def _is_chosen(config: RuleConfig | None) -> bool:
@@ -101,14 +103,18 @@ def _was_told(session: Session, config_id: int) -> bool:
     """Of another attempt: that the same rule has no data again is nothing new."""
     return (
         session.execute(
-            select(Memory.config_id).filter_by(config_id=config_id, told_health=Health.NO_DATA.value).limit(1)
+            select(RuleStateRow.config_id)
+            .filter_by(config_id=config_id, told_health=RuleHealth.NO_DATA.value)
+            .limit(1)
         ).first()
         is not None
     )
 
 
-def _tell(session: Session, place: Place, row: RuleConfigRow, memory: RuleMemory, kept: Memory) -> None:
-    last_step = session.get_one(Run, place.run_id).last_step
+def _tell(
+    session: Session, place: EventContext, row: RuleConfigRow, memory: RuleMemory, kept: RuleStateRow
+) -> None:
+    last_step = session.get_one(RunRow, place.run_id).last_step
     data: dict[str, Any] = {
         "attempt": place.attempt,
         "name": row.name,

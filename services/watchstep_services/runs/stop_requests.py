@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from watchstep_services.core.events import make_event
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Action, Run
+from watchstep_services.db.models import ActionRow, RunRow
 from watchstep_services.db.records import add_action, add_event
 from watchstep_services.runs.audit import Subject, note
 
@@ -29,7 +29,7 @@ INTENDED = {TERMINATING: TERMINATED, KILLING: KILLED}
 
 
 @dataclass(frozen=True)
-class Asked:
+class StopRequester:
     """Who asks for a stop, and what the audit log is to hold of it: by whose word, on which evidence."""
 
     who: str
@@ -47,7 +47,7 @@ def request_stop(
     run_id: int,
     attempt: str,
     because: tuple[str, str],
-    asked: Asked | None = None,
+    asked: StopRequester | None = None,
 ) -> int | None:
     """Put a stop into the outbox, with its event and a line in the audit log.
 
@@ -64,7 +64,7 @@ def request_stop(
         the stop could reach nothing, is asked anew: its job may have been bound since.
     """
     cause_id, reason = because
-    run = session.get_one(Run, run_id)
+    run = session.get_one(RunRow, run_id)
     now = read_clock(session)
     data = {"attempt": attempt, "reason": reason, "cause": cause_id}
     event = make_event("watchstep.stop.requested", base_url, (run.project, run.run), now, data)
@@ -84,10 +84,10 @@ def request_stop(
     return action
 
 
-def _again(session: Session, run: Run, attempt: str, cause: dict[str, Any]) -> int | None:
+def _again(session: Session, run: RunRow, attempt: str, cause: dict[str, Any]) -> int | None:
     """Take up a stop that came to nothing; None where it is on its way, did end the attempt, or there is nothing to stop."""
     row = session.execute(
-        select(Action).where(Action.key == stop_key(run.id, attempt)).with_for_update()
+        select(ActionRow).where(ActionRow.key == stop_key(run.id, attempt)).with_for_update()
     ).scalar_one()
     if not (_is_in_vain(row) and _goes_on(run, attempt)):
         return None
@@ -105,11 +105,11 @@ def take_up(session: Session, run_id: int, attempt: str) -> int | None:
         The action's id; None where there is no such stop.
     """
     row = session.execute(
-        select(Action).where(Action.key == stop_key(run_id, attempt)).with_for_update()
+        select(ActionRow).where(ActionRow.key == stop_key(run_id, attempt)).with_for_update()
     ).scalar_one_or_none()
     if row is None or not _is_in_vain(row):
         return None
-    run, now = session.get_one(Run, run_id), read_clock(session)
+    run, now = session.get_one(RunRow, run_id), read_clock(session)
     if not _goes_on(run, attempt):
         return None
     row.state, row.stage, row.stage_since_ns, row.finished_ns, row.next_ns = "pending", 0, now, None, now
@@ -118,23 +118,23 @@ def take_up(session: Session, run_id: int, attempt: str) -> int | None:
     return row.id
 
 
-def _is_in_vain(row: Action) -> bool:
+def _is_in_vain(row: ActionRow) -> bool:
     return row.state in ("failed", "skipped") or (row.state == "done" and row.stage == UNCONFIRMED)
 
 
-def _goes_on(run: Run, attempt: str) -> bool:
+def _goes_on(run: RunRow, attempt: str) -> bool:
     return run.attempt == attempt and (run.ended_ns is None or run.state == "lost")
 
 
 def _audit(
     session: Session,
     subject: Subject,
-    asked: Asked | None,
+    asked: StopRequester | None,
     now: int,
     data: dict[str, Any],
     *,
     repeated: bool,
 ) -> None:
-    held = asked or Asked("an operator")
+    held = asked or StopRequester("an operator")
     told = {"reason": data["reason"], "cause": data["cause"], **held.told}
     note(session, "repeated" if repeated else "requested", subject, held.who, now, told)

@@ -22,7 +22,7 @@ from watchstep_services.core.store_location import StorePlace
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.limits import is_of_all
-from watchstep_services.db.models import Job, Project, Run
+from watchstep_services.db.models import BoundJobRow, Project, RunRow
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import ENDED, advance_run
 from watchstep_services.service.context import Service
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Look:
+class RunPoll:
     """A look that this worker has taken.
 
     Attributes:
@@ -59,19 +59,19 @@ class Look:
         taken_ns: mark of the taking: whoever sets another moment meanwhile has the last word.
     """
 
-    run: Run
+    run: RunRow
     place: StorePlace
     now_ns: int
     has_job: bool
     taken_ns: int
 
 
-def take(service: Service) -> list[Look]:
+def take(service: Service) -> list[RunPoll]:
     """Looks that are due, so many at once; until they are done or the worker is dead, no other worker takes them."""
     due = (
-        select(Run.id)
-        .where(Run.look_ns <= now_ns())
-        .order_by(Run.look_ns)
+        select(RunRow.id)
+        .where(RunRow.look_ns <= now_ns())
+        .order_by(RunRow.look_ns)
         .limit(AT_ONCE)
         .with_for_update(skip_locked=True)
     )
@@ -80,29 +80,31 @@ def take(service: Service) -> list[Look]:
         taken = now + _TAKEN_NS
         ids = list(
             session.execute(
-                update(Run)
-                .where(Run.id.in_(due))
+                update(RunRow)
+                .where(RunRow.id.in_(due))
                 .values(look_ns=taken)
-                .returning(Run.id)
+                .returning(RunRow.id)
                 .execution_options(synchronize_session=False)
             ).scalars()
         )
         if not ids:
             return []
         rows = session.execute(
-            select(Run, Project, Job.state)
-            .join(Project, Project.name == Run.project)
-            .outerjoin(Job, (Job.run_id == Run.id) & (Job.attempt == Run.attempt))
-            .where(Run.id.in_(ids))
-            .order_by(Run.id)
+            select(RunRow, Project, BoundJobRow.state)
+            .join(Project, Project.name == RunRow.project)
+            .outerjoin(
+                BoundJobRow, (BoundJobRow.run_id == RunRow.id) & (BoundJobRow.attempt == RunRow.attempt)
+            )
+            .where(RunRow.id.in_(ids))
+            .order_by(RunRow.id)
         ).all()
         return [
-            Look(run, project.place, now, job is not None and job not in OVER, taken)
+            RunPoll(run, project.place, now, job is not None and job not in OVER, taken)
             for run, project, job in rows
         ]
 
 
-def look(service: Service, one: Look) -> None:
+def look(service: Service, one: RunPoll) -> None:
     """Look at a run, and say when to look again.
 
     What goes wrong with it is told in the log and in its health, and keeps no other run from its turn.
@@ -120,7 +122,7 @@ def look(service: Service, one: Look) -> None:
         metrics.SWEEP_FAULTS.labels("run").inc()
 
 
-def _look(service: Service, one: Look) -> None:
+def _look(service: Service, one: RunPoll) -> None:
     run, fresh, listed = one.run, False, False
     try:
         if wants_listing(service, one):
@@ -140,19 +142,19 @@ def _look(service: Service, one: Look) -> None:
         tell(service, run.id, _fault(error))
     quiet = _quiet(service, one, listed, fresh)
     with service.database.write() as session:
-        row = session.get(Run, run.id)
+        row = session.get(RunRow, run.id)
         if row is None:
             return  # deleted meanwhile
         after = _next(service, row, one, quiet)
         session.execute(
-            update(Run)
-            .where(Run.id == run.id)
+            update(RunRow)
+            .where(RunRow.id == run.id)
             .values(quiet_ns=quiet)
             .execution_options(synchronize_session=False)
         )
         session.execute(
-            update(Run)
-            .where(Run.id == run.id, Run.look_ns == one.taken_ns)
+            update(RunRow)
+            .where(RunRow.id == run.id, RunRow.look_ns == one.taken_ns)
             .values(look_ns=now_ns() + after)
             .execution_options(synchronize_session=False)
         )
@@ -164,7 +166,7 @@ def _fault(error: Exception) -> WatchstepError:
     )
 
 
-def wants_listing(service: Service, one: Look) -> bool:
+def wants_listing(service: Service, one: RunPoll) -> bool:
     """Whether a run has been quiet for so long that its store is worth a listing."""
     run = one.run
     quiet_since = max(run.heard_ns, run.listed_ns) if run.listed_ns else 0
@@ -176,7 +178,7 @@ def wants_listing(service: Service, one: Look) -> bool:
     return quiet >= base if one.has_job else quiet >= max(base, run.quiet_ns)
 
 
-def _quiet(service: Service, one: Look, listed: bool, fresh: bool) -> int:
+def _quiet(service: Service, one: RunPoll, listed: bool, fresh: bool) -> int:
     """How long a run may be quiet before it is looked at.
 
     A listing that found nothing new of a run that was heard of since the one before was in vain: it is only slower than we
@@ -192,7 +194,7 @@ def _quiet(service: Service, one: Look, listed: bool, fresh: bool) -> int:
     return min(2 * before, max(base, LONGEST_QUIET_NS)) if announces and not fresh else base
 
 
-def _next(service: Service, row: Run, one: Look, quiet_ns: int) -> int:
+def _next(service: Service, row: RunRow, one: RunPoll, quiet_ns: int) -> int:
     """How long until the next look."""
     if row.state in ENDED or row.state == "lost":
         silent = nanoseconds(service.settings.silent_seconds)
@@ -216,9 +218,9 @@ def do_looks(service: Service, seconds: float) -> None:
             return
 
 
-def _do_portion(service: Service, taken: list[Look]) -> None:
+def _do_portion(service: Service, taken: list[RunPoll]) -> None:
     patience = service.settings.store_wait_seconds
-    local: dict[Future[None], Look] = {}
+    local: dict[Future[None], RunPoll] = {}
     for one in taken:
         work = functools.partial(look, service, one)
         if one.place.is_local:
@@ -233,14 +235,14 @@ def _do_portion(service: Service, taken: list[Look]) -> None:
             future.result()
 
 
-def _put_off(service: Service, looks: list[Look]) -> None:
+def _put_off(service: Service, looks: list[RunPoll]) -> None:
     if not looks:
         return
     with service.database.once() as session:
         for one in looks:
             session.execute(
-                update(Run)
-                .where(Run.id == one.run.id, Run.look_ns == one.taken_ns)
+                update(RunRow)
+                .where(RunRow.id == one.run.id, RunRow.look_ns == one.taken_ns)
                 .values(look_ns=now_ns() + _PUT_OFF_NS)
                 .execution_options(synchronize_session=False)
             )
@@ -249,7 +251,7 @@ def _put_off(service: Service, looks: list[Look]) -> None:
 def tell(service: Service, run_id: int, error: WatchstepError | None) -> None:
     """Keep in a run's health what is wrong with its store; None: nothing is any more. One that is deleted has none."""
     with service.database.write() as session:
-        run = session.get(Run, run_id)
+        run = session.get(RunRow, run_id)
         if run is None:
             return
         others = {name: said for name, said in run.health.items() if name != _HEALTH}

@@ -7,7 +7,7 @@ import queue
 import threading
 from typing import Any
 
-from watchstep_services.core.due_action import Post
+from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.settings import Settings, require_production
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.sealing import open_sealed_database
@@ -36,7 +36,7 @@ class CeleryNotifier:
         """Have a run evaluated, by the worker that holds its earlier rows, where there is one."""
         self._put(EVALUATE, run_id, {"queue": queue_of(holder), "expires": _HOLDER_SECONDS} if holder else {})
 
-    def action_due(self, action_id: int, post: Post | None = None) -> None:  # noqa: ARG002 - whoever takes the message asks
+    def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:  # noqa: ARG002 - whoever takes the message asks
         """Have an action tried."""
         self._put(DISPATCH, action_id, {"queue": URGENT})
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
-from watchstep_services.core.due_action import Post
+from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.fair_threads import FairThreads
 from watchstep_services.db.models import Backtest
 from watchstep_services.dispatch.dispatch import posts_of, project_of
@@ -64,7 +64,7 @@ class WorkQueue:
         """Have a run evaluated: this one, or the one that comes before it, whose own message evaluates this one then."""
         self._put(("run", run_id))
 
-    def action_due(self, action_id: int, post: Post | None = None) -> None:
+    def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
         """Try an action. Where it is not said whom it tells, the database is asked."""
         self._put(("action", action_id), post)
 
@@ -94,7 +94,7 @@ class WorkQueue:
         with self._condition:
             self._condition.notify_all()
 
-    def _put(self, key: _Key, post: Post | None = None) -> None:
+    def _put(self, key: _Key, post: DeliveryKey | None = None) -> None:
         project = self._project_of(key[1]) if key[0] == "backtest" else ""
         with self._condition:
             if self._closed:

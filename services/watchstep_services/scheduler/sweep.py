@@ -16,7 +16,7 @@ from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.clock_steps import follow_clock
 from watchstep_services.db.limits import is_of_all
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.evaluation.backtests import due_backtests
 from watchstep_services.evaluation.journal import Unwritten, unwritten, write_journal
@@ -121,8 +121,8 @@ def note_asked(service: Service, runs: Sequence[int]) -> None:
     if runs:
         with service.database.once() as session:
             session.execute(
-                update(Run)
-                .where(Run.id.in_(_free(runs)))
+                update(RunRow)
+                .where(RunRow.id.in_(_free(runs)))
                 .values(asked_ns=now_ns())
                 .execution_options(synchronize_session=False)
             )
@@ -130,7 +130,7 @@ def note_asked(service: Service, runs: Sequence[int]) -> None:
 
 def _free(runs: Sequence[int]) -> Select[int]:
     """Those that nobody is writing: a worker that stands still in the middle of that must not hold up the sweep."""
-    return select(Run.id).where(Run.id.in_(runs)).order_by(Run.id).with_for_update(skip_locked=True)
+    return select(RunRow.id).where(RunRow.id.in_(runs)).order_by(RunRow.id).with_for_update(skip_locked=True)
 
 
 def find_due(service: Service) -> Work:
@@ -158,14 +158,14 @@ def _due_runs(service: Service) -> tuple[int, ...]:
     with service.database.read() as session:
         return tuple(
             session.execute(
-                select(Run.id)
+                select(RunRow.id)
                 .where(
-                    Run.due_ns <= now,
-                    Run.lease_until_ns <= now,
+                    RunRow.due_ns <= now,
+                    RunRow.lease_until_ns <= now,
                     # A message "sent" in the future was sent before the database's clock was set back: it may be lost.
-                    or_(Run.asked_ns <= now - MESSAGE_NS, Run.asked_ns > now),
+                    or_(RunRow.asked_ns <= now - MESSAGE_NS, RunRow.asked_ns > now),
                 )
-                .order_by(Run.due_ns)
+                .order_by(RunRow.due_ns)
                 .limit(_MOST_RUNS)
             ).scalars()
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
-from watchstep_services.core.due_action import Tried
-from watchstep_services.db.models import Action
+from watchstep_services.core.due_action import AttemptResult
+from watchstep_services.db.models import ActionRow
 from watchstep_services.dispatch.dispatch import dispatch, posts_of
 from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.evaluation.backtests import judge_next
@@ -39,12 +39,12 @@ def _followed_up(service: Service, run_id: int, result: Evaluation) -> Evaluatio
     return result
 
 
-def do_action(service: Service, action_id: int) -> Tried | None:
+def do_action(service: Service, action_id: int) -> AttemptResult | None:
     """Try an action; after a stop, follow the run's life."""
     tried = dispatch(service, action_id)
     if tried is not None and tried.facts is not None:
         with service.database.read() as session:
-            run_id = session.execute(select(Action.run_id).filter_by(id=action_id)).scalar_one()
+            run_id = session.execute(select(ActionRow.run_id).filter_by(id=action_id)).scalar_one()
         advance_run(service, run_id)
     return tried
 

@@ -17,7 +17,7 @@ from watchstep_services.core.file_limit import raise_file_limit
 from watchstep_services.core.settings import settings_for
 from watchstep_services.core.telemetry import logs
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action, Run
+from watchstep_services.db.models import ActionRow, RunRow
 from watchstep_services.serve.embedded import EmbeddedService
 
 _LOOK_SECONDS = 1.0
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _has_work(database: Database) -> bool:
     """Whether a run goes on, or an action is not done."""
     with database.read() as session:
-        runs = session.execute(select(func.count()).select_from(Run).filter_by(ended_ns=None)).scalar_one()
+        runs = session.execute(select(func.count()).select_from(RunRow).filter_by(ended_ns=None)).scalar_one()
         if runs:
             return True
-        waiting = select(func.count()).select_from(Action).filter_by(state="pending")
+        waiting = select(func.count()).select_from(ActionRow).filter_by(state="pending")
         return bool(session.execute(waiting).scalar_one())
 
 

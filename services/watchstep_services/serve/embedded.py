@@ -35,7 +35,7 @@ from watchstep_services.auth.tokens import create_token
 from watchstep_services.core.settings import NANOSECONDS, Settings
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action, Run
+from watchstep_services.db.models import ActionRow, RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.dispatch.dispatch import next_due_ns
@@ -62,9 +62,9 @@ def end_leases(database: Database) -> None:
     """
     with database.write() as session:
         for statement in (
-            update(Run).where(Run.lease_until_ns > now_ns()).values(lease_until_ns=_OVER_NS),
-            update(Action)
-            .where(Action.kind == "stop", Action.state == "pending", Action.next_ns > now_ns())
+            update(RunRow).where(RunRow.lease_until_ns > now_ns()).values(lease_until_ns=_OVER_NS),
+            update(ActionRow)
+            .where(ActionRow.kind == "stop", ActionRow.state == "pending", ActionRow.next_ns > now_ns())
             .values(next_ns=now_ns()),
         ):
             session.execute(statement.execution_options(synchronize_session=False))

@@ -16,7 +16,7 @@ from watchstep_services.service.context import Service
 
 
 @dataclass(frozen=True)
-class Program:
+class LaunchedProgram:
     """A program to launch as a run.
 
     Attributes:
@@ -36,7 +36,7 @@ class Program:
     on_stop: Literal["ignore", "raise"] = "raise"
 
 
-def launch_local(service: Service, program: Program, recorder_token: str) -> JobHandle:
+def launch_local(service: Service, program: LaunchedProgram, recorder_token: str) -> JobHandle:
     """Start a program as a process of its own, and bind it to its run.
 
     Args:
@@ -49,7 +49,7 @@ def launch_local(service: Service, program: Program, recorder_token: str) -> Job
         BadNameError: project or run cannot be used.
     """
     run_id = register(service, program.project, program.run, (), "operator")
-    launch = injected.Launch(
+    launch = injected.AttemptLaunch(
         store_url=service.settings.store,
         project=program.project,
         run=program.run,

@@ -21,18 +21,18 @@ from watchstep_rules.custom.sandbox.pool import limit_processes
 from watchstep_rules.rule_files import rule_file
 from watchstep_services.channels import receiver_file
 from watchstep_services.channels.receiver_file import ReceiverFile
-from watchstep_services.core.due_action import Post
+from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.egress import parse_allowed
 from watchstep_services.core.fair_threads import FairThreads
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.engine import Database
-from watchstep_services.db.sealing import Seal
+from watchstep_services.db.sealing import SecretBox
 from watchstep_services.service.large_turn import LargeTurn
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
 from watchstep_services.service.row_cache import HistoryCache
 from watchstep_services.service.rule_state_cache import RememberedCache
 from watchstep_services.service.rule_time import UsualTime
-from watchstep_services.stores.bulkhead import HangingStores, Patience
+from watchstep_services.stores.bulkhead import Bulkhead, HangingStores
 from watchstep_services.stores.opening import Stores, check_endpoint
 
 _INTAKE_THREADS = 2
@@ -48,7 +48,7 @@ class Notifier(Protocol):
     def run_changed(self, run_id: int, holder: str = "") -> None:
         """A run may have segments to judge; the worker that judged it last still holds its earlier rows."""
 
-    def action_due(self, action_id: int, post: Post | None = None) -> None:
+    def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
         """An action may be done now; one that is known to tell somebody comes with whom."""
 
     def backtest_due(self, number: int) -> None:
@@ -61,7 +61,7 @@ class Silent:
     def run_changed(self, run_id: int, holder: str = "") -> None:
         """Nothing."""
 
-    def action_due(self, action_id: int, post: Post | None = None) -> None:
+    def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
         """Nothing."""
 
     def backtest_due(self, number: int) -> None:
@@ -115,7 +115,7 @@ class Service:
     job_looks: JobLooks = field(default_factory=JobLooks)
     opened_backends: dict[str, Backend] = field(default_factory=dict)
     stores: Stores = field(default_factory=Stores)
-    patience: Patience = field(default_factory=Patience)
+    patience: Bulkhead = field(default_factory=Bulkhead)
     hanging_stores: HangingStores = field(default_factory=HangingStores)
     local_jobs: bool = True
     histories: HistoryCache = field(default_factory=HistoryCache)
@@ -191,6 +191,6 @@ def owner_receivers(settings: Settings) -> ReceiverFile:
     Raises:
         ConfigError: the file is missing or not valid, or the key for secrets or the allowed addresses are not.
     """
-    Seal(settings)
+    SecretBox(settings)
     parse_allowed(settings.allowed_addresses)
     return ReceiverFile() if settings.receivers_file is None else receiver_file.load(settings.receivers_file)

@@ -14,9 +14,9 @@ from watchstep_rules.baseline.pinned import with_baseline
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.alert_memory import Transition
 from watchstep_rules.engine.history import over_one_catalogue
-from watchstep_rules.engine.judge import Health, RuleMemory, Verdict, failed
-from watchstep_rules.engine.lookback import Reach
-from watchstep_rules.engine.rule_inputs import Prepared, Progress
+from watchstep_rules.engine.judge import RuleHealth, RuleMemory, Verdict, failed
+from watchstep_rules.engine.lookback import Lookback
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
 from watchstep_rules.engine.rule_set import judge_set
 from watchstep_rules.rule import Finding
 from watchstep_services.db.models import RuleConfigRow
@@ -114,12 +114,14 @@ def memory_of(text: str | None) -> RuleMemory:
         return RuleMemory()
 
 
-def lookback(configs: Iterable[Loaded]) -> Reach:
+def lookback(configs: Iterable[Loaded]) -> Lookback:
     """How many earlier rows of each series the rules need that look back on it, and whether with their histograms."""
-    return Reach.of(held.config for held in configs if held.config is not None)
+    return Lookback.of(held.config for held in configs if held.config is not None)
 
 
-def judge_all(configs: list[Loaded], history: Block, arrived: Block, progress: Progress) -> list[Judged]:
+def judge_all(
+    configs: list[Loaded], history: Block, arrived: Block, progress: JudgingProgress
+) -> list[Judged]:
     """Judge with every rule config; a rule that fails says so in its health and stops no other."""
     rows = Prepared(*over_one_catalogue(history, arrived), progress)
     remembered = [(held.config, held.memory) for held in configs if held.config is not None]
@@ -160,7 +162,7 @@ def _judged(held: Loaded, verdict: Verdict) -> Judged:
 
 
 def _unreadable(held: Loaded) -> Judged:
-    told = held.memory.model_copy(update={"health": Health.ERROR, "problem": held.problem})
+    told = held.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": held.problem})
     return Judged(held.row, None, told, told.model_dump_json(), [], [], told=held.told, problem=held.problem)
 
 
@@ -177,7 +179,7 @@ def report_lost_context(judged: list[Judged], lost: LostContext, sealed: int) ->
 
 def _needed(judged: Judged, lost: LostContext, sealed: int) -> bool:
     config, memory = judged.config, judged.memory
-    if config is None or memory.health is Health.ERROR:
+    if config is None or memory.health is RuleHealth.ERROR:
         return False
     rule, params = config.implementation, config.parameters
     # A rule in error gets no ticks: one that watches the clock needs them more than this report.
@@ -192,5 +194,5 @@ def _reported(judged: Judged, lost: LostContext, sealed: int) -> Judged:
     problem = lost.summary
     if lost.last_step > sealed:
         problem += f"; steps after {sealed} among them were not judged"
-    memory = judged.memory.model_copy(update={"health": Health.ERROR, "problem": problem[:500]})
+    memory = judged.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": problem[:500]})
     return replace(judged, memory=memory, kept=memory.model_dump_json(), changed=True)

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from watchstep_rules.engine.history import History
-from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.lookback import Lookback
 
 _ROWS = 2_000_000
 
@@ -23,10 +23,10 @@ class HistoryCache:
     def __init__(self, rows: int = _ROWS) -> None:
         self._most = rows
         self._rows = 0
-        self._held: OrderedDict[tuple[int, str], tuple[str, Reach, History]] = OrderedDict()
+        self._held: OrderedDict[tuple[int, str], tuple[str, Lookback, History]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, run: tuple[int, str], cursor: str, lookback: Reach) -> History | None:
+    def get(self, run: tuple[int, str], cursor: str, lookback: Lookback) -> History | None:
         """The history of a (run id, attempt) at a cursor."""
         with self._lock:
             held = self._held.get(run)
@@ -35,7 +35,7 @@ class HistoryCache:
             self._held.move_to_end(run)
             return held[2]
 
-    def put(self, run: tuple[int, str], cursor: str, lookback: Reach, history: History) -> None:
+    def put(self, run: tuple[int, str], cursor: str, lookback: Lookback, history: History) -> None:
         """Keep a history."""
         with self._lock:
             before = self._held.pop(run, None)

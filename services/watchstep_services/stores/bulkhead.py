@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from watchstep.errors import NotFoundError, StoreError
-from watchstep_services.core.store_location import Registration
+from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.core.telemetry import metrics
 
 _RETRY_SECONDS = 2.0
@@ -37,11 +37,11 @@ class HangingStores:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hanging: dict[Registration, float] = {}
-        self._probes: dict[Registration, threading.Thread] = {}
+        self._hanging: dict[StoreRegistration, float] = {}
+        self._probes: dict[StoreRegistration, threading.Thread] = {}
 
     @contextmanager
-    def noted(self, store: Registration) -> Iterator[None]:
+    def noted(self, store: StoreRegistration) -> Iterator[None]:
         """In the ``with`` block a store is used; if that raises `StoreError` after some seconds, the store hangs."""
         began = _now()
         try:
@@ -54,7 +54,7 @@ class HangingStores:
                 _log.warning("store %s: its runs are postponed until it answers: %s", store.url, error)
             raise
 
-    def answers(self, store: Registration, probe: Callable[[], object]) -> bool:
+    def answers(self, store: StoreRegistration, probe: Callable[[], object]) -> bool:
         """Whether the store may be used. Never waits.
 
         Of a store that hangs, a probe runs in a thread of its own, one at a time. As soon as it gets an answer, however
@@ -79,7 +79,7 @@ class HangingStores:
                     self._probes[store] = thread
             return False
 
-    def retry_seconds(self, store: Registration) -> float:
+    def retry_seconds(self, store: StoreRegistration) -> float:
         """In how many seconds a postponed run at the store is due again: 2 to 20, the longer the store has hung."""
         with self._lock:
             hung = _now() - self._hanging.get(store, _now())
@@ -92,7 +92,7 @@ class HangingStores:
         for thread in threads:
             thread.join()
 
-    def _probe(self, store: Registration, probe: Callable[[], object]) -> None:
+    def _probe(self, store: StoreRegistration, probe: Callable[[], object]) -> None:
         began = _now()
         answered = False
         try:
@@ -119,18 +119,18 @@ _MOST_LEFT = 8
 """Pieces of urgent work that may hang at one store before nothing more is begun there."""
 
 
-class Patience:
+class Bulkhead:
     """Asks stores, and waits for each only so long. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._busy: dict[Registration, threading.Thread] = {}
-        self._slow: set[Registration] = set()
-        self._urgent: dict[threading.Thread, Registration] = {}
+        self._busy: dict[StoreRegistration, threading.Thread] = {}
+        self._slow: set[StoreRegistration] = set()
+        self._urgent: dict[threading.Thread, StoreRegistration] = {}
         self._left: set[threading.Thread] = set()
 
     def ask(
-        self, store: Registration, work: Callable[[], _Came], seconds: float, otherwise: _Else
+        self, store: StoreRegistration, work: Callable[[], _Came], seconds: float, otherwise: _Else
     ) -> _Came | _Else:
         """What a piece of work at a store comes to; raises what it raises.
 
@@ -172,7 +172,7 @@ class Patience:
                 return otherwise
         return came.result()
 
-    def ask_now(self, store: Registration, work: Callable[[], _Came], seconds: float) -> _Came:
+    def ask_now(self, store: StoreRegistration, work: Callable[[], _Came], seconds: float) -> _Came:
         """What urgent work at a store comes to, whatever else the store is asked meanwhile; raises what it raises.
 
         Work that takes longer than so many seconds goes on in its thread. While a lot of it hangs, no more is begun.
@@ -213,7 +213,7 @@ class Patience:
             thread.join()
 
     def _do(
-        self, store: Registration, work: Callable[[], _Came], seconds: float, came: Future[_Came]
+        self, store: StoreRegistration, work: Callable[[], _Came], seconds: float, came: Future[_Came]
     ) -> None:
         began = time.monotonic()
         result: _Came | None = None
@@ -237,7 +237,7 @@ class Patience:
         with self._lock:
             del self._busy[store]
 
-    def _do_now(self, store: Registration, work: Callable[[], _Came], came: Future[_Came]) -> None:
+    def _do_now(self, store: StoreRegistration, work: Callable[[], _Came], came: Future[_Came]) -> None:
         result: _Came | None = None
         failed: BaseException | None = None
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from watchstep.errors import StoreError, WatchstepError
 from watchstep.store.store import Store
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.opening import open_place
 from watchstep_services.stores.policies import project_policy
 from watchstep_services.stores.role import RoleCredentials
@@ -18,7 +18,7 @@ TRIED = ".watchstep-check"
 
 
 @dataclass(frozen=True)
-class Checked:
+class TriedStep:
     """One thing that was tried.
 
     Attributes:
@@ -34,10 +34,10 @@ class Checked:
     mend: str = ""
 
 
-def check_store(registration: Registration, prefix: str = "", project: str = TRIED) -> list[Checked]:
+def check_store(registration: StoreRegistration, prefix: str = "", project: str = TRIED) -> list[TriedStep]:
     """Try a store as a project would use it. What follows from a step that failed is not tried."""
     place = StorePlace(0, 0, registration, prefix, project)
-    done: list[Checked] = []
+    done: list[TriedStep] = []
     opened: list[Store] = []
     key = f"{project}/{TRIED}-{secrets.token_hex(4)}"
 
@@ -45,9 +45,9 @@ def check_store(registration: Registration, prefix: str = "", project: str = TRI
         try:
             what()
         except WatchstepError as error:
-            done.append(Checked(name, False, error.what, error.mend))
+            done.append(TriedStep(name, False, error.what, error.mend))
             return False
-        done.append(Checked(name, True))
+        done.append(TriedStep(name, True))
         return True
 
     if registration.role_arn and not tried(
@@ -65,7 +65,7 @@ def check_store(registration: Registration, prefix: str = "", project: str = TRI
     return done
 
 
-def failed(checked: list[Checked]) -> Checked | None:
+def failed(checked: list[TriedStep]) -> TriedStep | None:
     """The first thing that cannot be done."""
     return next((step for step in checked if not step.ok), None)
 

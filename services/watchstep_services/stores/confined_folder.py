@@ -20,7 +20,7 @@ from watchstep.errors import NotFoundError, StoreError
 from watchstep.platform.folders import is_usable
 from watchstep.store.identity import MARKER, StoreIdentity
 from watchstep.store.local import create_file, descend, opened_folder, put_file, read_range
-from watchstep.store.store import Entry, Store, oversized
+from watchstep.store.store import ObjectEntry, Store, oversized
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -98,7 +98,7 @@ class ConfinedFolder(Store):
         with self._translating("read", key), self._file(key) as (_, size):
             return size
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[ObjectEntry]:
         """As `Store.entries`."""
         whole = (self._prefix + prefix).strip("/")
         with self._translating("list", prefix):
@@ -110,7 +110,7 @@ class ConfinedFolder(Store):
             for key, size in _walk(folder, f"{whole}/" if whole else ""):
                 if key == MARKER:
                     continue
-                yield Entry(key[skip:], size)
+                yield ObjectEntry(key[skip:], size)
 
     def folders(self, prefix: str = "") -> list[str]:
         """As `Store.folders`."""

@@ -23,12 +23,12 @@ from watchstep.store.store import Store
 from watchstep_services.core.egress import (
     CREDENTIAL_ADDRESSES,
     AddressRefusedError,
+    EgressPolicy,
     IPAddress,
-    Reach,
     check_host,
     embedded_ipv4,
 )
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.confined_folder import ConfinedFolder
 from watchstep_services.stores.policies import project_policy
 from watchstep_services.stores.role import RoleCredentials
@@ -42,7 +42,7 @@ _NEVER = tuple(
 
 
 @dataclass(frozen=True)
-class EndpointPolicy(Reach):
+class EndpointPolicy(EgressPolicy):
     """Every address but link-local ones, those of credentials, and those that name no single host."""
 
     def allows(self, host: str, address: IPAddress) -> bool:  # noqa: ARG002 - no host is an exception
@@ -111,7 +111,7 @@ class Stores:
         Raises:
             ConfigError, StoreError: as `Store.open`.
         """
-        return self._held(url) or self._keep(url, _open(Registration(url), None, self._identity(url)))
+        return self._held(url) or self._keep(url, _open(StoreRegistration(url), None, self._identity(url)))
 
     def of(self, place: StorePlace) -> Store:
         """What holds ``<project>/<run>/`` of a project, by the role that is registered, and by no other credentials.
@@ -171,7 +171,7 @@ def open_place(place: StorePlace, identity: StoreIdentity | None = None) -> Stor
 
 
 def _open(
-    registered: Registration, credentials: RoleCredentials | None, identity: StoreIdentity | None
+    registered: StoreRegistration, credentials: RoleCredentials | None, identity: StoreIdentity | None
 ) -> Store:
     access = None
     if registered.role_arn or registered.region or registered.endpoint:

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from watchstep.errors import ConfigError, StoreError
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.policies import attempt_policy
 
 SESSION_SECONDS = 3600
@@ -30,7 +30,7 @@ class RoleCredentials:
     Nothing else is ever tried where the role is refused: not the service's own credentials.
     """
 
-    def __init__(self, registration: Registration, policy: str, session_name: str) -> None:
+    def __init__(self, registration: StoreRegistration, policy: str, session_name: str) -> None:
         """Nothing is asked yet.
 
         Args:
@@ -63,7 +63,7 @@ class RoleCredentials:
         }
 
 
-def _sts(registration: Registration) -> Any:
+def _sts(registration: StoreRegistration) -> Any:
     try:
         import boto3  # noqa: F401 - whether it is there
     except ImportError as error:
@@ -92,7 +92,9 @@ def _client(region: str, _endpoint: str) -> Any:
     return session.client("sts", region_name=region or session.region_name or "us-east-1", config=config)
 
 
-def _assume(client: Any, registration: Registration, policy: str, session_name: str) -> Mapping[str, Any]:
+def _assume(
+    client: Any, registration: StoreRegistration, policy: str, session_name: str
+) -> Mapping[str, Any]:
     from botocore.exceptions import BotoCoreError, ClientError
 
     asked: dict[str, Any] = {
@@ -116,7 +118,7 @@ def _assume(client: Any, registration: Registration, policy: str, session_name: 
     return given
 
 
-def _no_answer(registration: Registration, error: Exception) -> StoreError:
+def _no_answer(registration: StoreRegistration, error: Exception) -> StoreError:
     return StoreError(
         f"store {registration.url}: role {registration.role_arn} cannot be taken ({type(error).__name__})",
         "see that the service has AWS credentials of its own, and that it reaches STS",

@@ -15,7 +15,7 @@ from watchstep_launch.backend import OVER
 from watchstep_launch.backend_registry import IN_SERVICE, checked_settings
 from watchstep_launch.backends.local import backend as local
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import BackendRow, Job, ProjectBackend
+from watchstep_services.db.models import BackendRow, BoundJobRow, ProjectBackend
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.stores.opening import check_endpoint
 from watchstep_services.tenancy.conflict import ConflictError
@@ -77,7 +77,7 @@ def remove_backend(session: Session, name: str) -> None:
     """
     row = find_backend(session, name)
     running = session.execute(
-        select(Job.id).where(Job.backend == name, Job.state.not_in(OVER)).limit(1)
+        select(BoundJobRow.id).where(BoundJobRow.backend == name, BoundJobRow.state.not_in(OVER)).limit(1)
     ).first()
     if running is not None:
         raise ConflictError(

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local import backend as local
 from watchstep_launch.backends.slurm import backend as slurm
-from watchstep_services.db.models import BackendRow, Job, JobHolder
+from watchstep_services.db.models import BackendRow, BoundJobRow, JobHolder
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.tenancy.conflict import ConflictError
 
@@ -23,7 +23,7 @@ _RESTART = re.compile(r"(?P<first>.+?)(?:-r\d+)+")
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundJob:
     """The job that is bound to an attempt.
 
     Attributes:
@@ -32,7 +32,7 @@ class Bound:
         settings: of its backend; none where it is registered no more.
     """
 
-    row: Job
+    row: BoundJobRow
     kind: str
     settings: Mapping[str, Any]
 
@@ -48,7 +48,7 @@ def launch_of(attempt: str) -> str:
     return attempt if restart is None else restart["first"]
 
 
-def bound_job(session: Session, run_id: int, attempt: str) -> Bound | None:
+def bound_job(session: Session, run_id: int, attempt: str) -> BoundJob | None:
     """The job that is bound to an attempt, or to the first attempt of its launch."""
     bound = _bound(session, run_id, attempt)
     if bound is None and (first := launch_of(attempt)) != attempt:
@@ -56,17 +56,19 @@ def bound_job(session: Session, run_id: int, attempt: str) -> Bound | None:
     return bound
 
 
-def _bound(session: Session, run_id: int, attempt: str) -> Bound | None:
+def _bound(session: Session, run_id: int, attempt: str) -> BoundJob | None:
     bound = (
-        select(Job, BackendRow)
-        .outerjoin(BackendRow, BackendRow.name == Job.backend)
-        .where(Job.run_id == run_id, Job.attempt == attempt)
+        select(BoundJobRow, BackendRow)
+        .outerjoin(BackendRow, BackendRow.name == BoundJobRow.backend)
+        .where(BoundJobRow.run_id == run_id, BoundJobRow.attempt == attempt)
     )
     row = session.execute(bound).one_or_none()
     if row is None:
         return None
     job, backend = row
-    return Bound(job, job.backend, {}) if backend is None else Bound(job, backend.kind, backend.settings)
+    return (
+        BoundJob(job, job.backend, {}) if backend is None else BoundJob(job, backend.kind, backend.settings)
+    )
 
 
 def hold(session: Session, project: str, kind: str, job: JobHandle) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from watchstep.errors import ConfigError
 from watchstep.format.layout import check_name
 from watchstep.store.store import checked_scheme
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.opening import check_endpoint
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -29,7 +29,7 @@ Location = tuple[str, str, tuple[str, ...]]
 """Kind of store, bucket, and the parts of a prefix."""
 
 
-def checked(registration: Registration, local_stores: Path | None) -> Registration:
+def checked(registration: StoreRegistration, local_stores: Path | None) -> StoreRegistration:
     """A registration that can be kept, with its URL in one spelling.
 
     Args:
@@ -116,7 +116,7 @@ def _checked_folder(url: str, local_stores: Path | None) -> str:
     return str(whole)
 
 
-def _check_access(registration: Registration) -> None:
+def _check_access(registration: StoreRegistration) -> None:
     """Roles, regions and endpoints are S3's, and none of them can be read as anything else."""
     given = {
         "role": (registration.role_arn, _ROLE, "an ARN such as arn:aws:iam::123456789012:role/watchstep"),

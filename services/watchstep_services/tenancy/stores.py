@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import NotFoundError
 from watchstep.format.layout import check_name
-from watchstep_services.core.store_location import Registration
+from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Project, ProjectStore, StoreRow
 from watchstep_services.db.upsert import insert_missing
@@ -32,7 +32,7 @@ def find_store(session: Session, name: str) -> StoreRow:
     return row
 
 
-def register_store(session: Session, name: str, registration: Registration) -> StoreRow:
+def register_store(session: Session, name: str, registration: StoreRegistration) -> StoreRow:
     """Register a store; its parts were checked by `locations.checked`.
 
     Raises:
@@ -45,7 +45,7 @@ def register_store(session: Session, name: str, registration: Registration) -> S
     return find_store(session, name)
 
 
-def change_store(session: Session, name: str, registration: Registration) -> StoreRow:
+def change_store(session: Session, name: str, registration: StoreRegistration) -> StoreRow:
     """Change how a store is reached, for all processes from now on.
 
     Raises:
@@ -86,7 +86,7 @@ def own_store(session: Session, url: str) -> StoreRow:
     """The service's own store, registered where it is not: its owner names it, no token does."""
     row = _by_url(session, url)
     if row is None:
-        insert = Registration(url)
+        insert = StoreRegistration(url)
         if not _insert(session, OWN, insert) and _by_url(session, url) is None:
             _insert(session, f"{OWN}-{sha256(url.encode()).hexdigest()[:8]}", insert)
         row = _by_url(session, url)
@@ -99,7 +99,7 @@ def _by_url(session: Session, url: str) -> StoreRow | None:
     return session.execute(named.limit(1)).scalar_one_or_none()
 
 
-def _insert(session: Session, name: str, registration: Registration) -> bool:
+def _insert(session: Session, name: str, registration: StoreRegistration) -> bool:
     now = read_clock(session)
     values = {
         "name": name, "url": registration.url, "role_arn": registration.role_arn, "external_id": registration.external_id,

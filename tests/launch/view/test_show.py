@@ -18,10 +18,10 @@ from tests.services.recording import PROJECT, Recording
 from watchstep.client import Client
 from watchstep.errors import ServiceError
 from watchstep_launch.view.lines import words_of
-from watchstep_launch.view.run_status import Watcher
+from watchstep_launch.view.run_status import RunWatcher
 from watchstep_launch.view.show import QUIET, Showing, kind_of
 from watchstep_services.cli.launching import app
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_a_line_for_each_event_and_each_once(
     ended: tuple[Driven, Recording, Client], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driven, recording, client = ended
-    watcher = Watcher(lambda: client, PROJECT, "run-1")
+    watcher = RunWatcher(lambda: client, PROJECT, "run-1")
     with Showing(watcher, "lines") as showing:
         showing.turn()
         showing.turn()  # too soon to look again
@@ -85,7 +85,7 @@ def test_a_line_for_each_event_and_each_once(
 def test_what_is_seen_of_a_run(ended: tuple[Driven, Recording, Client]) -> None:
     driven, _, client = ended
     now = [1000.0]
-    watcher = Watcher(lambda: client, PROJECT, "run-1", clock=lambda: now[0])
+    watcher = RunWatcher(lambda: client, PROJECT, "run-1", clock=lambda: now[0])
     watcher.look()
     sight = watcher.sight
     assert (sight.name, sight.state, sight.step) == ("vision/run-1", "running", 19)
@@ -94,7 +94,7 @@ def test_what_is_seen_of_a_run(ended: tuple[Driven, Recording, Client]) -> None:
     assert sight.steps_per_second is None
     now[0] += 10
     with driven.service.database.write() as session:
-        session.get_one(Run, 1).last_step = 119
+        session.get_one(RunRow, 1).last_step = 119
     watcher.look()
     assert watcher.sight.steps_per_second == 10.0
 
@@ -105,12 +105,12 @@ def test_a_service_that_is_away_takes_nothing_from_what_was_seen(
     _, _, client = ended
     away = Client("http://127.0.0.1:9", "", PROJECT)
     clients = [client, away]
-    watcher = Watcher(lambda: clients.pop(0), PROJECT, "run-1")
+    watcher = RunWatcher(lambda: clients.pop(0), PROJECT, "run-1")
     watcher.look()
     watcher._known = away
     assert watcher.look() == []
     assert (watcher.sight.step, "no answer" in watcher.sight.trouble) == (19, True)
-    assert Watcher(lambda: client, PROJECT, "never").look() == []
+    assert RunWatcher(lambda: client, PROJECT, "never").look() == []
 
 
 def test_a_terminal_is_drawn_anew(
@@ -118,7 +118,7 @@ def test_a_terminal_is_drawn_anew(
 ) -> None:
     _, _, client = ended
     with terminal(monkeypatch) as other:
-        with Showing(Watcher(lambda: client, PROJECT, "run-1"), "terminal") as showing:
+        with Showing(RunWatcher(lambda: client, PROJECT, "run-1"), "terminal") as showing:
             showing.turn("job local:7 running")
             showing.turn("job local:7 ended", last=True)
         sys.stderr.flush()
@@ -135,7 +135,7 @@ def test_the_command_shows_it_to_its_end(
 ) -> None:
     driven, _, client = ended
     with driven.service.database.write() as session:
-        session.get_one(Run, 1).state = "failed"
+        session.get_one(RunRow, 1).state = "failed"
     monkeypatch.setenv("WATCHSTEP_TOKEN", client._transport.address.token)
     words = ["watch", "vision/run-1", "--service", client._transport.address.url, "--lines"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)

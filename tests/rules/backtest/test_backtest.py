@@ -18,7 +18,13 @@ from watchstep.reading.compaction import compact
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.backtest import replay_source, steps_read
-from watchstep_rules.backtest.backtest import Order, Outcome, backtest, backtest_run, backtest_sets
+from watchstep_rules.backtest.backtest import (
+    JudgingOrder,
+    ReplayOutcome,
+    backtest,
+    backtest_run,
+    backtest_sets,
+)
 from watchstep_rules.config.rule_config import RuleConfig
 
 CONFIGS = (
@@ -60,7 +66,7 @@ def test_a_run_read_in_parts_says_what_it_says_at_once(
     said = backtest(run.rows("a1"), CONFIGS)
     assert any(outcome.findings for outcome in said)
     assert attempt.outcomes == said
-    assert attempt.order is Order.STEPS
+    assert attempt.order is JudgingOrder.STEPS
     assert attempt.notes == (replay_source.NO_JOURNAL,)
 
 
@@ -110,7 +116,7 @@ def ranks_of_one_writer(store: Store, *, noted: bool = True) -> None:
     store.create(layout.journal_part("a1", 0), journal.encode(JournalPart("a1", 0, evaluations)))
 
 
-def said_of(folder: Path) -> tuple[Order, tuple[str, ...], list[Outcome]]:
+def said_of(folder: Path) -> tuple[JudgingOrder, tuple[str, ...], list[ReplayOutcome]]:
     (attempt,) = backtest_run(folder / "vision" / "first", CONFIGS).attempts
     return attempt.order, attempt.notes, attempt.outcomes
 
@@ -122,17 +128,17 @@ def test_ranks_that_one_writer_wrote_for_are_found_after_a_compaction(
     monkeypatch.setattr(steps_read, "ROWS", rows)
     ranks_of_one_writer(run_store(tmp_path))
     before = said_of(tmp_path)
-    assert before[:2] == (Order.JOURNAL, ())
+    assert before[:2] == (JudgingOrder.JOURNAL, ())
     compact(tmp_path / "vision" / "first", delete_after=0)
     assert said_of(tmp_path) == before
 
 
 def test_where_nobody_noted_the_ranks_the_order_is_lost_with_the_segments(tmp_path: Path) -> None:
     ranks_of_one_writer(run_store(tmp_path), noted=False)
-    assert said_of(tmp_path)[0] is Order.JOURNAL
+    assert said_of(tmp_path)[0] is JudgingOrder.JOURNAL
     compact(tmp_path / "vision" / "first", delete_after=0)
     order, notes, _ = said_of(tmp_path)
-    assert order is Order.STEPS
+    assert order is JudgingOrder.STEPS
     assert notes[0].endswith("is gone; rows are taken by their steps")
 
 

@@ -4,11 +4,11 @@ import pytest
 
 from watchstep.errors import RuleError
 from watchstep_rules.backtest.sweep import parse_sweep, variations
-from watchstep_rules.config.rule_config import Hold, RuleConfig
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 
 CONFIGS = (
     RuleConfig(rule="non_finite_values", inhibits=("vanishing_gradient",)),
-    RuleConfig(rule="vanishing_gradient", hold=Hold(steps=5)),
+    RuleConfig(rule="vanishing_gradient", hold=MinimumDuration(steps=5)),
     RuleConfig(rule="exploding_gradient", name="explosion", params={"window": 30}),
     RuleConfig(rule="oscillating_loss"),
 )

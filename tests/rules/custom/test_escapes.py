@@ -13,7 +13,7 @@ import pytest
 from tests.rules.custom.programs import attack, python
 from tests.rules.runs import Said, all_at_once, in_steps, norms
 from watchstep_rules.custom.sandbox.isolation import Isolation
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Landlock and seccomp are Linux's")
 
@@ -30,7 +30,7 @@ def outcome(body: str, file: str = "attack.py", seconds: float = 10.0) -> Said:
 
 def problem(body: str, file: str = "attack.py", seconds: float = 10.0) -> str:
     said = outcome(body, file, seconds)
-    assert said.memory.health is Health.ERROR
+    assert said.memory.health is RuleHealth.ERROR
     assert said.findings == []
     return said.memory.problem
 

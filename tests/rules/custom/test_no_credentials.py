@@ -15,7 +15,7 @@ from tests.rules.runs import all_at_once, in_steps, norms
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox import process
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIA-not-for-rules",
@@ -84,7 +84,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.skipif(sys.platform != "linux", reason="Landlock and seccomp are Linux's")
 def test_a_program_finds_none(secrets: None) -> None:
     said = all_at_once(attack(LOOK, "credentials.py"), ROWS)
-    assert said.memory.health is Health.OK, said.memory.problem
+    assert said.memory.health is RuleHealth.OK, said.memory.problem
     assert {finding.message for finding in said.findings} == {"[]"}
 
 

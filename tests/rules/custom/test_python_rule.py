@@ -39,8 +39,8 @@ from watchstep_rules.custom.python import rule as python_rule
 from watchstep_rules.custom.sandbox import isolation, pool
 from watchstep_rules.custom.sandbox.isolation import Isolation, why_not
 from watchstep_rules.custom.sandbox.pool import BusyError, Pool, on_behalf_of
-from watchstep_rules.custom.sandbox.process import Child, DeadError, Program
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.custom.sandbox.process import Child, DeadError, SandboxedRule
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule import Needs
 from watchstep_rules.rule_files import rule_file
 
@@ -59,7 +59,7 @@ def test_what_the_class_says_is_found() -> None:
     assert steps_of(said, SECOND) == []
     assert said.findings[0].message == f"{FIRST} is loud"
     assert (said.findings[0].rule, said.findings[0].module_type) == ("python", "Linear")
-    assert said.memory.health is Health.OK
+    assert said.memory.health is RuleHealth.OK
     assert said.memory.state is not None
     assert said.memory.state["data"] == {"judged": 8}
     assert said.memory.state["isolation"]["rlimits"] is True
@@ -78,11 +78,11 @@ def test_a_class_that_looks_into_histograms_says_so() -> None:
         "        findings = []\n", "        findings = []\n        block.statistics.histogram.bins\n", 1
     )
     said = follow(python(source, "Loud"), [[Rows(ROWS), Seal(3)]])
-    assert said.memory.health is Health.ERROR
+    assert said.memory.health is RuleHealth.ERROR
     assert "histogram.bins: the histograms of these rows were not read" in said.memory.problem
     needs = 'Needs(collections=("gradients",)'
     said = follow(python(source.replace(needs, f"{needs}, histograms=True"), "Loud"), [[Rows(ROWS), Seal(3)]])
-    assert (said.memory.health, len(said.findings)) == (Health.OK, 3)
+    assert (said.memory.health, len(said.findings)) == (RuleHealth.OK, 3)
 
 
 @settings(max_examples=10)
@@ -91,7 +91,7 @@ def test_however_a_run_is_split_it_says_the_same(events: list[Event], data: st.D
     config = loud(threshold=0.5)
     said = follow(config, data.draw(splits(events)))
     assert said == follow(config, [[single] for single in events])
-    assert said.memory.health is not Health.ERROR, said.memory.problem
+    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 7])
@@ -131,7 +131,7 @@ class Odd(Rule[Params, OddState]):
 
 def test_a_class_tells_what_it_could_not_judge_and_its_state_of_floats_reads_back() -> None:
     said = all_at_once(python(ODD.format("declared"), "Odd"), ROWS)
-    assert (said.memory.health, said.memory.problem) == (Health.ERROR, "one step was not judged")
+    assert (said.memory.health, said.memory.problem) == (RuleHealth.ERROR, "one step was not judged")
     assert said.memory.state is not None
     assert said.memory.state["data"] == {"declared": "NaN", "whatever": 0.0}
     assert said.memory.judged == len(ROWS)
@@ -273,8 +273,8 @@ def test_where_they_are_refused_nothing_is_started(monkeypatch: pytest.MonkeyPat
         isolation.demand()
 
 
-def program(file: str, source: str = LOUD) -> Program:
-    return Program("Loud", file, source, "", 512)
+def program(file: str, source: str = LOUD) -> SandboxedRule:
+    return SandboxedRule("Loud", file, source, "", 512)
 
 
 def test_one_that_was_killed_while_it_waited_is_replaced_at_once() -> None:
@@ -380,11 +380,11 @@ def take(body: str, memory_mb: int) -> Said:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say how much is in use")
 def test_the_bound_on_memory_is_what_it_says() -> None:
-    assert take("held = bytearray(32 << 20)", 64).memory.health is Health.OK
+    assert take("held = bytearray(32 << 20)", 64).memory.health is RuleHealth.OK
     for body in ("held = bytearray(80 << 20)", "held = np.ones(10 << 20)"):
         said = take(body, 64)
-        assert (said.memory.health, "MemoryError" in said.memory.problem) == (Health.ERROR, True), body
-    assert take("held = bytearray(200 << 20)", 256).memory.health is Health.OK
+        assert (said.memory.health, "MemoryError" in said.memory.problem) == (RuleHealth.ERROR, True), body
+    assert take("held = bytearray(200 << 20)", 256).memory.health is RuleHealth.OK
 
 
 def test_a_rule_that_asks_for_more_memory_than_the_service_gives_is_not_judged(
@@ -392,10 +392,10 @@ def test_a_rule_that_asks_for_more_memory_than_the_service_gives_is_not_judged(
 ) -> None:
     monkeypatch.setattr(pool.POOL, "memory_mb", 128)
     said = take("held = 1", 256)
-    assert said.memory.health is Health.ERROR
+    assert said.memory.health is RuleHealth.ERROR
     assert "memory_mb = 256, over the 128 MiB that a rule may have here" in said.memory.problem
     assert "WATCHSTEP_RULE_MEMORY_MB" in said.memory.problem
-    assert take("held = 1", 128).memory.health is Health.OK
+    assert take("held = 1", 128).memory.health is RuleHealth.OK
 
 
 FLOOD = """
@@ -417,7 +417,7 @@ def test_a_long_reply_costs_the_parent_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     said = take(FLOOD, 512)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 * 1024  # KiB
-    assert calm.memory.health is Health.OK
+    assert calm.memory.health is RuleHealth.OK
     assert "over the limit" in said.memory.problem
 
 
@@ -427,7 +427,7 @@ def test_many_findings_with_long_messages_come_through() -> None:
         " is loud", " is " + "loud" * 100
     )
     said = all_at_once(python(source, "Loud", params={"threshold": -1.0, "over": 1}, seconds=120), rows)
-    assert said.memory.health is Health.OK, said.memory.problem
+    assert said.memory.health is RuleHealth.OK, said.memory.problem
     assert len(said.findings) == len(rows)
     assert {len(finding.message) for finding in said.findings} <= {len(FIRST) + 404, len(SECOND) + 404}
 

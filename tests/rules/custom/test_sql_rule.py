@@ -21,7 +21,7 @@ from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
 from watchstep_rules.custom.sandbox.rule_time import limited_rule_time
 from watchstep_rules.custom.sql.rule import QUERIES_CHECKED
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
 
 LOUD = "SELECT tensor, abs_mean AS value, 2 AS threshold FROM statistics WHERE abs_mean > 2"
@@ -49,7 +49,7 @@ def test_what_a_query_gives_are_findings_at_that_step() -> None:
         (3, "second.weight:gradient", 5.0, 2.0),
     ]
     assert said.findings[0].message == "the query gives first.weight:gradient: value 3, threshold 2"
-    assert said.memory.health is Health.OK
+    assert said.memory.health is RuleHealth.OK
 
 
 def test_a_gradient_that_is_all_nan_is_not_small() -> None:
@@ -152,7 +152,7 @@ def test_however_a_run_is_split_a_query_says_the_same(
     said = follow(config, one)
     event(f"findings: {bool(said.findings)}")
     assert said == follow(config, other) == follow(config, [[single] for single in events])
-    assert said.memory.health is Health.OK, said.memory.problem
+    assert said.memory.health is RuleHealth.OK, said.memory.problem
 
 
 def test_nothing_recorded_is_nothing_found() -> None:
@@ -325,7 +325,7 @@ def test_a_star_over_a_few_columns_may_be_used_often() -> None:
     few = "(SELECT tensor, worker, mode FROM statistics)"
     stars = ",".join(["x.*"] * 500)
     said = all_at_once(sql(f"SELECT y.tensor FROM (SELECT {stars} FROM {few} x) y WHERE 1 = 1"), ROWS)
-    assert (said.memory.health, len(said.findings)) == (Health.OK, 160)
+    assert (said.memory.health, len(said.findings)) == (RuleHealth.OK, 160)
 
 
 def test_a_rule_file_names_the_place() -> None:
@@ -365,10 +365,10 @@ def test_a_query_that_fails_or_takes_too_much_is_told_as_health(
     query: str, limits: dict[str, float], says: str, judged: list[int]
 ) -> None:
     said = all_at_once(sql(query, window=20, **limits), ROWS.where(ROWS.step < 5))
-    assert said.memory.health is Health.ERROR
+    assert said.memory.health is RuleHealth.ERROR
     assert says in said.memory.problem
     assert steps_of(said, "layer0.weight:gradient") == judged
-    assert all_at_once(sql(LOUD), ROWS).memory.health is Health.OK
+    assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK
 
 
 def test_a_step_at_which_the_query_fails_is_told_and_the_others_are_judged_however_the_run_is_split() -> None:
@@ -378,7 +378,7 @@ def test_a_step_at_which_the_query_fails_is_told_and_the_others_are_judged_howev
     held = in_steps(norms("first", [1.0] * 4), norms("second", [1.0] * 4))
     whole = all_at_once(config, held)
     assert steps_of(whole, FIRST.name) == [0, 1, 3]
-    assert whole.memory.health is Health.ERROR
+    assert whole.memory.health is RuleHealth.ERROR
     assert "1 step was not judged" in whole.memory.problem
     assert "SQL at step 2: Conversion Error" in whole.memory.problem
     assert whole == follow(config, [[Rows(held.where(held.step == step)), Seal(step)] for step in range(4)])
@@ -410,11 +410,11 @@ def test_a_query_that_takes_any_amount_of_memory_is_ended_and_other_rules_go_on(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     said = all_at_once(config, ROWS.where(ROWS.step < 3))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert (said.memory.health, said.findings) == (Health.ERROR, [])
+    assert (said.memory.health, said.findings) == (RuleHealth.ERROR, [])
     assert "3 steps were not judged" in said.memory.problem
     assert "took more than 256 MiB" in said.memory.problem
     assert after - before < 64 * 1024  # KiB
-    assert all_at_once(sql(LOUD), ROWS).memory.health is Health.OK
+    assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK
 
 
 def test_a_query_that_takes_any_amount_of_memory_for_a_constant_is_ended_when_it_is_configured() -> None:
@@ -422,7 +422,7 @@ def test_a_query_that_takes_any_amount_of_memory_for_a_constant_is_ended_when_it
     for _ in range(6):
         query = f"SELECT {' || '.join(['s'] * 60)} AS s FROM ({query})"
     assert "took more than 64 MiB" in refusal(f"SELECT s AS tensor FROM ({query})")
-    assert all_at_once(sql(LOUD), ROWS).memory.health is Health.OK
+    assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK
 
 
 def test_a_query_that_cannot_be_interrupted_is_ended_with_its_process(
@@ -443,7 +443,7 @@ def test_a_query_that_cannot_be_interrupted_is_ended_with_its_process(
     assert "3 steps were not judged" in said.memory.problem
     assert "took more than 0.5 s and was ended" in said.memory.problem
     assert "started again in" in said.memory.problem  # who ends its process waits for the next
-    assert all_at_once(sql(LOUD), ROWS).memory.health is Health.OK  # other queries do not
+    assert all_at_once(sql(LOUD), ROWS).memory.health is RuleHealth.OK  # other queries do not
 
 
 def test_where_no_process_can_be_started_a_query_is_taken_and_told_when_it_is_judged(
@@ -456,7 +456,7 @@ def test_where_no_process_can_be_started_a_query_is_taken_and_told_when_it_is_ju
     POOL.close()
     config = sql("SELECT tensor FROM statistics WHERE step >= 1")
     said = follow(RuleConfig(rule="sql", params=config.params), [[Rows(ROWS), Seal(19)]])
-    assert said.memory.health is Health.ERROR
+    assert said.memory.health is RuleHealth.ERROR
     assert "no process can be started" in said.memory.problem
 
 
@@ -476,7 +476,7 @@ def test_rules_that_take_longer_than_an_evaluation_allows_leave_the_rest_unjudge
     assert rule_time.left <= 0
     for verdict in (said, again):
         assert verdict.findings == []
-        assert verdict.memory.health is Health.ERROR
+        assert verdict.memory.health is RuleHealth.ERROR
     problem = again.memory.problem
     assert problem.startswith(
         "6 steps were not judged, the last for this: SQL at step 5: the SQL and Python rules"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from watchstep.format.tensors import MODES
 from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine.alert_memory import Phase, Transition
-from watchstep_rules.engine.streaks import RUN, JudgedRows, Streak, Tick, series_of
+from watchstep_rules.engine.streaks import RUN, ClockTick, JudgedRows, Streak, series_of
 from watchstep_rules.rule import Finding
 
 
@@ -57,7 +57,7 @@ class PlainAlert:
     clock: bool = False
     closed: int = -1
 
-    def judge(self, judged: JudgedRows, findings: Sequence[Finding], tick: Tick | None = None) -> None:
+    def judge(self, judged: JudgedRows, findings: Sequence[Finding], tick: ClockTick | None = None) -> None:
         self.clock = tick is not None
         said = {(f.step, series_of(f.tensor, f.worker, f.mode)): f for f in findings}
         about_run = any(not f.tensor for f in findings) or RUN in self.series

@@ -17,7 +17,7 @@ from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition
 from watchstep_rules.engine.coalesce import as_told
 from watchstep_rules.engine.inhibition import MOST_INTERVALS, Told, circles, inhibit, inhibitions
 from watchstep_rules.engine.judge import RuleMemory, judge
-from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_rules.engine.rule_inputs import JudgingProgress
 
 SOURCE = RuleConfig(rule="non_finite_values", inhibits=("target",))
 TARGET = RuleConfig(rule="overfit", name="target")
@@ -198,7 +198,7 @@ def judged(evaluations: Sequence[Sequence[Event]]) -> tuple[list[list[Transition
         arrived = concatenate([event.block for event in events if isinstance(event, Rows)])
         now = max([before, *(event.step for event in events if isinstance(event, Seal))])
         verdicts = [
-            judge(config, memory, history, arrived, Progress(before, now, 7))
+            judge(config, memory, history, arrived, JudgingProgress(before, now, 7))
             for config, memory in zip(CONFIGS, memories, strict=True)
         ]
         told = [

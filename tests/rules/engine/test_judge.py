@@ -27,8 +27,8 @@ from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.builtin.gradients.exploding_gradient import ExplodingGradient
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
 from watchstep_rules.engine.alert_memory import Phase
-from watchstep_rules.engine.judge import Health, RuleMemory, judge
-from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_rules.engine.judge import RuleHealth, RuleMemory, judge
+from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_rules.registry import RULES
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 
@@ -86,20 +86,20 @@ def rows(steps: list[int], worker: int = 0, **more: Any) -> Rows:
 def test_a_rule_without_rows_has_no_data() -> None:
     said = follow(NAN, [[], [Seal(3)]])
     assert said.memory == RuleMemory()
-    assert said.memory.health is Health.NO_DATA
+    assert said.memory.health is RuleHealth.NO_DATA
     said = follow(NAN, [[Rows(block_of([Row(0, tensor("x", "metrics"), [math.nan])]))]])
-    assert said.memory.health is Health.NO_DATA
+    assert said.memory.health is RuleHealth.NO_DATA
 
 
 def test_a_rule_that_raises_says_so_and_keeps_its_alert(sizes: RuleConfig) -> None:
     bad = Rows(block_of([Row(2, GRADIENT, [math.nan])]))
     said = follow(sizes, [[rows([0, 1]), Seal(1)], [bad, Seal(2)]])
-    assert said.memory.health is Health.ERROR
+    assert said.memory.health is RuleHealth.ERROR
     assert said.memory.problem == "ZeroDivisionError: no such norm"
     assert said.memory.alert.phase is Phase.FIRING
     assert (said.memory.judged, said.memory.state) == (2, {"rows": 2})
     again = follow(sizes, [[rows([3]), Seal(3)]], said.memory)
-    assert (again.memory.health, again.memory.problem) == (Health.OK, "")
+    assert (again.memory.health, again.memory.problem) == (RuleHealth.OK, "")
     assert again.memory.judged == 3
 
 
@@ -158,7 +158,7 @@ def test_state_of_another_version_is_rebuilt_from_the_context(
     assert kept.memory.state == {"rows": 5}
     history = block_of([Row(step, GRADIENT, [1.0]) for step in (3, 4)])
     memory = kept.memory.model_copy(update=damage)
-    verdict = judge(sizes, memory, history, rows([5]).block, Progress(4, 5, 0))
+    verdict = judge(sizes, memory, history, rows([5]).block, JudgingProgress(4, 5, 0))
     assert verdict.memory.state == {"rows": 3}
     assert verdict.memory.version == Sizes.version
     assert [finding.step for finding in verdict.findings] == [5]
@@ -169,7 +169,7 @@ def test_a_rebuilt_rule_knows_its_past_without_a_new_warm_up() -> None:
     history = in_steps(norms("a", [1.0] * 20))
     memory = RuleMemory(version=ExplodingGradient.version + 1, state={"series": {}})
     arrived = in_steps(norms("a", [150.0], first=20))
-    verdict = judge(config, memory, history, arrived, Progress(19, 20, 0))
+    verdict = judge(config, memory, history, arrived, JudgingProgress(19, 20, 0))
     assert [finding.step for finding in verdict.findings] == [20]
 
 
@@ -253,7 +253,7 @@ def test_whatever_fails_of_a_rule_config_is_its_own_health(
 ) -> None:
     monkeypatch.setitem(RULES, rule.name, rule)
     (bad, good) = backtest(in_steps(norms("a", [1.0, 3.0])), [RuleConfig(rule=rule.name), sizes])
-    assert (bad.health, good.health) == (Health.ERROR, Health.OK)
+    assert (bad.health, good.health) == (RuleHealth.ERROR, RuleHealth.OK)
     assert bad.problem.startswith(problem)
     assert good.found == 2
 
@@ -262,7 +262,7 @@ def test_no_time_is_too_long_for_a_streak() -> None:
     longest = {"steps": 10**9, "seconds": 30 * 86400}
     config = RuleConfig.model_validate({"rule": "non_finite_values", "for": longest, "keep_firing": longest})
     said = all_at_once(config, in_steps(norms("a", [1.0, math.nan, math.nan])))
-    assert said.memory.health is Health.OK
+    assert said.memory.health is RuleHealth.OK
     assert len(said.findings) == 2
 
 
@@ -314,13 +314,13 @@ def test_a_rule_looks_back_on_the_same_rows_however_a_run_is_split(
         config = RuleConfig(rule="before")
         said = follow(config, data.draw(splits(events)))
         assert said == follow(config, data.draw(splits(events))) == follow(config, [[one] for one in events])
-        assert said.memory.health is not Health.ERROR
+        assert said.memory.health is not RuleHealth.ERROR
 
 
 def test_evidence_alone_is_no_data() -> None:
     config = RuleConfig(rule="exploding_gradient", tensors=TensorScope(include="no such layer"))
     block = block_of([Row(0, gradient("a"), [1.0]), Row(0, tensor("loss", "losses", shape=()), [1.0])])
     memory = all_at_once(config, block).memory
-    assert (memory.health, memory.judged) == (Health.NO_DATA, 0)
+    assert (memory.health, memory.judged) == (RuleHealth.NO_DATA, 0)
     memory = all_at_once(RuleConfig(rule="exploding_gradient"), block).memory
-    assert (memory.health, memory.judged) == (Health.OK, 1)
+    assert (memory.health, memory.judged) == (RuleHealth.OK, 1)

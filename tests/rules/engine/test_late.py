@@ -16,7 +16,7 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine import alert_state_machine
 from watchstep_rules.engine.alert_memory import Phase
 from watchstep_rules.engine.coalesce import as_told
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 
 LOSS = tensor("loss", "losses", role="loss", shape=())
 OTHER = tensor("other", "losses", role="loss", shape=())
@@ -147,7 +147,7 @@ def test_where_too_much_waits_for_a_rank_nobody_is_told_twice_of_a_step(
         )
     assert len(stalled.memory.alert.waiting) <= most
     for one in (said, stalled):
-        assert one.memory.health is not Health.ERROR, one.memory.problem
+        assert one.memory.health is not RuleHealth.ERROR, one.memory.problem
         told = episodes(one)
         assert [phase for phase, _ in told] == ["firing", "resolved"] * (len(told) // 2) + ["firing"] * (
             len(told) % 2

@@ -7,7 +7,7 @@ from tests.rules.runs import Event, Rows, runs
 from tests.sdk.format.blocks import rows_of
 from watchstep.format.block import Block, concatenate
 from watchstep_rules.config.rule_config import RuleConfig, TensorScope
-from watchstep_rules.engine.rule_inputs import Prepared, Progress
+from watchstep_rules.engine.rule_inputs import JudgingProgress, Prepared
 from watchstep_rules.signals.shards import merge_shards
 
 GRADIENTS = RuleConfig(rule="exploding_gradient", params={"window": 2})
@@ -34,7 +34,7 @@ def test_rows_that_rules_share_are_those_that_each_would_take_alone(
     parts = [event.block for event in events if isinstance(event, Rows)]
     half = len(parts) // 2
     history, arrived = concatenate(parts[:half]), concatenate(parts[half:])
-    shared = Prepared(history, arrived, Progress(before, before + further, 0))
+    shared = Prepared(history, arrived, JudgingProgress(before, before + further, 0))
     for config in (GRADIENTS, LOSSES, GRADIENTS):
         pool = in_scope(config, concatenate([history, arrived]))
         due = (pool.step > before) & (pool.step <= before + further)

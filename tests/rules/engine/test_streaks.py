@@ -19,7 +19,7 @@ from watchstep_rules.config.rule_config import Timing
 from watchstep_rules.engine import alert
 from watchstep_rules.engine.alert import advance
 from watchstep_rules.engine.alert_memory import AlertMemory, Phase, Transition
-from watchstep_rules.engine.streaks import JudgedRows, Tick
+from watchstep_rules.engine.streaks import ClockTick, JudgedRows
 from watchstep_rules.rule import Finding, finding_at, finding_of_run
 
 INFOS = [gradient(name, order=order) for order, name in enumerate("abc")]
@@ -140,7 +140,7 @@ def test_a_rule_that_watches_the_clock_is_judged_at_each_tick(
         part = Group(step, 0, "train", ((0, False),), now, run=False)
         rows = judged([part])[0] if with_rows else JudgedRows.of(Block.empty())
         said = [finding_of_run("test", step, now, value=1, threshold=0, message="")] if silent else []
-        tick = Tick(step, now)
+        tick = ClockTick(step, now)
         plain.judge(rows, said, tick)
         memory, more = advance(kept(memory), timing, rows, said, tick)
         transitions += more
@@ -152,7 +152,7 @@ def test_an_alert_of_a_clock_fires_while_the_last_evaluation_says_so() -> None:
     memory, seen = AlertMemory(), []
     for now, silent in enumerate([False, True, True, False, True]):
         said = [finding_of_run("stalled", 3, now, value=1, threshold=0, message="")] if silent else []
-        memory, more = advance(memory, Timing(5, 0, 5), JudgedRows.of(Block.empty()), said, Tick(3, now))
+        memory, more = advance(memory, Timing(5, 0, 5), JudgedRows.of(Block.empty()), said, ClockTick(3, now))
         seen += [(now, change.phase, change.since_ns) for change in more]
     assert seen == [(1, Phase.FIRING, 1), (3, Phase.RESOLVED, 1), (4, Phase.FIRING, 4)]
 

@@ -17,7 +17,7 @@ from watchstep.errors import ConfigError, RuleError
 from watchstep_rules import Guard, RuleConfig
 from watchstep_rules.backtest.backtest import backtest
 from watchstep_rules.config.defaults import DEFAULT_RULES
-from watchstep_rules.config.rule_config import Hold, StopAction, TensorScope
+from watchstep_rules.config.rule_config import MinimumDuration, StopAction, TensorScope
 from watchstep_rules.engine.alert_memory import Transition
 from watchstep_rules.engine.judge import Verdict
 from watchstep_rules.rule import Finding
@@ -147,7 +147,7 @@ def test_a_rule_over_losses_stops_when_its_step_is_over(tmp_path: Path) -> None:
     stuck = RuleConfig(
         rule="loss_not_decreasing",
         params={"patience": 4, "warmup": 2},
-        hold=Hold(steps=1),
+        hold=MinimumDuration(steps=1),
         actions=STOP,
     )
     hook = Hook(tmp_path)

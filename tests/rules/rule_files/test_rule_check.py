@@ -6,10 +6,10 @@ import pytest
 
 from watchstep.errors import RuleError
 from watchstep_rules.config.defaults import DEFAULT_RULES
-from watchstep_rules.rule_files.checks import Checked, check_text
+from watchstep_rules.rule_files.checks import CheckResult, check_text
 
 
-def checked(text: str) -> Checked:
+def checked(text: str) -> CheckResult:
     return check_text(text, "rules.yaml", Path())
 
 

@@ -10,24 +10,24 @@ from watchstep_rules.signals.ranges.baseline import (
     MAX_PHASES,
     MAX_RUNS,
     Baseline,
-    RunSummary,
+    BaselineRun,
+    BaselineTensor,
     Span,
-    TensorSummary,
     merge_summaries,
     phase_of,
     ranges_of,
 )
 
 
-def summary(*phases: Span | None, shape: tuple[int, ...] = ()) -> RunSummary:
-    return RunSummary(tensors={"loss": TensorSummary(shape=shape, statistic="mean", phases=phases)})
+def summary(*phases: Span | None, shape: tuple[int, ...] = ()) -> BaselineRun:
+    return BaselineRun(tensors={"loss": BaselineTensor(shape=shape, statistic="mean", phases=phases)})
 
 
-def merged(*summaries: RunSummary) -> Baseline | None:
+def merged(*summaries: BaselineRun) -> Baseline | None:
     return merge_summaries({f"run-{place}": each for place, each in enumerate(summaries)})
 
 
-def phases(*summaries: RunSummary) -> tuple[Span | None, ...]:
+def phases(*summaries: BaselineRun) -> tuple[Span | None, ...]:
     baseline = merged(*summaries)
     assert baseline is not None
     return baseline.tensors["loss"].phases

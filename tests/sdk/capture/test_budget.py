@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.capture.config import ADAPTIVE, Cadence, CaptureConfig, Collection
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.schedule import DENSE_STEPS, Budget, Schedule
 from watchstep.format.tensors import Mode
 
@@ -109,7 +109,7 @@ def test_writing_is_paid_for_too() -> None:
 
 def test_a_floor_over_the_budget_is_told() -> None:
     clock = Clock()
-    health = Health()
+    health = RecorderHealth()
     schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=clock), health)
     for step in range(DENSE_STEPS + 20):
         schedule.due(("a",), step)
@@ -121,7 +121,7 @@ def test_a_floor_over_the_budget_is_told() -> None:
 
 def test_a_demand_is_for_three_bad_steps_in_a_row() -> None:
     config = CaptureConfig(collections={"a": Cadence(start=10**6)}, clock=Clock())
-    schedule = Schedule(config, Health())
+    schedule = Schedule(config, RecorderHealth())
     seen = []
     for step in range(10):
         if step >= 2:
@@ -134,7 +134,7 @@ def test_a_demand_is_for_three_bad_steps_in_a_row() -> None:
 def test_other_modes_count_their_own_passes() -> None:
     by_mode: dict[Mode, Cadence | None] = {"eval": Cadence(every=2, start=1), "predict": None}
     config = CaptureConfig(collections={"a": Collection(Cadence(every=5), modes=by_mode)})
-    schedule = Schedule(config, Health())
+    schedule = Schedule(config, RecorderHealth())
     seen = []
     for _ in range(6):
         schedule.forward("eval", 3)
@@ -146,7 +146,7 @@ def test_other_modes_count_their_own_passes() -> None:
 
 
 def test_of_the_passes_between_two_steps_the_first_is_adaptive() -> None:
-    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=Clock()), Health())
+    schedule = Schedule(CaptureConfig(collections={"a": ADAPTIVE}, clock=Clock()), RecorderHealth())
     seen = []
     for step in (4, 4, 4, 9, 9):
         schedule.forward("eval", step)
@@ -155,7 +155,7 @@ def test_of_the_passes_between_two_steps_the_first_is_adaptive() -> None:
 
 
 def test_the_service_can_set_a_cadence() -> None:
-    schedule = Schedule(CaptureConfig(collections={"a": Cadence(every=100)}), Health())
+    schedule = Schedule(CaptureConfig(collections={"a": Cadence(every=100)}), RecorderHealth())
     schedule.override({"a": 2, "unknown": 3})
     assert [step for step in range(6) if schedule.due(("a",), step)] == [0, 2, 4]
 

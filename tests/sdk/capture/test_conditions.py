@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.sdk.format.blocks import gradient
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.record import BoundedQueue, Group, join
 from watchstep.capture.recorder import Recorder
 from watchstep.format.statistics import scalars
-from watchstep.kernels.measurement import Ready
+from watchstep.kernels.measurement import Completed
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ def rows(recorder: Recorder, queue: BoundedQueue) -> dict[str, float]:
 
 def recorder() -> tuple[Recorder, BoundedQueue]:
     queue = BoundedQueue(1 << 20)
-    return Recorder(0, queue, Health(), "ignore"), queue
+    return Recorder(0, queue, RecorderHealth(), "ignore"), queue
 
 
 def test_what_does_not_hold_is_left_out() -> None:
     told, queue = recorder()
     for name, answer in (("a", True), ("b", False)):
-        told.add(Group.of((gradient(name),)), Ready(scalars([1.0])), condition=Known(answer))
+        told.add(Group.of((gradient(name),)), Completed(scalars([1.0])), condition=Known(answer))
     assert rows(told, queue) == {"a.weight:gradient": 1.0}
 
 
 def test_a_step_may_hold_nothing() -> None:
     told, queue = recorder()
-    told.add(Group.of((gradient("a"),)), Ready(scalars([1.0])), condition=Known(False))
+    told.add(Group.of((gradient("a"),)), Completed(scalars([1.0])), condition=Known(False))
     assert rows(told, queue) == {}
 
 
 def test_of_awaited_and_logged_numbers_the_programs_own_wins() -> None:
     told, queue = recorder()
-    told.awaited_scalar("norm", Ready(scalars([1.0])), derived=True)
+    told.awaited_scalar("norm", Completed(scalars([1.0])), derived=True)
     told.scalar("norm", 2.0)
-    told.awaited_scalar("norm", Ready(scalars([3.0])), derived=True)
-    told.awaited_scalar("other", Ready(scalars([4.0])), condition=Known(True))
-    told.awaited_scalar("never", Ready(scalars([5.0])), condition=Known(False))
+    told.awaited_scalar("norm", Completed(scalars([3.0])), derived=True)
+    told.awaited_scalar("other", Completed(scalars([4.0])), condition=Known(True))
+    told.awaited_scalar("never", Completed(scalars([5.0])), condition=Known(False))
     assert rows(told, queue) == {"norm": 2.0, "other": 4.0}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep import CaptureConfig
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.scalar_values import LossOnsets, LossRange
 from watchstep.capture.schedule import Schedule
 
@@ -47,8 +47,8 @@ def test_sound_losses_have_no_onset(losses: list[float]) -> None:
     assert excesses(losses) == []
 
 
-def schedule() -> tuple[Schedule, Health]:
-    health = Health()
+def schedule() -> tuple[Schedule, RecorderHealth]:
+    health = RecorderHealth()
     return Schedule(CaptureConfig(overhead_budget=None, collections={}), health), health
 
 

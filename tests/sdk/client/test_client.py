@@ -18,7 +18,7 @@ from tests.services.recording import Recording, nan_from
 from watchstep.client import Client
 from watchstep.errors import ConfigError, NotFoundError, ServiceError
 from watchstep.format.layout import SnapshotKey
-from watchstep.platform.transport import RefusedError
+from watchstep.platform.transport import ServiceRefusedError
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_services.auth.tokens import create_token
@@ -66,7 +66,7 @@ def test_tokens_of_a_run(driven: Driven, url: str) -> None:
     assert token not in repr(held)
     assert held.expires_ns - held.created_ns == 3600 * 10**9
     assert list(admin.tokens("run-2")) == []
-    with pytest.raises(RefusedError, match="may not operate"):
+    with pytest.raises(ServiceRefusedError, match="may not operate"):
         Client(url, token, "vision").make_token("run-1")
     with pytest.raises(NotFoundError):
         admin.revoke_token("run-2", held.id)
@@ -150,7 +150,7 @@ def test_events_are_followed(client: Client) -> None:
 def test_what_is_refused_says_why(client: Client, url: str, driven: Driven) -> None:
     with pytest.raises(NotFoundError, match="vision/none"):
         client.run("none")
-    with pytest.raises(RefusedError, match="nothing") as refused:
+    with pytest.raises(ServiceRefusedError, match="nothing") as refused:
         client.put_rule("x", {"rule": "nothing"}, "run-1")
     assert (refused.value.status, refused.value.type) == (422, "urn:watchstep:problem:invalid")
     with pytest.raises(ServiceError, match="no token"):
@@ -158,7 +158,7 @@ def test_what_is_refused_says_why(client: Client, url: str, driven: Driven) -> N
     viewer = Client(url, create_token(driven.service.database, "viewer"), "vision")
     with pytest.raises(ServiceError, match="may not"):
         viewer.stop("run-1")
-    with pytest.raises(RefusedError):
+    with pytest.raises(ServiceRefusedError):
         next(Client(url, "ws_wrong", "vision").follow())
     with pytest.raises(ServiceError, match="no answer"):
         Client("http://127.0.0.1:1", "x").run("x")

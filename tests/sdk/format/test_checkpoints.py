@@ -14,7 +14,7 @@ from tests.services.jobs import eventually
 from watchstep import Hook
 from watchstep.capture import checkpoint_notes
 from watchstep.capture.checkpoint_notes import CheckpointNotes
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.errors import FormatError, StoreError
 from watchstep.format.checkpoints import Checkpoint, find_checkpoints, last_good
 from watchstep.format.layout import CHECKPOINTS
@@ -77,7 +77,7 @@ def test_the_last_good_checkpoint_is_protected_until_it_can_have_been_judged(
     bad_at = data.draw(st.integers(times[0], times[-1] + 1000))
     good = max(time for time in times if time <= bad_at)
     now = bad_at + late
-    notes = CheckpointNotes(_no_store, Health())
+    notes = CheckpointNotes(_no_store, RecorderHealth())
     notes._saved = [saved(index, at=time * SECOND) for index, time in enumerate(times) if time <= now]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time_ns", lambda: now * SECOND)
@@ -89,7 +89,7 @@ def test_a_store_that_does_not_answer_is_tried_again(
     folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_notes, "_FIRST_PAUSE", 0.001)
-    health, tries = Health(), []
+    health, tries = RecorderHealth(), []
 
     def opened() -> Store:
         tries.append(1)

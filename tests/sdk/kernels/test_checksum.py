@@ -13,7 +13,7 @@ from torch import Tensor
 
 from watchstep.kernels import native_kernel
 from watchstep.kernels.checksum import BLOCK, checksum_array
-from watchstep.kernels.native_kernel import KIND_OF_WIDTH, Memory
+from watchstep.kernels.native_kernel import KIND_OF_WIDTH, MemoryRange
 from watchstep.pytorch.checksum import checksum_on_device, checksums
 
 DTYPES = [
@@ -184,6 +184,6 @@ def test_an_unknown_kind_is_refused() -> None:
     if kernel is None:
         pytest.skip("the compiled kernel is not built")
     held = np.ones(3, np.float32)
-    good = Memory(held.ctypes.data, 3, KIND_OF_WIDTH[4])
+    good = MemoryRange(held.ctypes.data, 3, KIND_OF_WIDTH[4])
     with pytest.raises(ValueError, match="tensor 1 has unknown kind 99"):
-        kernel.checksums([good, Memory(held.ctypes.data, 3, 99)])
+        kernel.checksums([good, MemoryRange(held.ctypes.data, 3, 99)])

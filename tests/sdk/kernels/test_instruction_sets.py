@@ -18,7 +18,7 @@ from hatch_build import FLAGS, FOLDER, SOURCES
 from watchstep.format.statistics import COUNT_COLUMNS
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.kernels.checksum import checksum_array
-from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, Memory, NativeKernel
+from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange, NativeKernel
 
 ROOT = Path(__file__).parents[3]
 FLOAT32 = KINDS["float32"]
@@ -100,7 +100,7 @@ def test_counts_are_those_of_numpy(kernel: NativeKernel, sort: Sort, size: int, 
     x = sort(rng, size)
     if size:
         x[rng.integers(0, size, bad)] = rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40], bad)
-    row, due = kernel.measure([Memory(x.ctypes.data, x.size, FLOAT32)]).collect(), measure_array(x)
+    row, due = kernel.measure([MemoryRange(x.ctypes.data, x.size, FLOAT32)]).collect(), measure_array(x)
     for name in COUNT_COLUMNS:
         assert getattr(row, name)[0] == getattr(due, name)[0], name
     for name in ("min", "max", "abs_min"):
@@ -119,7 +119,7 @@ def test_sums_at_every_scale(kernel: NativeKernel, power: int, mean: float, size
     """Vanished gradients' squares are none that float32 holds, exploded ones' neither."""
     drawn = (normal(np.random.default_rng(seed), size) + mean) / max(1.0, mean)
     x = np.ldexp(np.clip(drawn, -1, 1), power).astype(np.float32)
-    row, due = kernel.measure([Memory(x.ctypes.data, x.size, FLOAT32)]).collect(), measure_array(x)
+    row, due = kernel.measure([MemoryRange(x.ctypes.data, x.size, FLOAT32)]).collect(), measure_array(x)
     size_of_mean = float(due.abs_sum[0]) / max(1, size)
     for name, relative in (("abs_sum", 4e-6), ("square_sum", 4e-6)):
         assert float(getattr(row, name)[0]) == pytest.approx(
@@ -134,7 +134,7 @@ def test_tensors_of_one_call_share_nothing(kernel: NativeKernel) -> None:
     """Of every sort one, in one call and one by one."""
     rng = np.random.default_rng(0)
     arrays = [sort(rng, size) for size in (3, 700, 5000) for sort in SORTS]
-    memories = [Memory(x.ctypes.data, x.size, FLOAT32) for x in arrays]
+    memories = [MemoryRange(x.ctypes.data, x.size, FLOAT32) for x in arrays]
     together = kernel.measure(memories).collect()
     for place, memory in enumerate(memories):
         bins, counts = kernel.measure([memory]).collect().histogram.row(0)
@@ -144,7 +144,7 @@ def test_tensors_of_one_call_share_nothing(kernel: NativeKernel) -> None:
 
 def test_equal_elements_have_no_spread(kernel: NativeKernel) -> None:
     x = np.full(10_000, 1.1, np.float32)
-    row = kernel.measure([Memory(x.ctypes.data, x.size, FLOAT32)]).collect()
+    row = kernel.measure([MemoryRange(x.ctypes.data, x.size, FLOAT32)]).collect()
     assert float(row.m2[0]) == 0
     assert float(row.mean[0]) == float(np.float32(1.1))
     assert float(row.abs_sum[0]) == pytest.approx(10_000 * float(np.float32(1.1)), rel=1e-12)
@@ -153,4 +153,4 @@ def test_equal_elements_have_no_spread(kernel: NativeKernel) -> None:
 @given(size=sizes, width=st.sampled_from(sorted(KIND_OF_WIDTH)), seed=st.integers(0, 2**32 - 1))
 def test_checksums_are_those_of_numpy(kernel: NativeKernel, size: int, width: int, seed: int) -> None:
     x = np.random.default_rng(seed).integers(0, 256, size * width, np.uint8).view(f"u{width}")
-    assert kernel.checksums([Memory(x.ctypes.data, size, KIND_OF_WIDTH[width])])[0] == checksum_array(x)
+    assert kernel.checksums([MemoryRange(x.ctypes.data, size, KIND_OF_WIDTH[width])])[0] == checksum_array(x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from watchstep.kernels import native_kernel
-from watchstep.kernels.native_kernel import KINDS, Memory
+from watchstep.kernels.native_kernel import KINDS, MemoryRange
 
 ELEMENTS = 2**31 + 12_345
 
@@ -27,7 +27,7 @@ def test_elements_past_2_to_the_31_count() -> None:
         0x7C,
         0x7F,
     ]  # as float8_e5m2: 1, -2, infinity, NaN
-    row = kernel.measure([Memory(held.ctypes.data, ELEMENTS, KINDS["float8_e5m2"])]).collect()
+    row = kernel.measure([MemoryRange(held.ctypes.data, ELEMENTS, KINDS["float8_e5m2"])]).collect()
     counts = (row.count[0], row.zero[0], row.negative[0], row.pos_inf[0], row.nan[0])
     assert counts == (ELEMENTS, ELEMENTS - 4, 1, 1, 1)
     assert (row.min[0], row.max[0], row.abs_sum[0]) == (-2, 1, 3)

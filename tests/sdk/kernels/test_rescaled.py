@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.measurement import Merged, Ready, Rescaled
+from watchstep.kernels.measurement import Completed, Merged, Rescaled
 
 ELEMENTS = st.lists(
     st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-6)
@@ -20,8 +20,8 @@ ELEMENTS = st.lists(
 )
 
 
-def measured(values: list[float]) -> Ready:
-    return Ready(measure_array(np.asarray(values, np.float64)))
+def measured(values: list[float]) -> Completed:
+    return Completed(measure_array(np.asarray(values, np.float64)))
 
 
 def assert_close(found: StatisticsBatch, due: StatisticsBatch) -> None:

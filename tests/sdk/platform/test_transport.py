@@ -14,8 +14,8 @@ import pytest
 from tests.sdk.store.dripping_server import ANSWERS, dripping
 from watchstep.errors import ServiceError
 from watchstep.platform.transport import (
-    RefusedError,
     ServiceAddress,
+    ServiceRefusedError,
     Transport,
     UnreachableError,
     pause_seconds,
@@ -110,7 +110,7 @@ def post(transport: Transport, body: object = "yes", **more: Any) -> bytes:
 def test_one_connection_serves_for_all(transport: Transport, server: Server, waits: Waits) -> None:
     assert post(transport, "a") == b'"a"'
     server.answers = [(422, "")]
-    with pytest.raises(RefusedError):
+    with pytest.raises(ServiceRefusedError):
         post(transport)
     assert post(transport, "c") == b'"c"'
     assert server.connections == 1
@@ -159,7 +159,7 @@ def test_what_passes_is_tried_again(
     assert len(set(server.keys)) == 1, "the service knows that it is the same request"
     assert (server.keys[0] is None) == (method == "GET")
     server.answers = [(status, "")] * 4
-    with pytest.raises(RefusedError) as refusal:
+    with pytest.raises(ServiceRefusedError) as refusal:
         transport.fetch(method, "/it")
     assert refusal.value.status == status
 
@@ -171,7 +171,7 @@ def test_a_service_that_says_when_is_asked_then(transport: Transport, server: Se
     assert waits[1] == 0
     assert 300 <= waits[2] <= 330
     server.answers = [(409, "1")]
-    with pytest.raises(RefusedError):
+    with pytest.raises(ServiceRefusedError):
         post(transport)
     assert len(waits) == 3, "a conflict does not pass"
 
@@ -255,7 +255,7 @@ def test_a_proxy_is_asked_where_the_environment_names_one(
     far = Transport(ServiceAddress("http://service.invalid"), 60.0)
     assert far.fetch("POST", "/a", None, "yes")[0] == b'"yes"'
     server.answers = [(422, "")]
-    with pytest.raises(RefusedError):
+    with pytest.raises(ServiceRefusedError):
         far.fetch("POST", "/a", None, "no")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert Transport(ServiceAddress(server.url), 60.0).fetch("POST", "/b", None, "yes")[0] == b'"yes"'

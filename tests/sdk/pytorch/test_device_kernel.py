@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from watchstep.kernels.measurement import Measurement, Ready, Several
+from watchstep.kernels.measurement import Completed, Measurement, Reordered
 from watchstep.pytorch.device_kernel import found_by_operations, measure_by_operations
 from watchstep.pytorch.gate import GradientGate
 from watchstep.pytorch.kernel import TorchKernel
@@ -18,7 +18,7 @@ def measured(*sizes: int) -> Measurement:
 
 
 def test_parts_come_back_in_the_order_that_was_asked_for() -> None:
-    several = Several.of([((3, 0), measured(4, 1)), ((1,), measured(2)), ((2,), measured(3))])
+    several = Reordered.of([((3, 0), measured(4, 1)), ((1,), measured(2)), ((2,), measured(3))])
     assert several.collect().count.tolist() == [1, 2, 3, 4]
 
 
@@ -26,14 +26,14 @@ class Unknown:
     """A measurement whose device has not answered."""
 
     nonfinite: bool | None = None
-    collect = Ready.collect
+    collect = Completed.collect
 
 
 def test_one_bad_part_is_enough_to_know() -> None:
     bad, good = TorchKernel().measure([torch.full((1,), math.nan)]), measured(1)
-    assert Several((good, good), (0, 1)).nonfinite is False
-    assert Several((good, Unknown()), (0, 1)).nonfinite is None
-    assert Several((Unknown(), bad), (0, 1)).nonfinite is True
+    assert Reordered((good, good), (0, 1)).nonfinite is False
+    assert Reordered((good, Unknown()), (0, 1)).nonfinite is None
+    assert Reordered((Unknown(), bad), (0, 1)).nonfinite is True
 
 
 def test_operations_measure_where_no_kernel_does() -> None:

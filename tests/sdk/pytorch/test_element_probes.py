@@ -15,7 +15,7 @@ from watchstep.errors import ConfigError
 from watchstep.pytorch.probes.percentile_range import PercentileRange
 from watchstep.pytorch.probes.since_earlier import Unchanged, WeightChange
 from watchstep.pytorch.probes.unit_activity import UnitActivity
-from watchstep.wrapper.environment import Launch, environment
+from watchstep.wrapper.environment import AttemptLaunch, environment
 
 FEW = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6)
 
@@ -203,7 +203,7 @@ def test_a_guard_judges_by_elements_before_the_next_step(tmp_path: Path) -> None
 
 
 def test_a_launch_hands_over_what_its_rules_need_beside_what_is_asked_for_already() -> None:
-    launch = Launch("file:///runs", "default", "mine", "a", probes=("token_count:3", "function_calls"))
+    launch = AttemptLaunch("file:///runs", "default", "mine", "a", probes=("token_count:3", "function_calls"))
     given = environment(launch, {"WATCHSTEP_PROBES": "function_calls input_variance"})
     assert given["WATCHSTEP_PROBES"] == "function_calls input_variance token_count:3"
-    assert "WATCHSTEP_PROBES" not in environment(Launch("file:///runs", "default", "mine", "a"), {})
+    assert "WATCHSTEP_PROBES" not in environment(AttemptLaunch("file:///runs", "default", "mine", "a"), {})

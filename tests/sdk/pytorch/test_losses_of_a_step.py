@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
 from watchstep import Hook, Run
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.record import join
 from watchstep.capture.recorder import Recorder
 from watchstep.capture.scalar_values import DeviceScalar
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format.statistics import scalars
-from watchstep.kernels.measurement import Measurement, Ready
+from watchstep.kernels.measurement import Completed, Measurement
 
 INF, NAN = math.inf, math.nan
 
@@ -112,13 +112,17 @@ class Elsewhere:
         self._cell = cell
 
     def measure(self) -> Measurement:
-        return Ready(scalars(list(self._cell)))
+        return Completed(scalars(list(self._cell)))
 
     def copy(self) -> DeviceScalar:
         return Elsewhere(list(self._cell))
 
     def measure_all(self, values: Sequence[Elsewhere]) -> Measurement:
-        return Ready(scalars([value._cell[0] for value in values])) if len(values) == 1 else _Together(values)
+        return (
+            Completed(scalars([value._cell[0] for value in values]))
+            if len(values) == 1
+            else _Together(values)
+        )
 
 
 class _Together:
@@ -148,7 +152,7 @@ def test_losses_on_a_device_are_measured_together() -> None:
     assert len(item.records) == 4  # the first, twice as many as are kept, and the rest
     block = join(list(item.records))
     assert (block.statistics.count.tolist(), block.statistics.mean.tolist()) == ([600], [299.5])
-    assert isinstance(session.health, Health)
+    assert isinstance(session.health, RecorderHealth)
 
 
 def test_micro_batches_that_the_program_logs_are_averaged(tmp_path: Path) -> None:

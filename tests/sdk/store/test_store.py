@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import S3
 from tests.sdk.store.parts_server import PartsServer
 from watchstep.errors import ConfigError, FormatError, MissingStoreError, NotFoundError, StoreError
-from watchstep.store.store import Entry, Store
+from watchstep.store.store import ObjectEntry, Store
 
 
 def test_what_was_put_is_read_back(store: Store) -> None:
@@ -71,8 +71,8 @@ def test_entries_lists_whole_path_segments(store: Store) -> None:
     for key in ("run/a", "run/b/c", "runs/d"):
         store.put(key, b"12")
     assert sorted(store.entries("run/"), key=lambda entry: entry.key) == [
-        Entry("run/a", 2),
-        Entry("run/b/c", 2),
+        ObjectEntry("run/a", 2),
+        ObjectEntry("run/b/c", 2),
     ]
     assert {entry.key for entry in store.entries()} == {"run/a", "run/b/c", "runs/d"}
     assert list(store.entries("nothing/")) == []

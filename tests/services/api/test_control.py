@@ -7,7 +7,7 @@ from tests.services.recording import Recording
 from watchstep.errors import NotFoundError
 from watchstep.format.control import ControlDocument, SnapshotRequest
 from watchstep.store.store import Store
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.dispatch.dispatch import dispatch, due_actions
 from watchstep_services.stores.confined_folder import ConfinedFolder
 
@@ -136,7 +136,7 @@ def test_a_store_that_refuses_is_told_later(
         api.call("PUT", f"{RUN}/control/cadence", {"every": {"weights": 2}})
         assert act(api) == ["error"]
     with api.driven.service.database.read() as session:
-        assert session.query(Run).one().control["cadence"] == [["weights", 2]]
+        assert session.query(RunRow).one().control["cadence"] == [["weights", 2]]
     [mirrored] = api.driven.actions(1)
     assert api.driven.finish(mirrored.id).state == "done"
     assert on_store(recording.store).cadence == (("weights", 2),)

@@ -23,10 +23,10 @@ from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.openapi import conventions
 from watchstep_services.api.schemas import problems
 from watchstep_services.api.schemas.filters import time_ns
-from watchstep_services.api.schemas.paging import Order, Paged
+from watchstep_services.api.schemas.paging import ListOrder, Paged
 from watchstep_services.auth.roles import Role
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import ApiRequest, Run
+from watchstep_services.db.models import ApiRequest, RunRow
 from watchstep_services.runs.registration import ensure_project, register
 
 router = APIRouter()
@@ -65,7 +65,9 @@ def change(body: Thing, if_match: IfMatch = None) -> Thing:
 def runs(request: Request, paging: Paged, descending: Annotated[bool, Query()] = False) -> dict[str, Any]:
     database: Database = request.app.state.service.database
     with database.read() as session:
-        rows, token = paging.fetch(session, Run, (), Order(Run.state), Order(Run.id, descending))
+        rows, token = paging.fetch(
+            session, RunRow, (), ListOrder(RunRow.state), ListOrder(RunRow.id, descending)
+        )
     return {"runs": [row.run for row in rows], "next": token}
 
 
@@ -173,7 +175,7 @@ def add_runs(driven: Driven, names: list[str], state: str = "created") -> None:
     with driven.service.database.write() as session:
         ensure_project(session, driven.service, "vision")
         for name in names:
-            session.add(Run(project="vision", run=name, state=state, control={}, created_ns=1, heard_ns=1))
+            session.add(RunRow(project="vision", run=name, state=state, control={}, created_ns=1, heard_ns=1))
 
 
 @pytest.mark.parametrize("descending", [False, True])

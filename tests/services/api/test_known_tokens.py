@@ -8,11 +8,11 @@ from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
 from watchstep_services.api.middleware.known_tokens import KEPT_SECONDS, KnownTokens
 from watchstep_services.auth.token_register import revoke
-from watchstep_services.auth.tokens import Identity, create_token, id_of
+from watchstep_services.auth.tokens import AuthenticatedCaller, create_token, id_of
 
 RUN = "/v1/projects/vision/runs"
 SAID = {"attempt": "a1", "node": "n", "writer": "w", "seq": 0, "first": 0, "last": 3}
-WHO = Identity("recorder", "vision", "0123456789abcdef")
+WHO = AuthenticatedCaller("recorder", "vision", "0123456789abcdef")
 
 
 class Clock:

@@ -10,7 +10,7 @@ from sqlalchemy import update
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording, exploding_from, nan_from
 from watchstep.store.store import Store
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 
 PROJECT = "/v1/projects/vision"
 
@@ -35,7 +35,7 @@ def get(api: Api, path: str) -> Any:
 
 def test_runs_are_filtered(judged: Api) -> None:
     with judged.driven.service.database.write() as session:
-        session.execute(update(Run).where(Run.run != "run-3").values(state="running"))
+        session.execute(update(RunRow).where(RunRow.run != "run-3").values(state="running"))
 
     def runs(query: str) -> list[str]:
         return [run["run"] for run in get(judged, f"/runs?{query}")["runs"]]

@@ -15,7 +15,7 @@ from tests.services.api.walking import Answer, ask
 from tests.services.redis import free_port, running_redis
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.rate_limits import RateLimits, TooOftenError, redis_storage
-from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.auth.tokens import id_of
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import metrics
@@ -54,8 +54,8 @@ def limits(storage: Storage, clock: Clock | None = None, **changes: int) -> Rate
     return RateLimits(load_settings(**values), storage, clock or Clock())
 
 
-def identity(token: str = "a" * 16) -> Identity:
-    return Identity("operator", None, token)
+def identity(token: str = "a" * 16) -> AuthenticatedCaller:
+    return AuthenticatedCaller("operator", None, token)
 
 
 def refused(ask_once: Any, most: int) -> TooOftenError:

@@ -5,7 +5,7 @@ import pytest
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording
 from watchstep.store.store import Store
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.retention.upkeep import upkeep
 
 PROJECT = "/v1/projects/vision"
@@ -23,7 +23,7 @@ def recording(api: Api, folder_store: Store) -> Recording:
 
 def end(api: Api) -> None:
     with api.driven.service.database.write() as session:
-        run = session.query(Run).one()
+        run = session.query(RunRow).one()
         run.state, run.ended_ns = "completed", 1
 
 

@@ -12,7 +12,7 @@ from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_services.api.streaming.reading import encode
 from watchstep_services.core.rule_addresses import action_key, host_of, shown_key, without_addresses
-from watchstep_services.db.models import Action
+from watchstep_services.db.models import ActionRow
 
 PROJECT = "/v1/projects/vision"
 RUN = f"{PROJECT}/runs/run-1"
@@ -64,7 +64,7 @@ def test_only_who_may_operate_sees_them(api: Api, folder_store: Store) -> None:
     for path in of_rules:
         assert SHOWN in str(api.call("GET", path, role="viewer").json())
     with api.driven.service.database.read() as session:
-        posted = [row for row in session.query(Action) if row.kind == "webhook"]
+        posted = [row for row in session.query(ActionRow) if row.kind == "webhook"]
     assert {row.payload["url"] for row in posted} == {HOOK}
     assert SECRET not in json.dumps([row.payload["event"] for row in posted])
 

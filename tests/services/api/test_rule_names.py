@@ -11,7 +11,7 @@ from tests.services.driving import Driven
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.runs import rule_configs
 from watchstep_services.runs.registration import register
 
@@ -46,7 +46,7 @@ def test_a_recorders_rule_that_fires_ends_when_an_operators_stands_for_it(
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
     with driven.service.database.write() as session:
-        rule_configs.put_one(session, session.get_one(Run, run_id), MEANT)
+        rule_configs.put_one(session, session.get_one(RunRow, run_id), MEANT)
     driven.announce(run_id, recording.write(1, 8, 12, nan_from(0)))
     driven.settle(run_id)
     ends = [event["data"] for event in driven.events(run_id) if event["type"] == "watchstep.alert.resolved"]

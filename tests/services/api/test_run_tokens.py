@@ -20,7 +20,7 @@ from watchstep_services.auth.token_register import revoke
 from watchstep_services.auth.tokens import OVER_SECONDS, id_of
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Run, Token
+from watchstep_services.db.models import RunRow, Token
 from watchstep_services.retention.deletion import delete_rows
 
 PROJECT = "test"
@@ -67,7 +67,7 @@ class Asked:
     def change(self, run: str = "mine", **values: Any) -> None:
         """The run's row, as the life of the run would have it."""
         with self.api.driven.service.database.write() as session:
-            session.execute(update(Run).where(Run.run == run).values(**values))
+            session.execute(update(RunRow).where(RunRow.run == run).values(**values))
 
     def age(self, token: str, ns: int) -> None:
         """Make a token older, as if it had been made before."""
@@ -216,7 +216,7 @@ def test_it_ends_with_its_time(asked: Asked) -> None:
 def test_it_ends_with_its_run(asked: Asked) -> None:
     token = asked.made()
     with asked.api.driven.service.database.write() as session:
-        delete_rows(session, session.execute(select(Run.id)).scalar_one())
+        delete_rows(session, session.execute(select(RunRow.id)).scalar_one())
     assert asked("POST", RUNS, token, {"run": "mine"}).status in {401, 404}  # by what this process remembers
     asked.data("POST", RUNS, asked.operator, {"run": "mine"})
     assert not asked.works(token), "the name is not the run"

@@ -16,7 +16,7 @@ from watchstep.platform.process import ProcessIdentity
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_services.core.settings import NANOSECONDS
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 
 RUNS = "/v1/projects/vision/runs"
 STOPS = {"rule": "non_finite_values", "name": "mine", "params": {"only_nan": True}, "actions": ["stop"]}
@@ -157,7 +157,7 @@ def test_that_something_is_urgent_is_believed_once_a_minute(api: Api, folder_sto
 
     def announced(seq: int, *, urgent: bool, ago_ns: int = 0) -> int:
         with api.driven.service.database.write() as session:
-            session.get_one(Run, 1).urgent_ns -= ago_ns
+            session.get_one(RunRow, 1).urgent_ns -= ago_ns
         body = announcement(recording.write(seq, 4 * seq, 4 * seq + 3), urgent=urgent)
         assert api.call("POST", f"{RUNS}/run-1/announcements", body, role="recorder").is_success
         return api.driven.run(1).urgent_ns

@@ -30,11 +30,11 @@ from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
-from watchstep_rules.custom.sql.query import Limits, QueryError, errors_of_queries
+from watchstep_rules.custom.sql.query import QueryError, QueryLimits, errors_of_queries
 from watchstep_services.api.app import create_app
 from watchstep_services.api.queries import opened as opened_module
 from watchstep_services.api.queries.slots import Slots
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 
 RUN = "/v1/projects/vision/runs/run-1"
 GRADIENT = "second.weight:gradient"
@@ -219,7 +219,7 @@ def test_a_query_that_would_spill_takes_too_much_memory(recorded: Api, query: st
 
 def test_an_allocation_that_is_larger_than_any_is_too_much_memory() -> None:
     def fail() -> None:
-        with errors_of_queries(Limits(64, 1.0)):
+        with errors_of_queries(QueryLimits(64, 1.0)):
             raise duckdb.InternalException("INTERNAL Error: Requested allocation size of 9 is out of range")
 
     with pytest.raises(QueryError, match="took more than 64 MiB") as failed:
@@ -388,7 +388,7 @@ def test_all_projects_together_leave_threads_for_what_is_no_query() -> None:
     with ExitStack() as held:
         for project in ("a", "a", "a", "a", "b", "b", "b", "b"):
             held.enter_context(slots.taken(project))
-        with pytest.raises(RefusedError, match="of all projects"), slots.taken("c"):
+        with pytest.raises(RequestRefusedError, match="of all projects"), slots.taken("c"):
             pass
     with slots.taken("c"):
         pass

@@ -22,8 +22,8 @@ from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_services.api.app import create_app
 from watchstep_services.core.egress import AddressRefusedError
-from watchstep_services.core.store_location import Registration, StorePlace
-from watchstep_services.db.models import Run
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
+from watchstep_services.db.models import RunRow
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.runs import attempts
 from watchstep_services.scheduler.sweep import sweep
@@ -64,7 +64,7 @@ def bind(api: Api, project: str, process: JobHandle, attempt: str = "a1", **chan
 def begun(api: Api, run: str) -> int:
     """A run whose attempt the service knows; its id."""
     with api.driven.service.database.write() as session:
-        run_id: int = session.execute(select(Run.id).filter_by(run=run)).scalar_one()
+        run_id: int = session.execute(select(RunRow.id).filter_by(run=run)).scalar_one()
         attempts.ensure(session, run_id, "a1")
     return run_id
 
@@ -157,7 +157,7 @@ def test_an_endpoint_that_is_link_local_is_never_used(shared: Api, endpoint: str
     assert shared.call("POST", "/v1/backends", ray, role="admin").status_code == 422
     # One that was registered when its name led elsewhere, as when it is opened later.
     with pytest.raises(AddressRefusedError):
-        open_place(StorePlace(0, 0, Registration("s3://bucket/runs", endpoint=endpoint), "", "a"))
+        open_place(StorePlace(0, 0, StoreRegistration("s3://bucket/runs", endpoint=endpoint), "", "a"))
 
 
 def test_an_endpoint_that_has_no_address_is_checked_when_it_is_opened(shared: Api) -> None:
@@ -166,7 +166,9 @@ def test_an_endpoint_that_has_no_address_is_checked_when_it_is_opened(shared: Ap
     }  # fmt: skip
     assert shared.call("POST", "/v1/stores", body, role="admin").status_code == 201
     with pytest.raises(StoreError, match=r"later\.invalid.* cannot be looked up"):
-        open_place(StorePlace(0, 0, Registration("s3://bucket/runs", endpoint=body["endpoint"]), "", "a"))  # type: ignore[arg-type]
+        open_place(
+            StorePlace(0, 0, StoreRegistration("s3://bucket/runs", endpoint=str(body["endpoint"])), "", "a")
+        )
 
 
 @pytest.mark.parametrize("role", ["viewer", "recorder", "operator"])

@@ -20,7 +20,7 @@ from tests.services.recording import Recording
 from watchstep.format.layout import SnapshotKey
 from watchstep.store.store import Store
 from watchstep_services.api.middleware.unread import UnreadBytes
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.auth.tokens import create_token
 
 SIZE = 24 * 1024 * 1024
@@ -107,13 +107,13 @@ def test_what_one_token_has_not_read_is_bounded_and_others_go_on(
 def test_shares_of_tokens_projects_and_the_process() -> None:
     unread = UnreadBytes(8)
     unread.take(3 * MEGABYTE, "vision", "first")  # more than its share, but its only one
-    with pytest.raises(RefusedError, match="token first: 3145728 bytes"):
+    with pytest.raises(RequestRefusedError, match="token first: 3145728 bytes"):
         unread.take(1, "vision", "first")
     unread.take(MEGABYTE, "vision", "second")
-    with pytest.raises(RefusedError, match="project vision"):
+    with pytest.raises(RequestRefusedError, match="project vision"):
         unread.take(MEGABYTE, "vision", "third")
     unread.take(4 * MEGABYTE, "text", "fourth")
-    with pytest.raises(RefusedError, match="the process"):
+    with pytest.raises(RequestRefusedError, match="the process"):
         unread.take(MEGABYTE, None, "fifth")
     unread.give_back(3 * MEGABYTE, "vision", "first")
     unread.take(MEGABYTE, None, "fifth")

@@ -14,13 +14,13 @@ from tests.services.driving import Driven, make_service
 from tests.services.jobs import eventually
 from tests.services.postgres import Postgres
 from watchstep.store.store import Store
-from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.auth.run_tokens import RunTokenRequest, create_for_run
 from watchstep_services.auth.token_register import TooMuchError, revoke
 from watchstep_services.auth.tokens import add_token, create_token, id_of, identify
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.models import Run, Token
+from watchstep_services.db.models import RunRow, Token
 from watchstep_services.db.schema import upgrade
 from watchstep_services.runs.registration import register
 
@@ -40,7 +40,7 @@ def database(postgres: Postgres) -> Iterator[Database]:
 
 
 @pytest.fixture
-def maker(database: Database, tmp_path: Path) -> Identity:
+def maker(database: Database, tmp_path: Path) -> AuthenticatedCaller:
     """An operator that has registered the run."""
     (tmp_path / "store").mkdir()
     driven = Driven(make_service(database, Store.open(tmp_path / "store")))
@@ -60,7 +60,7 @@ def until_it_waits(database: Database, done: Future[Any]) -> None:
     assert not done.done()
 
 
-def test_none_is_made_once_the_maker_is_revoked(database: Database, maker: Identity) -> None:
+def test_none_is_made_once_the_maker_is_revoked(database: Database, maker: AuthenticatedCaller) -> None:
     with ThreadPoolExecutor(1) as threads:
         with database.write() as session:
             row = session.execute(select_for_update(maker)).scalar_one()
@@ -72,11 +72,13 @@ def test_none_is_made_once_the_maker_is_revoked(database: Database, maker: Ident
             making.result(60)
 
 
-def test_one_that_was_being_made_is_revoked_with_its_maker(database: Database, maker: Identity) -> None:
+def test_one_that_was_being_made_is_revoked_with_its_maker(
+    database: Database, maker: AuthenticatedCaller
+) -> None:
     with ThreadPoolExecutor(1) as threads:
         with database.write() as session:
             session.execute(select_for_update(maker, read=True)).scalar_one()
-            run_id = session.execute(sa.select(Run.id)).scalar_one()
+            run_id = session.execute(sa.select(RunRow.id)).scalar_one()
             made = Token(role="recorder", project="vision", run_id=run_id, maker=maker.token, created_by="")
             token = add_token(session, made, 3600)
             session.flush()
@@ -86,5 +88,5 @@ def test_one_that_was_being_made_is_revoked_with_its_maker(database: Database, m
     assert identify(database, token) is None
 
 
-def select_for_update(maker: Identity, *, read: bool = False) -> sa.Select[Any]:
+def select_for_update(maker: AuthenticatedCaller, *, read: bool = False) -> sa.Select[Any]:
     return sa.select(Token).where(Token.id == maker.token).with_for_update(read=read)

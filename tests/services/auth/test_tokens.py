@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event, select, update
 
 from watchstep.errors import BadNameError, ConfigError, NotFoundError
-from watchstep_services.auth.roles import PERMISSIONS, ROLES, Identity
+from watchstep_services.auth.roles import PERMISSIONS, ROLES, AuthenticatedCaller
 from watchstep_services.auth.token_register import TokenRequest, TooMuchError, create_for, find_token, revoke
 from watchstep_services.auth.tokens import create_token, id_of, identify
 from watchstep_services.core.settings import nanoseconds
@@ -36,7 +36,7 @@ def shift(database: Database, token: str, **columns: int) -> None:
 def test_a_token_is_found_by_its_id_and_opens_by_its_secret(database: Database) -> None:
     token = create_token(database, "recorder", "vision", name="cluster a", created_by="somebody")
     assert re.fullmatch(r"wst_[0-9a-f]{16}_[A-Za-z0-9_-]{43}", token)
-    assert identify(database, token) == Identity("recorder", "vision", id_of(token), "cluster a")
+    assert identify(database, token) == AuthenticatedCaller("recorder", "vision", id_of(token), "cluster a")
     row = row_of(database, token)
     assert (row.id, row.created_by, row.expires_ns, row.revoked_ns) == (
         token.split("_")[1],
@@ -68,7 +68,7 @@ def test_one_from_before_there_were_ids_opens_still(database: Database) -> None:
     digest = hashlib.sha256(token.encode()).hexdigest()
     with database.write() as session:
         session.add(Token(id=digest[:16], sha256=digest, role="viewer", created_ns=1))
-    assert identify(database, token) == Identity("viewer", None, digest[:16])
+    assert identify(database, token) == AuthenticatedCaller("viewer", None, digest[:16])
     assert identify(database, f"{token}x") is None
 
 

@@ -16,7 +16,7 @@ from tests.services.channels.sending import LOOPBACK, outside, send
 from tests.services.channels.smtp_server import PASSWORD, USER, SmtpServer, smtp_server
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.mail import EmailReceiver, message
-from watchstep_services.core.egress import Reach
+from watchstep_services.core.egress import EgressPolicy
 from watchstep_services.notify.deliver import letter_of
 
 PLAIN = {
@@ -137,8 +137,8 @@ def test_a_server_that_talks_without_end_is_cut_off() -> None:
 
 def test_a_server_that_is_not_public_is_not_connected_to() -> None:
     with smtp_server() as server:
-        assert send(to(server), outside(Reach())).result == "failed"
-        named = Reach(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.1"])
+        assert send(to(server), outside(EgressPolicy())).result == "failed"
+        named = EgressPolicy(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.1"])
         assert send(to(server, host="mail.example"), outside(named)).result == "done"
 
 

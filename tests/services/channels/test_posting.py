@@ -21,8 +21,8 @@ from tests.services.channels.samples import NOW
 from tests.services.channels.sending import LOOPBACK, outside
 from watchstep_services.channels.outside import Outside
 from watchstep_services.channels.posting import LONGEST_PAUSE, try_post
-from watchstep_services.core.due_action import Tried
-from watchstep_services.core.egress import AddressRefusedError, Reach, parse_address
+from watchstep_services.core.due_action import AttemptResult
+from watchstep_services.core.egress import AddressRefusedError, EgressPolicy, parse_address
 
 
 def banner(handler: BaseHTTPRequestHandler) -> None:
@@ -33,7 +33,7 @@ def banner(handler: BaseHTTPRequestHandler) -> None:
 SECOND = 1_000_000_000
 
 
-def posted(url: str, way: Outside | None = None) -> Tried:
+def posted(url: str, way: Outside | None = None) -> AttemptResult:
     return try_post(way or outside(), parse_address(url), {"Content-Type": "text/plain"}, b"hello")
 
 
@@ -72,7 +72,7 @@ def test_what_is_no_http_is_not_shown(server: HttpServer) -> None:
     """An SSH or database server shows its version in the first line."""
     server.answers = [banner]
     tried = posted(server.url)
-    assert tried == Tried("error", "127.0.0.1: its answer is not HTTP")
+    assert tried == AttemptResult("error", "127.0.0.1: its answer is not HTTP")
 
 
 def test_redirects_are_not_followed(server: HttpServer) -> None:
@@ -109,7 +109,7 @@ def test_a_resolver_that_hangs_is_not_waited_for(server: HttpServer) -> None:
         server.released.wait(60)
         return ["127.0.0.1"]
 
-    way = outside(Reach(LOOPBACK.networks, resolve=hangs), seconds=0.2)
+    way = outside(EgressPolicy(LOOPBACK.networks, resolve=hangs), seconds=0.2)
     tried = posted(f"http://{NAME}:{server.port}/", way)
     assert tried.result == "error"
     server.released.set()
@@ -123,25 +123,27 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(server: Ht
         asked.append(host)
         return ["127.0.0.1"] if len(asked) == 1 else ["169.254.169.254"]
 
-    tried = posted(f"http://{NAME}:{server.port}/a?b=c", outside(Reach(LOOPBACK.networks, resolve=rebinding)))
+    tried = posted(
+        f"http://{NAME}:{server.port}/a?b=c", outside(EgressPolicy(LOOPBACK.networks, resolve=rebinding))
+    )
     assert (tried.result, asked) == ("done", [NAME])
     assert (server.headers[0]["host"], server.paths) == (f"{NAME}:{server.port}", ["/a?b=c"])
 
 
 def test_a_name_with_one_bad_address_among_good_ones_is_refused(server: HttpServer) -> None:
-    mixed = Reach(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.1", "10.0.0.1"])
+    mixed = EgressPolicy(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.1", "10.0.0.1"])
     with pytest.raises(AddressRefusedError, match=r"host hooks\.example: an address of it is not public"):
         posted(f"http://{NAME}:{server.port}/", outside(mixed))
     assert server.bodies == []
 
 
 def test_the_next_address_is_tried_where_one_does_not_answer(server: HttpServer) -> None:
-    two = Reach(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.9", "127.0.0.1"])
+    two = EgressPolicy(LOOPBACK.networks, resolve=lambda *_: ["127.0.0.9", "127.0.0.1"])
     assert posted(f"http://{NAME}:{server.port}/", outside(two)).result == "done"
 
 
 def test_tls_asks_for_the_name_and_not_for_the_address(trusted: Certificate) -> None:
-    here = Reach((ipaddress.ip_network("127.0.0.1/32"),), resolve=lambda *_: ["127.0.0.1"])
+    here = EgressPolicy((ipaddress.ip_network("127.0.0.1/32"),), resolve=lambda *_: ["127.0.0.1"])
     with http_server(trusted.server_context()) as secure:
         assert posted(f"https://{NAME}:{secure.port}/", outside(here)).result == "done"
         wrong = posted(f"https://other.example:{secure.port}/", outside(here))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from watchstep.errors import ConfigError
 from watchstep_services.core.egress import (
     AddressRefusedError,
-    Reach,
+    EgressPolicy,
     check_host,
     parse_address,
     parse_allowed,
@@ -40,35 +40,35 @@ PUBLIC = [
 @pytest.mark.parametrize("address", REFUSED)
 def test_what_is_not_public_is_refused(address: str) -> None:
     with pytest.raises(AddressRefusedError, match="WATCHSTEP_ALLOWED_ADDRESSES"):
-        Reach().addresses(address, 80, 1)
+        EgressPolicy().addresses(address, 80, 1)
     with pytest.raises(AddressRefusedError):
-        Reach(resolve=lambda *_: [address]).addresses("name.example", 80, 60)
+        EgressPolicy(resolve=lambda *_: [address]).addresses("name.example", 80, 60)
 
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_what_is_public_is_not(address: str) -> None:
-    assert Reach(resolve=lambda *_: [address]).addresses("name.example", 80, 60) == [address]
+    assert EgressPolicy(resolve=lambda *_: [address]).addresses("name.example", 80, 60) == [address]
 
 
 def test_an_address_with_a_zone_is_refused() -> None:
     with pytest.raises(AddressRefusedError):
-        Reach(resolve=lambda *_: ["fe80::1%eth0"]).addresses("name.example", 80, 60)
+        EgressPolicy(resolve=lambda *_: ["fe80::1%eth0"]).addresses("name.example", 80, 60)
 
 
 def test_what_is_allowed_by_name_or_network() -> None:
     networks, hosts = parse_allowed(" 10.1.0.0/16, hooks.internal ,fd00::/8,169.254.0.0/16")
-    reach = Reach(networks, hosts, resolve=lambda *_: ["192.168.0.1"])
+    reach = EgressPolicy(networks, hosts, resolve=lambda *_: ["192.168.0.1"])
     assert reach.addresses("10.1.2.3", 80, 1) == ["10.1.2.3"]
     assert reach.addresses("::ffff:10.1.2.3", 80, 1) == ["::ffff:a01:203"]
     assert reach.addresses("hooks.internal", 80, 60) == ["192.168.0.1"]
     for host in ("10.2.0.1", "other.internal", "169.254.169.254", "fd00:ec2::254"):
         with pytest.raises(AddressRefusedError):
             reach.addresses(host, 80, 60)
-    credentials = Reach(hosts=frozenset({"hooks.internal"}), resolve=lambda *_: ["169.254.169.254"])
+    credentials = EgressPolicy(hosts=frozenset({"hooks.internal"}), resolve=lambda *_: ["169.254.169.254"])
     with pytest.raises(AddressRefusedError):
         credentials.addresses("hooks.internal", 80, 60)
     named_alone, _ = parse_allowed("169.254.169.254")
-    assert Reach(named_alone).addresses("169.254.169.254", 80, 1)
+    assert EgressPolicy(named_alone).addresses("169.254.169.254", 80, 1)
 
 
 @pytest.mark.parametrize("text", ["10.1.0.1/16", "http://x", "a b", "10.0.0.0/33"])
@@ -113,7 +113,7 @@ def test_an_address_is_taken_apart() -> None:
 
 @given(st.ip_addresses(v=4))
 def test_an_ipv4_address_in_ipv6_is_judged_as_itself(address: ipaddress.IPv4Address) -> None:
-    reach = Reach()
+    reach = EgressPolicy()
     direct = reach.allows("", address)
     for form in (f"::ffff:{address}", f"64:ff9b::{address}", f"::ffff:0:{address}"):
         assert reach.allows("", ipaddress.ip_address(form)) == direct
@@ -138,16 +138,16 @@ def test_names_that_hang_delay_the_look_ups_of_no_other_project() -> None:
         released.wait(60)
         return ["93.184.216.34"]
 
-    hanging = Reach(resolve=hangs, project="a")
+    hanging = EgressPolicy(resolve=hangs, project="a")
     while not hung.is_set():  # a look-up that no thread has begun is cancelled
         with pytest.raises(TimeoutError):
             hanging.addresses("first.example", 80, 0.1)
     for number in range(20):
         with pytest.raises(TimeoutError):
             hanging.addresses(f"name-{number}.example", 80, 0)
-    answering = Reach(resolve=lambda *_: ["93.184.216.34"], project="b")
+    answering = EgressPolicy(resolve=lambda *_: ["93.184.216.34"], project="b")
     try:
         assert answering.addresses("name.example", 80, 10) == ["93.184.216.34"]
-        assert Reach(resolve=answering.resolve).addresses("store.example", 80, 10)
+        assert EgressPolicy(resolve=answering.resolve).addresses("store.example", 80, 10)
     finally:
         released.set()

@@ -11,15 +11,15 @@ from pydantic import SecretStr
 
 from watchstep.errors import ConfigError
 from watchstep_services.channels.receiver_file import (
-    Fault,
     ReceiverFile,
+    ReceiverFileProblem,
     check,
     load,
     schema_text,
 )
 from watchstep_services.channels.secret_fields import FromEnvironment, FromFile, read_secret
 from watchstep_services.core.settings import load_settings
-from watchstep_services.db.sealing import Seal, new_key
+from watchstep_services.db.sealing import SecretBox, new_key
 from watchstep_services.service.context import owner_receivers
 
 GOOD = """
@@ -40,7 +40,7 @@ route:
 """
 
 
-def faults(text: str) -> list[Fault]:
+def faults(text: str) -> list[ReceiverFileProblem]:
     found = check(text)
     assert isinstance(found, list), found
     return found
@@ -103,8 +103,8 @@ def test_secrets_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Mon
             read_secret("url", missing)
 
 
-def sealed_by(*keys: str) -> Seal:
-    return Seal(load_settings(secret_key=SecretStr(",".join(keys))))
+def sealed_by(*keys: str) -> SecretBox:
+    return SecretBox(load_settings(secret_key=SecretStr(",".join(keys))))
 
 
 def test_a_seal_opens_at_its_place_and_with_its_keys() -> None:
@@ -124,7 +124,7 @@ def test_a_key_that_is_none_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     settings: Any = load_settings()
     assert "hunter2" not in repr(settings)
     with pytest.raises(ConfigError, match="WATCHSTEP_SECRET_KEY: not a key") as raised:
-        Seal(settings)
+        SecretBox(settings)
     assert "hunter2" not in str(raised.value)
 
 

@@ -14,7 +14,7 @@ from tests.services.channels.sending import outside, send
 from watchstep.errors import ConfigError
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.webhook import MOST_BYTES, new_secret, signature, signing_key
-from watchstep_services.core.egress import Reach
+from watchstep_services.core.egress import EgressPolicy
 
 
 def verified(secret: str, headers: dict[str, str], body: bytes) -> bool:
@@ -66,7 +66,7 @@ def test_what_is_sent_has_a_bound(server: HttpServer) -> None:
 
 
 def test_an_address_that_is_not_public_is_given_up(server: HttpServer) -> None:
-    tried = send({"kind": "webhook", "url": server.url}, outside(Reach()))
+    tried = send({"kind": "webhook", "url": server.url}, outside(EgressPolicy()))
     assert (tried.result, server.bodies) == ("failed", [])
     assert "not public" in tried.detail
 

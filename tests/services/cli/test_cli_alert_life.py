@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from tests.services.recording import PROJECT, Recording, damage_from, exploding_from
 from watchstep.errors import ConfigError
-from watchstep.platform.transport import RefusedError
+from watchstep.platform.transport import ServiceRefusedError
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.cli.app import app
 from watchstep_services.core.settings import load_settings
-from watchstep_services.db.models import Standing
+from watchstep_services.db.models import AlertInstanceRow
 from watchstep_services.runs.registration import register
 from watchstep_services.serve.embedded import EmbeddedService
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
         def fired() -> bool:
             with service.database.read() as session:
-                return session.query(Standing).filter_by(name="mine").count() == 1
+                return session.query(AlertInstanceRow).filter_by(name="mine").count() == 1
 
         assert service.wait_until(fired, 60.0)
         yield place
@@ -115,7 +115,7 @@ def test_what_is_asked_of_a_run(folder: Path) -> None:
     assert "let go" in watchstep(folder, "runs", "let-go", run)
     with pytest.raises(ConfigError, match="not COLLECTION=STEPS"):
         watchstep(folder, "runs", "cadence", run, "weights=often")
-    with pytest.raises(RefusedError, match="administer"):  # the token of `serve` is an operator's
+    with pytest.raises(ServiceRefusedError, match="administer"):  # the token of `serve` is an operator's
         watchstep(folder, "runs", "delete", run, "--yes")
 
 
@@ -129,7 +129,7 @@ def test_the_tensors_that_deviate_where_an_incident_begins_are_shown(tmp_path: P
 
         def fired() -> bool:
             with service.database.read() as session:
-                return session.query(Standing).count() > 0
+                return session.query(AlertInstanceRow).count() > 0
 
         assert service.wait_until(fired, 60.0)
         shown = watchstep(place, "runs", "alerts", f"{PROJECT}/run-1")

@@ -10,9 +10,9 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.cli.console_lines import Teller
+from watchstep_services.cli.console_lines import ConsoleOutput
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action, RuleConfigRow
+from watchstep_services.db.models import ActionRow, RuleConfigRow
 from watchstep_services.dispatch.dispatch import dispatch
 
 
@@ -35,7 +35,7 @@ def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_stor
     driven = Driven(make_service(sqlite, folder_store, [RuleConfig.model_validate(rule) for rule in rules]))
     recording = Recording(folder_store).begin()
     run_id = driven.register()
-    teller = Teller(sqlite)
+    teller = ConsoleOutput(sqlite)
     assert teller.new_lines() == []
     driven.announce(run_id, recording.write(0, 0, 43, ill))
     driven.settle(run_id)
@@ -52,7 +52,7 @@ def test_each_event_is_told_once_as_people_read_it(sqlite: Database, folder_stor
     assert "watchstep: vision/run-1: non_finite_values (warning) resolved at step 45" in heads
     assert "watchstep: vision/run-1: exploding_gradient (warning) firing at step 45" in heads
     assert any("stop requested: rule exploding_gradient at step 45: norm of" in line for line in heads)
-    assert Teller(sqlite).new_lines() == []
+    assert ConsoleOutput(sqlite).new_lines() == []
 
 
 def test_a_rule_that_cannot_be_evaluated_is_told_and_that_it_is_well_again(
@@ -62,7 +62,7 @@ def test_a_rule_that_cannot_be_evaluated_is_told_and_that_it_is_well_again(
     driven = Driven(make_service(sqlite, folder_store, [mine, RuleConfig(rule="non_finite_values")]))
     recording = Recording(folder_store).begin()
     run_id = driven.register()
-    teller = Teller(sqlite)
+    teller = ConsoleOutput(sqlite)
 
     def lines_with(data: dict[str, Any], seq: int) -> list[str]:
         with sqlite.write() as session:
@@ -76,7 +76,7 @@ def test_a_rule_that_cannot_be_evaluated_is_told_and_that_it_is_well_again(
     assert line.startswith("watchstep: vision/run-1: rule mine cannot be evaluated: ")
     assert "of_another_version" in line
     assert lines_with({"rule": "of_another_version"}, 2) == []
-    assert Teller(sqlite).new_lines() == [line]
+    assert ConsoleOutput(sqlite).new_lines() == [line]
     assert lines_with(mine.as_data(), 3) == ["watchstep: vision/run-1: rule mine is evaluated again"]
     assert lines_with(mine.as_data(), 4) == []
 
@@ -92,12 +92,12 @@ def test_a_webhook_that_fails_is_told_after_three_tries_and_when_it_is_given_up(
         run_id = driven.register()
         driven.announce(run_id, recording.write(0, 0, 43, ill))
         driven.settle(run_id)
-        teller = Teller(sqlite)
+        teller = ConsoleOutput(sqlite)
         (action,) = driven.actions(run_id)
         said = []
         for _ in range(4):
             with sqlite.write() as session:
-                session.get_one(Action, action.id).next_ns = 0
+                session.get_one(ActionRow, action.id).next_ns = 0
             dispatch(driven.service, action.id)
             said.append(teller.new_lines())
     head = "watchstep: vision/run-1: webhook to 127.0.0.1 failed, "

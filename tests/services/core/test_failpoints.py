@@ -25,7 +25,7 @@ from watchstep_services.api.routes.announcements import announce
 from watchstep_services.api.schemas.models import AnnouncementInput
 from watchstep_services.core.failpoints import POINTS, listening, reach
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.models import Action, Attempt, Job, Run
+from watchstep_services.db.models import ActionRow, Attempt, BoundJobRow, RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.evaluation.evaluate import evaluate
@@ -93,9 +93,9 @@ class Mortal:
             self.dead = False
             self.driven = self.driven.restarted()
             with self.driven.service.database.write() as session:
-                session.execute(update(Run).filter_by(id=self.run_id).values(lease_until_ns=0))
+                session.execute(update(RunRow).filter_by(id=self.run_id).values(lease_until_ns=0))
                 session.execute(
-                    update(Action).filter_by(run_id=self.run_id, state="pending").values(next_ns=0)
+                    update(ActionRow).filter_by(run_id=self.run_id, state="pending").values(next_ns=0)
                 )
 
     def go_on(self) -> None:
@@ -105,7 +105,9 @@ class Mortal:
             self.driven.service.database.write() as session
         ):  # time goes by: the run is looked at, messages are lost
             session.execute(
-                update(Run).filter_by(id=self.run_id).values(look_ns=0, quiet_ns=0, listed_ns=0, asked_ns=0)
+                update(RunRow)
+                .filter_by(id=self.run_id)
+                .values(look_ns=0, quiet_ns=0, listed_ns=0, asked_ns=0)
             )
         self.do(lambda: found.append(sweep(self.driven.service)))
         for work in found:
@@ -113,14 +115,14 @@ class Mortal:
                 self.do(lambda run_id=run_id: self._evaluate(run_id))  # type: ignore[misc]
         for action in self._pending():
             with self.driven.service.database.write() as session:
-                session.get_one(Action, action.id).next_ns = 0
+                session.get_one(ActionRow, action.id).next_ns = 0
             self.do(lambda action=action: dispatch(self.driven.service, action.id))  # type: ignore[misc]
 
     def _evaluate(self, run_id: int) -> None:
         if evaluate(self.driven.service, run_id).outcome == "committed":
             advance_run(self.driven.service, run_id)
 
-    def _pending(self) -> list[Action]:
+    def _pending(self) -> list[ActionRow]:
         return [action for action in self.driven.actions(self.run_id) if action.state == "pending"]
 
     def at_rest(self) -> bool:
@@ -187,7 +189,9 @@ def lived(place: Place, point: str, deaths: int) -> tuple[Mortal, CountedJob]:
     with database.write() as session:
         attempts.ensure(session, run_id, "a1")
         session.add(
-            Job(run_id=run_id, attempt="a1", backend="counted", job_id=run, identity={}, bound_by="operator")
+            BoundJobRow(
+                run_id=run_id, attempt="a1", backend="counted", job_id=run, identity={}, bound_by="operator"
+            )
         )
     mortal = Mortal(driven, run_id, point, deaths)
     with listening(mortal), no_transaction_when_dead(database, mortal):
@@ -263,7 +267,7 @@ def test_whoever_is_paused_past_its_lease_commits_nothing(place: Place, point: s
             return
         left.append({})  # the other's own points are no pause
         with place.database.write() as session:
-            session.get_one(Run, run_id).lease_until_ns = 0
+            session.get_one(RunRow, run_id).lease_until_ns = 0
         assert driven.restarted().evaluate(run_id).outcome == "committed"
         left[0] = told(driven, run_id)
 
@@ -287,7 +291,7 @@ def test_nor_does_it_write_down_what_it_sees_on_the_store(place: Place, point: s
             return
         left.append({})  # the other's own points are no pause
         with place.database.write() as session:
-            session.get_one(Run, run_id).lease_until_ns = 0
+            session.get_one(RunRow, run_id).lease_until_ns = 0
         assert claim(place.database, run_id, 10**12) is not None
         left[0] = told(driven, run_id)
 
@@ -325,7 +329,9 @@ def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
     with place.database.write() as session:
         attempts.ensure(session, run_id, "a1")
         session.add(
-            Job(run_id=run_id, attempt="a1", backend="stubborn", job_id=run, identity={}, bound_by="operator")
+            BoundJobRow(
+                run_id=run_id, attempt="a1", backend="stubborn", job_id=run, identity={}, bound_by="operator"
+            )
         )
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
@@ -334,7 +340,7 @@ def test_a_signal_of_a_process_that_died_is_sent_again_or_counts(
     with listening(mortal), no_transaction_when_dead(place.database, mortal):
         for _ in range(20):
             with place.database.write() as session:
-                session.get_one(Action, action.id).next_ns = 0
+                session.get_one(ActionRow, action.id).next_ns = 0
             mortal.do(lambda: dispatch(mortal.driven.service, action.id))
             if not mortal._pending():
                 break

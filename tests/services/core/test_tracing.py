@@ -46,11 +46,11 @@ def test_one_trace_from_the_announcement_to_the_stop(collector: Collector, tmp_p
         client.announce("run-1", recording.write(1, 4, 7, damage_from(6)), {})
         from sqlalchemy import select
 
-        from watchstep_services.db.models import Action
+        from watchstep_services.db.models import ActionRow
 
         def over() -> bool:
             with service.database.read() as session:
-                states = list(session.execute(select(Action.state).filter_by(kind="stop")).scalars())
+                states = list(session.execute(select(ActionRow.state).filter_by(kind="stop")).scalars())
             return states == ["done"]
 
         assert service.wait_until(over, 60)

@@ -17,18 +17,18 @@ from watchstep.format.layout import WriterId
 from watchstep.store.store import Store
 from watchstep_services.db.clock_steps import AGAIN_NS, MOMENTS, follow_clock
 from watchstep_services.db.models import (
-    Action,
+    ActionRow,
     AlertGroup,
     Attempt,
     Backtest,
     Base,
-    Job,
+    BoundJobRow,
     Project,
-    Run,
+    RunRow,
     Segment,
     Upkeep,
 )
-from watchstep_services.evaluation.plan import Gap, Patience
+from watchstep_services.evaluation.plan import Gap, GapPatience
 from watchstep_services.evaluation.seals import AttemptProgress, WriterProgress, decide
 from watchstep_services.runs.claim import claim
 from watchstep_services.scheduler.sweep import sweep
@@ -103,11 +103,11 @@ def row_of(table: Any, database: Any) -> None:
     """A row of each table, which waits for nothing."""
     rows: list[Base] = [
         Attempt(run_id=1, attempt="z", world_size=1, on_stop="ignore", writers={}, ends={}, context=[]),
-        Job(run_id=1, attempt="z", backend="local", job_id="1", identity={}, bound_by="x"),
+        BoundJobRow(run_id=1, attempt="z", backend="local", job_id="1", identity={}, bound_by="x"),
         Segment(
             run_id=1, attempt="z", node="n", writer="w", seq=0, first=0, last=0, state="announced", found_ns=1
         ),
-        Action(run_id=1, event_id="e", kind="stop", key="k", payload={}, created_ns=1, next_ns=1),
+        ActionRow(run_id=1, event_id="e", kind="stop", key="k", payload={}, created_ns=1, next_ns=1),
         AlertGroup(
             project=PROJECT, key="k", receiver="r", labels={}, wait_ns=1, interval_ns=1, repeat_ns=1,
             send_resolved=False,
@@ -125,7 +125,7 @@ def test_every_moment_that_is_waited_for_moves_with_the_clock(
 ) -> None:
     database, table = timed.service.database, column.class_
     timed.register()
-    if table not in {Run, Project}:
+    if table not in {RunRow, Project}:
         row_of(table, database)
     follow_clock(database)
     now = clock.now_ns
@@ -172,6 +172,6 @@ def test_a_rank_that_was_heard_in_the_future_is_not_waited_for() -> None:
 
 
 def test_a_gap_that_was_found_in_the_future_is_not_waited_for() -> None:
-    patience = Patience(0, SECOND, listed=True)
+    patience = GapPatience(0, SECOND, listed=True)
     assert patience.over(Gap(WriterId("a1", "n", "w"), 0, 1, HOUR))
     assert not patience.over(Gap(WriterId("a1", "n", "w"), 0, 1, SECOND))

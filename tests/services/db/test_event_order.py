@@ -10,7 +10,7 @@ from sqlalchemy import delete, select, update
 from tests.services.driving import Driven
 from watchstep_services.core.events import make_event
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Event, Run
+from watchstep_services.db.models import EventRow, RunRow
 from watchstep_services.db.records import add_event
 from watchstep_services.runs.registration import register
 
@@ -24,7 +24,7 @@ def publish(database: Database, run_id: int, project: str = "vision") -> None:
 
 def numbers(database: Database) -> list[int]:
     with database.read() as session:
-        return list(session.execute(select(Event.number).order_by(Event.number)).scalars())
+        return list(session.execute(select(EventRow.number).order_by(EventRow.number)).scalars())
 
 
 def test_a_number_is_never_given_again(driven: Driven) -> None:
@@ -34,7 +34,7 @@ def test_a_number_is_never_given_again(driven: Driven) -> None:
     publish(database, run_id)
     last = numbers(database)[-1]
     with database.write() as session:
-        session.execute(delete(Event))
+        session.execute(delete(EventRow))
     publish(database, run_id)
     assert numbers(database)[0] > last
 
@@ -49,7 +49,9 @@ def test_who_follows_misses_nothing_of_writers_that_cross(driven: Driven) -> Non
         last = 0
         while len(seen) < 40:
             with database.read() as session:
-                new = session.execute(select(Event.number).where(Event.number > last).order_by(Event.number))
+                new = session.execute(
+                    select(EventRow.number).where(EventRow.number > last).order_by(EventRow.number)
+                )
                 found = list(new.scalars())
             seen.extend(found)
             last = max([last, *found])
@@ -70,7 +72,7 @@ def _many(database: Database, run_id: int) -> None:
             event = make_event("watchstep.run.started", "http://s", ("vision", "r"), 1, {})
             add_event(session, run_id, event, 1)
             # What a transaction does after it has said what it will publish.
-            session.execute(update(Run).where(Run.id == run_id).values(hints=Run.hints + 1))
+            session.execute(update(RunRow).where(RunRow.id == run_id).values(hints=RunRow.hints + 1))
 
 
 def test_a_transaction_that_is_open_holds_up_no_other_of_another_project(driven: Driven) -> None:

@@ -20,17 +20,17 @@ from watchstep.store.store import Store
 from watchstep_services.core import failpoints
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.limits import Limits, lift
-from watchstep_services.db.models import Run
+from watchstep_services.db.limits import DatabaseTimeouts, lift
+from watchstep_services.db.models import RunRow
 from watchstep_services.db.schema import upgrade
 
 PATIENCE = 60.0
 IDLE = "idle_in_transaction_session_timeout"
-SHORT = Limits(statement=5.0, lock=0.2, idle=1.0)
+SHORT = DatabaseTimeouts(statement=5.0, lock=0.2, idle=1.0)
 
 
 @contextmanager
-def opened(postgres: Postgres, limits: Limits) -> Iterator[Database]:
+def opened(postgres: Postgres, limits: DatabaseTimeouts) -> Iterator[Database]:
     with postgres.new_database() as url:
         database = open_database(url, limits)
         yield database
@@ -49,7 +49,7 @@ def test_connections_have_the_limits_of_the_settings(postgres: Postgres) -> None
         database_idle_seconds=9,
         database_dead_seconds=60,
     )
-    with opened(postgres, Limits.of(settings)) as database:
+    with opened(postgres, DatabaseTimeouts.of(settings)) as database:
         assert shown(database, "statement_timeout") == "7s"
         assert shown(database, "lock_timeout") == "3s"
         assert shown(database, "idle_in_transaction_session_timeout") == "9s"
@@ -61,7 +61,7 @@ def test_connections_have_the_limits_of_the_settings(postgres: Postgres) -> None
 
 
 def test_the_servers_own_limits_hold_where_a_setting_is_0(postgres: Postgres) -> None:
-    with opened(postgres, Limits(0, 0, 0, 0, 0)) as database:
+    with opened(postgres, DatabaseTimeouts(0, 0, 0, 0, 0)) as database:
         assert shown(database, "lock_timeout") == "0"
         with database.engine.connect() as connection:
             driver: Any = connection.connection.dbapi_connection
@@ -69,7 +69,7 @@ def test_the_servers_own_limits_hold_where_a_setting_is_0(postgres: Postgres) ->
 
 
 def test_what_the_address_says_holds() -> None:
-    said = Limits(lock=3).connect_args({"connect_timeout": "4", "options": "-c lock_timeout=5s"})
+    said = DatabaseTimeouts(lock=3).connect_args({"connect_timeout": "4", "options": "-c lock_timeout=5s"})
     assert "connect_timeout" not in said
     assert said["options"].index("lock_timeout=3000") < said["options"].index("lock_timeout=5s")
 
@@ -84,7 +84,7 @@ def test_migrations_and_large_deletions_take_the_time_that_they_need(postgres: P
 
 
 def test_a_statement_that_takes_too_long_is_ended(postgres: Postgres) -> None:
-    with opened(postgres, Limits(statement=0.1)) as database:
+    with opened(postgres, DatabaseTimeouts(statement=0.1)) as database:
         with database.read() as session, pytest.raises(OperationalError, match="statement timeout"):
             session.execute(select(func.pg_sleep(PATIENCE)))
         database.check()
@@ -93,7 +93,7 @@ def test_a_statement_that_takes_too_long_is_ended(postgres: Postgres) -> None:
 def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes connections, says nothing
         url = f"postgresql://watchstep@127.0.0.1:{deaf.getsockname()[1]}/watchstep"
-        database = open_database(url, Limits(connect=2))
+        database = open_database(url, DatabaseTimeouts(connect=2))
         with pytest.raises(ConfigError, match="does not answer"):
             database.check()
         database.close()
@@ -104,7 +104,7 @@ def test_an_evaluation_outlives_a_client_that_hangs_with_its_run(
 ) -> None:
     """It gives up, the server ends the other, and when its lease is over the run is judged as if nothing had been."""
     recording = Recording(folder_store).begin()
-    patient = Limits(statement=PATIENCE, lock=0.2, idle=PATIENCE)
+    patient = DatabaseTimeouts(statement=PATIENCE, lock=0.2, idle=PATIENCE)
     with postgres.new_database() as url, ExitStack() as opened_here:
         database = open_database(url, patient)
         opened_here.callback(database.close)
@@ -122,7 +122,7 @@ def test_an_evaluation_outlives_a_client_that_hangs_with_its_run(
                 connection = session.connection(execution_options={"isolation_level": "READ COMMITTED"})
                 # The limit counts from when the evaluation has met the client, however long that takes.
                 connection.execute(text(f"SET {IDLE} = 0"))
-                connection.execute(select(Run.id).where(Run.id == run_id).with_for_update())
+                connection.execute(select(RunRow.id).where(RunRow.id == run_id).with_for_update())
                 held.append(connection)
 
         held: list[Any] = []

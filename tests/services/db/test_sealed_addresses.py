@@ -19,7 +19,7 @@ from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import Backtest, BacktestResult, Project, ReceiverRow, RuleConfigRow
 from watchstep_services.db.schema import downgrade, upgrade
 from watchstep_services.db.sealed_addresses import UNREADABLE, use_seal
-from watchstep_services.db.sealing import KEY_FILE, Seal, new_key, open_sealed_database
+from watchstep_services.db.sealing import KEY_FILE, SecretBox, new_key, open_sealed_database
 from watchstep_services.runs.registration import register
 from watchstep_services.service.context import Service
 
@@ -84,7 +84,7 @@ def test_addresses_in_clear_text_are_sealed_by_the_migration_and_opened_by_the_w
     fill(database, settings)  # without a key: as an earlier version wrote them
     assert "secret-path" in raw(database)
     downgrade(database, "0018")
-    use_seal(database.engine.dialect, Seal(settings, new_key()))
+    use_seal(database.engine.dialect, SecretBox(settings, new_key()))
     for _ in range(2):
         upgrade(database)
         assert "secret-path" not in raw(database)

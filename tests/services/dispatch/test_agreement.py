@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from watchstep.capture.stop.barrier import CommonStop
 from watchstep.format.control import StopAnswer, StopRequest
-from watchstep_services.dispatch.barrier import Announced, Pace, following
+from watchstep_services.dispatch.barrier import AttemptPace, SegmentArrival, following
 
 SECOND = 1_000_000_000
 
@@ -222,12 +222,12 @@ def test_a_world_size_that_cannot_be_is_waited_for_without_a_set_of_all_its_rank
     assert following(stop, answers, 2, 6) == StopRequest("a", 5, "r", agreed=True)
 
 
-def announced(*segments: tuple[int, int, float], writer: str = "n/w0") -> list[Announced]:
-    return [Announced(writer, first, last, round(at * SECOND)) for first, last, at in segments]
+def announced(*segments: tuple[int, int, float], writer: str = "n/w0") -> list[SegmentArrival]:
+    return [SegmentArrival(writer, first, last, round(at * SECOND)) for first, last, at in segments]
 
 
 def test_the_margin_covers_what_ranks_do_until_they_hear() -> None:
-    steady = Pace.of(announced((0, 9, 0.0), (10, 19, 1.0), (20, 29, 2.0)), -1, 2 * SECOND)
+    steady = AttemptPace.of(announced((0, 9, 0.0), (10, 19, 1.0), (20, 29, 2.0)), -1, 2 * SECOND)
     assert (steady.largest, steady.steps_per_second, steady.hearing_seconds) == (29, 10.0, 2.0)
     assert steady.margin(2 * SECOND) == 30  # one and a half times two seconds
     assert steady.margin(3 * SECOND) == 45  # seen a second ago
@@ -235,18 +235,20 @@ def test_the_margin_covers_what_ranks_do_until_they_hear() -> None:
 
 
 def test_a_training_that_has_become_faster_counts_as_fast() -> None:
-    faster = Pace.of(announced((0, 9, 0.0), (10, 19, 10.0), (20, 29, 20.0), (30, 229, 21.0)), -1, 21 * SECOND)
+    faster = AttemptPace.of(
+        announced((0, 9, 0.0), (10, 19, 10.0), (20, 29, 20.0), (30, 229, 21.0)), -1, 21 * SECOND
+    )
     assert faster.steps_per_second == 200.0
     assert faster.margin(21 * SECOND) == 3300
 
 
 def test_long_steps_are_not_stopped_ten_later() -> None:
-    slow = Pace.of(announced((0, 0, 0.0), (1, 1, 20.0), (2, 2, 40.0)), -1, 40 * SECOND)
+    slow = AttemptPace.of(announced((0, 0, 0.0), (1, 1, 20.0), (2, 2, 40.0)), -1, 40 * SECOND)
     assert slow.margin(40 * SECOND) == 2
     assert slow.seconds_to(4) == 40.0
 
 
 def test_without_a_pace_the_margin_is_in_steps() -> None:
-    assert Pace.of((), 5, 0).margin(0) == 10
+    assert AttemptPace.of((), 5, 0).margin(0) == 10
     together = announced((0, 7, 1.0)) + announced((0, 7, 1.0), writer="n/w1")
-    assert Pace.of(together, -1, SECOND).margin(SECOND) == 16
+    assert AttemptPace.of(together, -1, SECOND).margin(SECOND) == 16

@@ -19,7 +19,7 @@ from watchstep.format.control import ControlDocument
 from watchstep.format.documents import OnStop
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle, JobStatus
-from watchstep_services.db.models import Job
+from watchstep_services.db.models import BoundJobRow
 from watchstep_services.dispatch import target as targeting
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.runs import attempts
@@ -69,7 +69,9 @@ def stopping(
     with driven.service.database.write() as session:
         attempts.ensure(session, run_id, "a1")
         session.add(
-            Job(run_id=run_id, attempt="a1", backend="far", job_id="7", identity={}, bound_by="operator")
+            BoundJobRow(
+                run_id=run_id, attempt="a1", backend="far", job_id="7", identity={}, bound_by="operator"
+            )
         )
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
@@ -165,7 +167,7 @@ def test_stops_at_a_backend_that_hangs_delay_no_other_projects_stop(
         driven.settle(run_id)
         with driven.service.database.write() as session:
             if project == PROJECT:
-                bound = Job(
+                bound = BoundJobRow(
                     run_id=run_id, attempt="a1", backend="far", job_id=run, identity={}, bound_by="operator"
                 )
                 session.add(bound)
@@ -221,13 +223,13 @@ def test_no_evaluation_waits_for_a_backend_for_long(
     assert far.asked.acquire(timeout=10)
     assert not far.asked.acquire(blocking=False)  # asked once, and nobody waits for the answer again
     with driven.service.database.read() as session:
-        assert session.execute(select(Job.state)).scalar_one() == "unknown"
+        assert session.execute(select(BoundJobRow.state)).scalar_one() == "unknown"
     far.released.set()
 
     def is_seen() -> bool:
         advance_run(driven.service, run_id)
         with driven.service.database.read() as session:
-            return session.execute(select(Job.state)).scalar_one() == "running"
+            return session.execute(select(BoundJobRow.state)).scalar_one() == "running"
 
     eventually(is_seen)  # what it said late is known, though it is not asked anew yet
     assert not far.asked.acquire(blocking=False)

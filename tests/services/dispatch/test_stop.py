@@ -17,10 +17,10 @@ from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
 from watchstep_rules.config.rule_config import RuleConfig, StopAction
-from watchstep_services.core.due_action import Tried
+from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.failpoints import listening
 from watchstep_services.core.settings import nanoseconds
-from watchstep_services.db.models import Action
+from watchstep_services.db.models import ActionRow
 from watchstep_services.dispatch import dispatch as dispatching
 from watchstep_services.dispatch.dispatch import dispatch, due_actions, next_due_ns
 from watchstep_services.dispatch.stop import try_stop
@@ -36,7 +36,7 @@ def backend_of(driven: Driven) -> Local:
     return backend
 
 
-def fired(driven: Driven, recording: Recording, job: JobHandle | None = None) -> tuple[int, Action]:
+def fired(driven: Driven, recording: Recording, job: JobHandle | None = None) -> tuple[int, ActionRow]:
     """A run whose owner's rule has asked for a stop, and that action."""
     run_id = driven.register()
     if job is not None:
@@ -354,9 +354,9 @@ def test_an_action_whose_worker_died_is_done_by_another(driven: Driven, folder_s
     assert held is not None
     assert dispatch(driven.service, action.id) is None
     with driven.service.database.write() as session:  # its lease ends
-        session.get_one(Action, action.id).next_ns = 0
+        session.get_one(ActionRow, action.id).next_ns = 0
     assert dispatch(driven.service, action.id) is not None
-    dispatching._record(driven.service, held, Tried("done", "too late"))
+    dispatching._record(driven.service, held, AttemptResult("done", "too late"))
     assert driven.tries(action.id) == [("advanced", "asked all workers to stop at step 8")]
 
 

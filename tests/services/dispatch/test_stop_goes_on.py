@@ -14,7 +14,7 @@ from watchstep.format.control import ControlDocument
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_launch.errors import BackendDownError
-from watchstep_services.db.models import Action, Job, Run
+from watchstep_services.db.models import ActionRow, BoundJobRow, RunRow
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.runs import attempts
 from watchstep_services.runs.discovery import discover
@@ -54,7 +54,9 @@ def asked(driven: Driven, folder_store: Store) -> tuple[Driven, Unreachable, int
     with driven.service.database.write() as session:
         attempts.ensure(session, run_id, "a1")
         session.add(
-            Job(run_id=run_id, attempt="a1", backend="far", job_id="7", identity={}, bound_by="operator")
+            BoundJobRow(
+                run_id=run_id, attempt="a1", backend="far", job_id="7", identity={}, bound_by="operator"
+            )
         )
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
@@ -62,12 +64,12 @@ def asked(driven: Driven, folder_store: Store) -> tuple[Driven, Unreachable, int
     return driven, backend, action.id
 
 
-def try_again(driven: Driven, action_id: int) -> Action:
+def try_again(driven: Driven, action_id: int) -> ActionRow:
     with driven.service.database.write() as session:
-        session.get_one(Action, action_id).next_ns = 0
+        session.get_one(ActionRow, action_id).next_ns = 0
     dispatch(driven.service, action_id)
     with driven.service.database.read() as session:
-        return session.get_one(Action, action_id)
+        return session.get_one(ActionRow, action_id)
 
 
 def test_a_stop_is_tried_until_its_backend_answers(asked: tuple[Driven, Unreachable, int]) -> None:
@@ -76,7 +78,7 @@ def test_a_stop_is_tried_until_its_backend_answers(asked: tuple[Driven, Unreacha
         action = try_again(driven, action_id)
         assert (action.state, action.tries) == ("pending", number + 1)
     with driven.service.database.write() as session:
-        session.get_one(Action, action_id).tries = 2000  # its pause no longer doubles
+        session.get_one(ActionRow, action_id).tries = 2000  # its pause no longer doubles
     assert try_again(driven, action_id).state == "pending"
     backend.silent = 0
     assert driven.finish(action_id).state == "done"
@@ -90,7 +92,7 @@ def test_one_with_nothing_left_to_stop_is_given_up(
     driven, _, action_id = asked
     with driven.service.database.write() as session:
         for name, value in change.items():
-            setattr(session.get_one(Run, session.get_one(Action, action_id).run_id), name, value)
+            setattr(session.get_one(RunRow, session.get_one(ActionRow, action_id).run_id), name, value)
     assert driven.finish(action_id).state == "failed"
     assert len(driven.tries(action_id)) == MAX_TRIES
 
@@ -124,7 +126,9 @@ def away(driven: Driven, recording: Recording) -> tuple[Driven, Away, int, int]:
     with driven.service.database.write() as session:
         attempts.ensure(session, run_id, "a1")
         session.add(
-            Job(run_id=run_id, attempt="a1", backend="far", job_id="7", identity={}, bound_by="operator")
+            BoundJobRow(
+                run_id=run_id, attempt="a1", backend="far", job_id="7", identity={}, bound_by="operator"
+            )
         )
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
@@ -134,7 +138,7 @@ def away(driven: Driven, recording: Recording) -> tuple[Driven, Away, int, int]:
 
 def tried(driven: Driven, action_id: int) -> str:
     with driven.service.database.write() as session:
-        session.get_one(Action, action_id).next_ns = 0
+        session.get_one(ActionRow, action_id).next_ns = 0
     came_to = dispatch(driven.service, action_id)
     assert came_to is not None
     return came_to.result

@@ -22,8 +22,8 @@ from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.core.settings import load_settings
-from watchstep_services.core.store_location import Registration
-from watchstep_services.db.models import Action, AuditEntry, Job, Run
+from watchstep_services.core.store_location import StoreRegistration
+from watchstep_services.db.models import ActionRow, AuditEntry, BoundJobRow, RunRow
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.runs import attempts
 from watchstep_services.runs.control import MIRROR
@@ -66,7 +66,7 @@ class Stopping:
 
     def try_action(self, action_id: int) -> tuple[str, str, int]:
         with self.driven.service.database.write() as session:
-            session.get_one(Action, action_id).next_ns = 0
+            session.get_one(ActionRow, action_id).next_ns = 0
         tried = dispatch(self.driven.service, action_id)
         assert tried is not None
         return tried.result, tried.detail, tried.stage
@@ -80,7 +80,7 @@ class Stopping:
         data = self.s3.objects.get(key)
         return None if data is None else ControlDocument.decode(data)
 
-    def mirrors(self) -> list[Action]:
+    def mirrors(self) -> list[ActionRow]:
         return [action for action in self.driven.actions(self.run_id) if action.kind == MIRROR]
 
     def audited(self) -> list[tuple[str, str]]:
@@ -100,7 +100,7 @@ def open_bucket(s3: FaultyS3) -> Store:
 
 def with_project(service: Service, s3: FaultyS3) -> None:
     with service.database.write() as session:
-        placed = Registration(BUCKET, region=REGION, endpoint=s3.endpoint)
+        placed = StoreRegistration(BUCKET, region=REGION, endpoint=s3.endpoint)
         make_project(session, FAR, register_store(session, "bucket", placed))
 
 
@@ -108,7 +108,7 @@ def bind(service: Service, run_id: int, job: JobHandle) -> None:
     with service.database.write() as session:
         attempts.ensure(session, run_id, "a1")
         session.add(
-            Job(run_id=run_id, attempt="a1", backend=job.backend, job_id=job.id, identity=dict(job.identity), bound_by="operator")
+            BoundJobRow(run_id=run_id, attempt="a1", backend=job.backend, job_id=job.id, identity=dict(job.identity), bound_by="operator")
         )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def test_a_tombstone_is_not_given_up(driven: Driven, s3: FaultyS3, tmp_path: Pat
     for _ in range(6):
         assert stop.try_action(mirror.id)[0] == "error"
     with driven.service.database.write() as session:
-        row = session.get_one(Run, stop.run_id)
+        row = session.get_one(RunRow, stop.run_id)
         row.control = ControlDocument.from_data(row.control).without_tombstone().as_data()
     assert driven.finish(mirror.id).state == "failed", "nothing need be there any more"
 

@@ -10,7 +10,7 @@ from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.db.models import Action
+from watchstep_services.db.models import ActionRow
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def receiver() -> Iterator[Receiver]:
         yield running
 
 
-def fired(driven: Driven, store: Store, url: str) -> Action:
+def fired(driven: Driven, store: Store, url: str) -> ActionRow:
     """The webhook action of an alert that has fired."""
     rule = RuleConfig.model_validate(
         {"rule": "non_finite_values", "name": "told", "actions": [{"webhook": url}]}

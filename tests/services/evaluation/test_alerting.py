@@ -14,7 +14,7 @@ from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Alert, Memory
+from watchstep_services.db.models import AlertRow, RuleStateRow
 
 HOOK = "https://chat.example.com/hook"
 
@@ -69,7 +69,7 @@ def test_an_event_says_what_was_seen_and_what_to_try(sqlite: Database, folder_st
     assert explanation["usual_causes"]
     assert explanation["what_to_try"]
     with driven.service.database.read() as session:
-        (row,) = session.query(Alert).all()
+        (row,) = session.query(AlertRow).all()
         assert row.details is not None
         assert row.details == {name: data[name] for name in row.details}
 
@@ -149,7 +149,7 @@ def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store
     driven.announce(run_id, recording.write(0, 0, 3))
     driven.settle(run_id)
     with driven.service.database.write() as session:
-        session.execute(update(Memory).values(memory='{"alert": {"hits": {"loss@0/train": 3}}}'))
+        session.execute(update(RuleStateRow).values(memory='{"alert": {"hits": {"loss@0/train": 3}}}'))
     driven = driven.restarted()  # the process that wrote it knows what it wrote
     driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
     driven.settle(run_id)

@@ -29,10 +29,10 @@ from watchstep.reading.compaction import compact
 from watchstep.reading.journal import read_journal
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
-from watchstep_rules.backtest.backtest import Order, RunOutcome, backtest, backtest_run
-from watchstep_rules.config.rule_config import Hold, RuleConfig
+from watchstep_rules.backtest.backtest import BacktestOutcome, JudgingOrder, backtest, backtest_run
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_rules.engine.alert_memory import Transition
-from watchstep_services.db.models import Attempt, Run
+from watchstep_services.db.models import Attempt, RunRow
 from watchstep_services.evaluation import commit as committing
 from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.evaluation.journal import unwritten, write_journal
@@ -47,7 +47,9 @@ SECOND = 1_000_000_000
 RULES = (
     RuleConfig(rule="non_finite_values", severity="critical", inhibits=("exploding_gradient",)),
     RuleConfig(rule="exploding_gradient", params={"growth": 1.5, "warmup": 3, "window": 3}),
-    RuleConfig(rule="vanishing_gradient", params={"threshold": 10.0, "relative": 0.9}, hold=Hold(steps=2)),
+    RuleConfig(
+        rule="vanishing_gradient", params={"threshold": 10.0, "relative": 0.9}, hold=MinimumDuration(steps=2)
+    ),
     RuleConfig(rule="oscillating_loss", params={"window": 6}),
     RuleConfig(rule="stalled_training", params={"threshold": 60.0}),
 )
@@ -80,7 +82,7 @@ class Live:
     def write_journal(self) -> None:
         """As a sweep does for a run that is over."""
         with self.driven.service.database.write() as session:
-            session.get_one(Run, self.run_id).state = "completed"
+            session.get_one(RunRow, self.run_id).state = "completed"
         for due in unwritten(self.driven.service):
             write_journal(self.driven.service, due)
 
@@ -119,7 +121,7 @@ def live_service(
     return make
 
 
-def outcome_as_said(outcome: RunOutcome) -> Said:
+def outcome_as_said(outcome: BacktestOutcome) -> Said:
     return {
         (attempt.attempt, one.config.name): (
             [json.loads(finding.model_dump_json()) for finding in one.findings],
@@ -207,12 +209,12 @@ def test_a_backtest_says_what_was_said_live(
     said = with_words(outcome_as_said(outcome))
     event(f"alerts: {sum(bool(held[1]) for held in said.values())}, findings: {bool(said)}")
     assert said == with_words(live.said)
-    assert {attempt.order for attempt in outcome.attempts} <= {Order.JOURNAL}
+    assert {attempt.order for attempt in outcome.attempts} <= {JudgingOrder.JOURNAL}
     assert {note for attempt in outcome.attempts for note in attempt.notes} == set()
     compact(outcome.location, delete_after=0)
     again = backtest_run(outcome.location, RULES)
     assert not list(recording.store.entries(layout.SEGMENTS))
-    assert {attempt.order for attempt in again.attempts} <= {Order.JOURNAL}
+    assert {attempt.order for attempt in again.attempts} <= {JudgingOrder.JOURNAL}
     assert with_words(outcome_as_said(again)) == said
 
 
@@ -251,7 +253,7 @@ def test_without_a_journal_rows_are_taken_by_their_steps(live_service: LiveServi
     live, recording = live_service(0)
     late_worker(live, recording)
     (attempt,) = backtest_run(location(recording), RULES).attempts
-    assert attempt.order is Order.STEPS
+    assert attempt.order is JudgingOrder.STEPS
     assert "no service has left a journal" in attempt.notes[0]
     assert attempt.outcomes == backtest(open_run(location(recording)).rows("a1"), RULES)
     assert attempt.rows == len(open_run(location(recording)).rows("a1"))
@@ -263,7 +265,7 @@ def test_a_damaged_journal_is_told(live_service: LiveService) -> None:
     live.write_journal()
     recording.store.put(layout.journal_part("a1", 0), b"{}")
     (attempt,) = backtest_run(location(recording), RULES).attempts
-    assert attempt.order is Order.STEPS
+    assert attempt.order is JudgingOrder.STEPS
     assert "journal/a1/0000000000.json: not a part of a journal" in attempt.notes[0]
 
 
@@ -273,7 +275,7 @@ def test_rows_that_no_service_judged_come_last(live_service: LiveService) -> Non
     live.write_journal()
     recording.write(1, 10, 12, nan_from(0), taken_ns=live.now_ns)
     (attempt,) = backtest_run(location(recording), RULES).attempts
-    assert attempt.order is Order.JOURNAL
+    assert attempt.order is JudgingOrder.JOURNAL
     assert attempt.notes == (
         "9 rows after the journal's end, not judged by the service, are taken by their steps",
     )
@@ -287,7 +289,7 @@ def test_rows_that_are_gone_lose_the_order(live_service: LiveService) -> None:
     gone = recording.written["w0"][0].path
     recording.store.delete(gone)
     (attempt,) = backtest_run(location(recording), RULES).attempts
-    assert attempt.order is Order.STEPS
+    assert attempt.order is JudgingOrder.STEPS
     assert attempt.notes == (
         f"segment {gone} is gone, and 0 of its 30 rows of rank 0 are found; rows are taken by their steps",
     )

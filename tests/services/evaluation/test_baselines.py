@@ -13,7 +13,7 @@ from watchstep.format import documents, layout
 from watchstep.format.documents import RunDocument
 from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import backtest_run
-from watchstep_rules.config.rule_config import Hold, RuleConfig
+from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Attempt, PinnedBaseline, RunSummaryRow
 from watchstep_services.evaluation.journal import unwritten, write_journal
@@ -23,7 +23,7 @@ from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 
 RULES = (
-    RuleConfig(rule="unlike_earlier_runs", **{"for": Hold(steps=2)}),
+    RuleConfig(rule="unlike_earlier_runs", **{"for": MinimumDuration(steps=2)}),
     RuleConfig(rule="exploding_gradient"),
 )
 LAST = 39

@@ -12,7 +12,7 @@ from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_services.core.failpoints import listening
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.runs.discovery import discover
 
 WAIT = 60.0
@@ -79,7 +79,7 @@ def test_a_slow_listing_forgets_no_segment_that_is_being_evaluated(
 
     def end_lease() -> None:
         with driven.service.database.write() as session:
-            session.execute(update(Run).filter_by(id=run_id).values(lease_until_ns=1))
+            session.execute(update(RunRow).filter_by(id=run_id).values(lease_until_ns=1))
 
     outcome = evaluate_during_listing(driven, run_id, write, end_lease if lease == "is over" else nothing)
     assert outcome == ("fenced" if (announced, lease) == ("before the listing", "is over") else "committed")

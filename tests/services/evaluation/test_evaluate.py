@@ -12,8 +12,8 @@ from tests.services.recording import PROJECT, Recording, exploding_from, healthy
 from watchstep.errors import StoreError
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.lookback import Reach
-from watchstep_services.db.models import Run
+from watchstep_rules.engine.lookback import Lookback
+from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation import commit as committing
 from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.runs.claim import claim
@@ -69,7 +69,7 @@ def test_a_worker_whose_epoch_was_taken_commits_nothing(
     def overtaken(*args: object) -> object:
         monkeypatch.setattr(evaluating, "judge_all", judge)
         with driven.service.database.write() as session:  # the lease ends while the rules run
-            session.execute(update(Run).values(lease_until_ns=0))
+            session.execute(update(RunRow).values(lease_until_ns=0))
         assert driven.restarted().evaluate(run_id).outcome == "committed"
         return judge(*args)  # type: ignore[arg-type]
 
@@ -129,7 +129,7 @@ def test_splits_and_restarts_change_nothing(tmp_path: Path, sqlite_factory: Any)
     assert all(result == results[0] for result in results)
 
 
-REACH = Reach.of(RULES)
+REACH = Lookback.of(RULES)
 
 
 def test_a_restart_rebuilds_the_history_from_the_store(driven: Driven, folder_store: Store) -> None:

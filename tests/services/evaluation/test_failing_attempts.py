@@ -17,7 +17,7 @@ from watchstep.store.store import Store
 from watchstep_rules.custom.sandbox import pool
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Memory, Project
+from watchstep_services.db.models import Project, RuleStateRow
 from watchstep_services.evaluation import evaluate as evaluating
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.registration import register
@@ -191,7 +191,7 @@ def test_a_rule_that_ends_its_process_is_tried_for_another_project_at_once(
         driven.evaluate(run_id)
     with sqlite.read() as session:
         memories: list[Any] = list(
-            session.execute(select(Memory.memory).order_by(Memory.config_id)).scalars()
+            session.execute(select(RuleStateRow.memory).order_by(RuleStateRow.config_id)).scalars()
         )
     assert len(memories) == 2
     for memory in memories:

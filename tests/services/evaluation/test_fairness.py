@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tests.services.driving import Driven
 from tests.services.recording import Recording
 from watchstep.store.store import Store
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.scheduler.work import evaluate_longest_due
 from watchstep_services.service.context import Silent
@@ -92,7 +92,7 @@ def test_a_hint_while_a_run_is_held_is_told_to_its_holder(driven: Driven, folder
 def test_a_run_that_is_due_keeps_its_place(driven: Driven) -> None:
     run_id = driven.register()
     with driven.service.database.write() as session:
-        session.get_one(Run, run_id).due_ns = 5
+        session.get_one(RunRow, run_id).due_ns = 5
     with driven.service.database.write() as session:
         hint(session, run_id, asked=True)
     assert (driven.run(run_id).due_ns, driven.run(run_id).asked_ns) == (5, 0)

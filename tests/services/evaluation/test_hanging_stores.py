@@ -12,12 +12,12 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.errors import NotFoundError, StoreError
 from watchstep.store.store import Store
-from watchstep_services.core.store_location import Registration
+from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.engine import Database
 from watchstep_services.stores import bulkhead
 from watchstep_services.stores.bulkhead import HangingStores
 
-BUCKET = Registration("s3://bucket/runs")
+BUCKET = StoreRegistration("s3://bucket/runs")
 NO_ANSWER = StoreError("store s3://bucket/runs: no answer", "see whether it can be reached")
 MISSING = NotFoundError("object run.json: not there", "check its name")
 
@@ -41,7 +41,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
         yield server
 
 
-def hang(stores: HangingStores, store: Registration, error: StoreError) -> None:
+def hang(stores: HangingStores, store: StoreRegistration, error: StoreError) -> None:
     with pytest.raises(StoreError), stores.noted(store):
         raise error
 
@@ -75,7 +75,7 @@ def test_one_probe_at_a_time_and_none_for_other_stores() -> None:
         answer.wait(60)
 
     hang(stores, BUCKET, NO_ANSWER)
-    assert stores.answers(Registration("s3://other/runs"), probe)
+    assert stores.answers(StoreRegistration("s3://other/runs"), probe)
     assert not stores.answers(BUCKET, probe)
     assert not stores.answers(BUCKET, probe)
     answer.set()
@@ -157,10 +157,12 @@ def test_runs_come_again_the_later_the_longer_their_store_hangs(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("store", "error"),
-    [(Registration("/srv/runs"), NO_ANSWER), (BUCKET, MISSING)],
+    [(StoreRegistration("/srv/runs"), NO_ANSWER), (BUCKET, MISSING)],
     ids=["folder", "not found"],
 )
-def test_folders_and_missing_objects_do_not_make_a_store_hang(store: Registration, error: StoreError) -> None:
+def test_folders_and_missing_objects_do_not_make_a_store_hang(
+    store: StoreRegistration, error: StoreError
+) -> None:
     stores = HangingStores()
     hang(stores, store, error)
     assert stores.answers(store, list)

@@ -12,7 +12,7 @@ from watchstep.format.block import Block
 from watchstep.format.parquet_claims import read_footer
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.runs.rule_configs import put_one
 
 HEADROOM = RuleConfig(rule="number_format_headroom", params={"number_format": "fp16"})
@@ -40,7 +40,7 @@ def test_they_are_read_from_when_a_rule_needs_them(
         driven.settle(run_id)
     assert asked == [True, False, False]  # at first nothing is known of its rules
     with driven.service.database.write() as session:
-        put_one(session, session.get_one(Run, run_id), HEADROOM)
+        put_one(session, session.get_one(RunRow, run_id), HEADROOM)
     for seq in range(3, 5):
         driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, tiny_from(16)))
         driven.settle(run_id)
@@ -60,7 +60,7 @@ def test_damage_in_them_that_was_not_looked_at_holds_up_no_other_rule(
         driven.settle(run_id)
     assert set(driven.segments(run_id).values()) == {"read"}
     with driven.service.database.write() as session:
-        put_one(session, session.get_one(Run, run_id), HEADROOM)
+        put_one(session, session.get_one(RunRow, run_id), HEADROOM)
     driven.announce(run_id, recording.write(3, 12, 15, nan_from(13)))
     driven.settle(run_id)
     assert driven.alerts(run_id)["non_finite_values"][0] == "firing"

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.engine.history import History
-from watchstep_rules.engine.lookback import Reach
+from watchstep_rules.engine.lookback import Lookback
 from watchstep_services.service.row_cache import HistoryCache
 
-REACH = Reach.of(DEFAULT_RULES)
+REACH = Lookback.of(DEFAULT_RULES)
 
 
 def test_the_cache_holds_for_one_cursor_and_forgets_the_oldest() -> None:
@@ -15,4 +15,4 @@ def test_the_cache_holds_for_one_cursor_and_forgets_the_oldest() -> None:
     assert cache.get((1, "a1"), "{}", REACH) is None
     assert cache.get((3, "a1"), "{}", REACH) is not None
     assert cache.get((3, "a1"), '{"a1/node/w0":1}', REACH) is None
-    assert cache.get((3, "a1"), "{}", Reach()) is None
+    assert cache.get((3, "a1"), "{}", Lookback()) is None

@@ -6,7 +6,7 @@ from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_services.core.failpoints import listening
 from watchstep_services.core.settings import nanoseconds
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation.keeping import kept
 from watchstep_services.runs.claim import Claim, claim
 
@@ -55,7 +55,7 @@ def test_a_lease_ends_when_nobody_keeps_it(driven: Driven, folder_store: Store) 
     held = claim(driven.service.database, run_id, nanoseconds(3600.0))
     assert held is not None
     with driven.service.database.write() as session:
-        session.get_one(Run, run_id).lease_until_ns = 0
+        session.get_one(RunRow, run_id).lease_until_ns = 0
     again = claim(driven.service.database, run_id, nanoseconds(3600.0))
     assert again is not None
     assert again.epoch == held.epoch + 1

@@ -8,7 +8,7 @@ from tests.services.driving import Driven
 from tests.services.recording import Recording, nan_from
 from watchstep.format.block import Block
 from watchstep.store.store import Store
-from watchstep_rules.engine.rule_inputs import Progress
+from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_services.evaluation import collect as collecting
 from watchstep_services.service import large_turn
 from watchstep_services.service.judging import Judged, Loaded, judge_all
@@ -40,7 +40,7 @@ def test_a_large_evaluation_is_postponed_while_another_goes_on_and_then_done(
     outcomes: list[str] = []
 
     def judge_beside(
-        configs: list[Loaded], history: Block, arrived: Block, progress: Progress
+        configs: list[Loaded], history: Block, arrived: Block, progress: JudgingProgress
     ) -> list[Judged]:
         monkeypatch.setattr(_JUDGE_ALL, judge_all)
         outcomes.append(driven_sqlite.evaluate(second).outcome)

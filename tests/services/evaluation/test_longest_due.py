@@ -15,7 +15,7 @@ from watchstep.store.store import Store
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import replace_clock
 from watchstep_services.db.engine import Database, open_database
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.evaluation.evaluate import evaluate_longest_due
 from watchstep_services.runs.claim import (
@@ -52,7 +52,7 @@ def runs(driven: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
         Recording(store, run=f"run-{number}").begin()
         ids.append(driven.register(f"run-{number}"))
         with driven.service.database.write() as session:
-            row = session.get_one(Run, ids[-1])
+            row = session.get_one(RunRow, ids[-1])
             row.due_ns = NOW_NS - int(state["ago"] * NANOSECONDS)
             row.holder = state.get("holder", "")
             row.urgent_ns = NOW_NS - int(state["urgent"] * NANOSECONDS) if "urgent" in state else 0
@@ -98,9 +98,9 @@ def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(
     assert taken(driven, mine) == mine
     with driven.service.database.write() as session:
         session.get_one(
-            Run, stuck
+            RunRow, stuck
         ).lease_until_ns = 1  # its lease ends, and no message of it is left anywhere
-        session.get_one(Run, mine).lease_until_ns = 0
+        session.get_one(RunRow, mine).lease_until_ns = 0
     assert taken(driven, mine) == stuck
 
 
@@ -143,7 +143,7 @@ def test_a_message_about_one_run_has_the_bad_step_of_another_judged(
     driven.announce(bad_id, bad.write(0, 0, 7, nan_from(5)))
     driven.announce(good_id, good.write(0, 0, 7, healthy))
     with driven.service.database.write() as session:
-        session.get_one(Run, bad_id).due_ns = NOW_NS - 1
+        session.get_one(RunRow, bad_id).due_ns = NOW_NS - 1
     done = [evaluate_longest_due(driven.service, good_id) for _ in range(2)]
     assert [(run_id, one.outcome) for run_id, one in done] == [(bad_id, "committed"), (good_id, "committed")]
     assert driven.alerts(bad_id)["non_finite_values"][:2] == ("firing", 5)
@@ -161,7 +161,7 @@ def test_a_run_that_is_being_written_keeps_nobody_from_the_others(
         driven = Driven(make_service(database, folder_store))
         written, other = runs(driven, folder_store, {"ago": late + 1}, {"ago": late})
         with database.write() as paused:
-            paused.execute(select(Run.id).where(Run.id == written).with_for_update()).one()
+            paused.execute(select(RunRow.id).where(RunRow.id == written).with_for_update()).one()
             assert set(find_due(driven.service).runs) == {written, other}
             note_asked(driven.service, [written, other])
             assert find_due(driven.service).runs == (written,)

@@ -13,7 +13,7 @@ from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.core import failpoints
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import RuleConfigRow, Run, Tick
+from watchstep_services.db.models import RuleConfigRow, RunRow, TickRow
 from watchstep_services.runs.claim import claim
 from watchstep_services.runs.rule_configs import put_one, remove
 from watchstep_services.service.rule_state_cache import RememberedCache
@@ -45,7 +45,7 @@ def step(driven: Driven, run_id: int, recording: Recording, seq: int, *ill: Any)
 def let_go(driven: Driven, run_id: int) -> None:
     """As if the lease had ended."""
     with driven.service.database.write() as session:
-        session.get_one(Run, run_id).lease_until_ns = 0
+        session.get_one(RunRow, run_id).lease_until_ns = 0
 
 
 def test_an_evaluation_at_which_nothing_happens_asks_three_times(
@@ -124,7 +124,7 @@ def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven, 
     after = (driven.memories(), driven.seals(run_id), driven.segments(run_id), driven.run(run_id).cursor)
     assert (after, later[0].cursor) == (before, before[3])
     with driven.service.database.read() as session:
-        assert len(session.execute(select(Tick)).all()) == 3
+        assert len(session.execute(select(TickRow)).all()) == 3
 
 
 @pytest.mark.parametrize("how", ["put", "removed", "registered"])
@@ -140,7 +140,7 @@ def test_a_rule_config_that_changes_judges_from_the_next_rows_on(
         driven.register(rules=[mine])
     else:
         with driven.service.database.write() as session:
-            run = session.get_one(Run, run_id)
+            run = session.get_one(RunRow, run_id)
             if how == "put":
                 put_one(session, run, mine.model_copy(update={"name": "new"}))
             else:

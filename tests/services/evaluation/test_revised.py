@@ -20,9 +20,9 @@ from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.coalesce import as_told
 from watchstep_services.channels.receiver_file import ReceiverFile
-from watchstep_services.cli.console_lines import Teller
+from watchstep_services.cli.console_lines import ConsoleOutput
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Alert, Standing
+from watchstep_services.db.models import AlertInstanceRow, AlertRow
 from watchstep_services.notify.flush import flush_due
 
 RULE = RuleConfig.model_validate(
@@ -77,9 +77,9 @@ def alerts_events(driven: Driven, run_id: int) -> list[dict[str, Any]]:
     return [event for event in driven.events(run_id) if event["type"].startswith("watchstep.alert.")]
 
 
-def standing(driven: Driven) -> Standing:
+def standing(driven: Driven) -> AlertInstanceRow:
     with driven.service.database.read() as session:
-        return session.execute(select(Standing)).scalar_one()
+        return session.execute(select(AlertInstanceRow)).scalar_one()
 
 
 def about(data: dict[str, Any]) -> tuple[int, int, str]:
@@ -115,12 +115,12 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     driven: Driven, folder_store: Store, sqlite: Database
 ) -> None:
     recording, run_id = begin(driven, folder_store)
-    teller = Teller(sqlite)
+    teller = ConsoleOutput(sqlite)
     driven.announce(run_id, recording.write(0, 0, 7, reduced))
     driven.settle(run_id)
     assert len(flush_due(driven.service)) == 1
     with driven.service.database.read() as session:
-        before = session.execute(select(Alert)).scalar_one()
+        before = session.execute(select(AlertRow)).scalar_one()
     teller.new_lines()
     actions = [action.id for action in driven.actions(run_id)]
     assert len(actions) == 3  # a stop, a webhook, a notification
@@ -137,7 +137,7 @@ def test_what_comes_later_corrects_it_and_pages_and_stops_nobody_again(
     assert data["evidence"]
 
     with driven.service.database.read() as session:
-        row = session.execute(select(Alert)).scalar_one()
+        row = session.execute(select(AlertRow)).scalar_one()
     assert (row.phase, row.since_step, row.fired_ns) == (before.phase, before.since_step, before.fired_ns)
     assert row.finding == data["finding"]
     assert row.details is not None

@@ -15,7 +15,7 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Project, Run
+from watchstep_services.db.models import Project, RunRow
 from watchstep_services.runs.claim import AHEAD_NS, claim_longest_due
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.registration import register
@@ -40,7 +40,7 @@ def due_since(driven: Driven, project: str, run: str, seconds: float) -> int:
     run_id = register(driven.service, project, run, (), "operator")
     with driven.service.database.write() as session:
         now = session.execute(select(now_ns())).scalar_one()
-        session.get_one(Run, run_id).due_ns = now - int(seconds * NANOSECONDS)
+        session.get_one(RunRow, run_id).due_ns = now - int(seconds * NANOSECONDS)
     return run_id
 
 

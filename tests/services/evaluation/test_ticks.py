@@ -12,7 +12,7 @@ from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Attempt, Memory, Run, Tick
+from watchstep_services.db.models import Attempt, RuleStateRow, RunRow, TickRow
 from watchstep_services.runs import claim as claiming
 from watchstep_services.runs.discovery import discover
 from watchstep_services.scheduler.sweep import find_due
@@ -58,7 +58,7 @@ class Watch:
     def ticks(self, run_id: int) -> list[tuple[int, bool]]:
         """(second, ended) of each tick."""
         with self.driven.service.database.read() as session:
-            rows = session.execute(select(Tick).filter_by(run_id=run_id).order_by(Tick.tick)).scalars()
+            rows = session.execute(select(TickRow).filter_by(run_id=run_id).order_by(TickRow.tick)).scalars()
             return [(round((row.at_ns - self.start_ns) / SECOND), row.ended) for row in rows]
 
     def phase(self, run_id: int) -> str:
@@ -122,11 +122,11 @@ def ended(session: Any, run_id: int) -> None:
 
 
 def newer(session: Any, run_id: int) -> None:
-    session.execute(update(Run).where(Run.id == run_id).values(attempt="a2"))
+    session.execute(update(RunRow).where(RunRow.id == run_id).values(attempt="a2"))
 
 
 def stopped(session: Any, run_id: int) -> None:
-    session.execute(update(Run).where(Run.id == run_id).values(state="stopped"))
+    session.execute(update(RunRow).where(RunRow.id == run_id).values(state="stopped"))
 
 
 DOCUMENT = {"state": "completed", "last_step": 2, "writer": "w0", "reason": "", "ended_ns": 1, "found_ns": 1}
@@ -171,10 +171,10 @@ def test_an_attempt_that_wrote_nothing_is_silent_unless_its_run_is_lost(
     assert watch.at(0, run_id) == "committed"
     watch.until(55, run_id)
     with watch.driven.service.database.write() as session:
-        session.execute(update(Run).values(state="lost"))
+        session.execute(update(RunRow).values(state="lost"))
     assert watch.until(1e6, run_id) == [60]
     with watch.driven.service.database.write() as session:
-        session.execute(update(Run).values(state="created", due_ns=watch.now_ns))
+        session.execute(update(RunRow).values(state="created", due_ns=watch.now_ns))
     watch.until(130, run_id)
     assert watch.phase(run_id) == "firing"
 
@@ -197,4 +197,4 @@ def test_two_that_wake_the_same_run_judge_it_once(watch: Watch, folder_store: St
     assert watch.at(60, run_id) == "idle"
     assert watch.driven.restarted().evaluate(run_id).outcome == "idle"
     with watch.driven.service.database.read() as session:
-        assert session.execute(select(Memory.findings)).scalar_one() == 1
+        assert session.execute(select(RuleStateRow.findings)).scalar_one() == 1

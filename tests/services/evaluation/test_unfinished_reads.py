@@ -14,7 +14,7 @@ from tests.services.recording import Recording, exploding_from, nan_from
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
 from watchstep_services.core.failpoints import listening
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.evaluation import collect, context
 from watchstep_services.evaluation.unfinished_reads import CAREFUL, CONDEMNED
 
@@ -49,7 +49,7 @@ class Workers:
                 self.dead, self.driven, more = False, self.driven.restarted(), True
                 self.deaths += 1
                 with self.driven.service.database.write() as session:
-                    session.execute(update(Run).filter_by(id=self.run_id).values(lease_until_ns=1))
+                    session.execute(update(RunRow).filter_by(id=self.run_id).values(lease_until_ns=1))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.services.recording import Recording, healthy, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
-from watchstep_services.db.models import AlertGroup, Standing
+from watchstep_services.db.models import AlertGroup, AlertInstanceRow
 from watchstep_services.notify.flush import due_groups, flush, flush_due
 
 EPISODES = 6
@@ -80,7 +80,7 @@ def test_workers_that_flush_together_tell_everything_once(driven: Driven, folder
     assert statuses[-1] == "resolved"
     assert statuses.count("firing") <= EPISODES
     with driven.service.database.read() as session:
-        standing = session.execute(select(Standing)).scalar_one()
+        standing = session.execute(select(AlertInstanceRow)).scalar_one()
         assert (standing.phase, standing.episode) == ("resolved", EPISODES)
 
 

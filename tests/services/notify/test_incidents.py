@@ -12,7 +12,7 @@ from tests.services.recording import NAN, Recording, Value
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
-from watchstep_services.db.models import Alert, AlertGroup, Incident, Muted, Standing
+from watchstep_services.db.models import AlertGroup, AlertInstanceRow, AlertRow, Incident, Muted
 from watchstep_services.notify.flush import flush_due
 
 HOUR_NS = 3600 * 10**9
@@ -79,8 +79,8 @@ def test_an_incident_is_notified_once_and_the_next_notification_names_all_of_it(
         keys = {
             row.incident
             for row in (
-                *session.execute(select(Alert)).scalars(),
-                *session.execute(select(Standing)).scalars(),
+                *session.execute(select(AlertRow)).scalars(),
+                *session.execute(select(AlertInstanceRow)).scalars(),
             )
         }
         (key,) = session.execute(select(Incident.key)).scalars()
@@ -174,7 +174,7 @@ def test_a_note_of_severity_info_notifies_nobody_and_belongs_to_no_incident(
     record(driven, recording, run_id, 2, (16, 23), nan_in())
     assert [alert["name"] for alert in notifications(driven, run_id)[-1]["alerts"]] == ["of_first"]
     with driven.service.database.read() as session:
-        phases = {row.name: row.phase for row in session.execute(select(Standing)).scalars()}
+        phases = {row.name: row.phase for row in session.execute(select(AlertInstanceRow)).scalars()}
         assert phases == {"of_loss": "resolved", "of_first": "resolved"}
         muted = {(row.receiver, row.reason) for row in session.execute(select(Muted)).scalars()}
         assert muted == {("", "info")}

@@ -33,7 +33,7 @@ from watchstep.format.layout import SegmentKey
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
-from watchstep_services.db.models import AuditEntry, Run, Silence, Standing, StopGrant
+from watchstep_services.db.models import AlertInstanceRow, AuditEntry, RunRow, Silence, StopGrant
 from watchstep_services.notify import silences
 from watchstep_services.notify.acknowledgement import acknowledge, withdraw
 from watchstep_services.notify.flush import flush_due
@@ -194,13 +194,13 @@ class Lives(RuleBasedStateMachine):
     def replace_a_rule_config(self, name: str) -> None:
         asked = config(name, self.life.replaced(name))
         with self.database.write() as session:
-            put_one(session, session.get_one(Run, self.run_id), asked)
+            put_one(session, session.get_one(RunRow, self.run_id), asked)
         self.driven.settle(self.run_id)
 
     @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([5, 90, 900]), holds_stop=st.booleans())
     def silence(self, name: str, seconds: int, holds_stop: bool) -> None:
         now = self.clock.now_ns
-        asked = silences.Asked(
+        asked = silences.SilenceRequest(
             silences.read_matchers([f"name={name}"]),
             "somebody",
             "why",
@@ -225,7 +225,7 @@ class Lives(RuleBasedStateMachine):
     def acknowledge(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([one for one in TOLD if self.life.known[one].firing]))
         with self.database.write() as session:
-            row = session.execute(select(Standing).filter_by(name=name)).scalar_one()
+            row = session.execute(select(AlertInstanceRow).filter_by(name=name)).scalar_one()
             acknowledge(session, "http://service.test", row, "somebody", "on it")
         self.life.known[name].acknowledged = True
 
@@ -234,7 +234,7 @@ class Lives(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([one for one in TOLD if self.life.known[one].acknowledged]))
         with self.database.write() as session:
-            withdraw(session, session.execute(select(Standing).filter_by(name=name)).scalar_one())
+            withdraw(session, session.execute(select(AlertInstanceRow).filter_by(name=name)).scalar_one())
         self.life.withdraws(name)
 
     @rule()
@@ -250,7 +250,7 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def alerts_are_the_models(self) -> None:
         with self.database.read() as session:
-            rows = session.execute(select(Standing)).scalars()
+            rows = session.execute(select(AlertInstanceRow)).scalars()
             held = {
                 row.name: (
                     row.phase == "firing",

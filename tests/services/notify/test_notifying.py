@@ -15,7 +15,7 @@ from tests.services.recording import Recording, healthy, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
-from watchstep_services.db.models import AlertGroup, Muted, Run, Standing
+from watchstep_services.db.models import AlertGroup, AlertInstanceRow, Muted, RunRow
 from watchstep_services.notify.flush import due_groups, flush, flush_due
 from watchstep_services.scheduler.sweep import find_due
 
@@ -148,7 +148,10 @@ def test_a_rule_config_that_is_gone_has_no_alert(driven_sqlite: Driven, folder_s
     (ended,) = [event["data"] for event in driven.events(run_id) if event["data"].get("ended_by")]
     assert ended["ended_by"] == "its rule config is no longer in use"
     with driven.service.database.read() as session:
-        phases = [row.phase for row in session.execute(select(Standing).order_by(Standing.id)).scalars()]
+        phases = [
+            row.phase
+            for row in session.execute(select(AlertInstanceRow).order_by(AlertInstanceRow.id)).scalars()
+        ]
     assert phases == ["resolved", "firing"]
 
 
@@ -161,7 +164,7 @@ def test_what_fires_at_the_end_of_a_run_is_told_and_not_repeated(
     driven.announce(run_id, recording.write(0, 0, 7, nan_from(5)))
     driven.settle(run_id)
     with driven.service.database.write() as session:
-        session.get_one(Run, run_id).state = "failed"
+        session.get_one(RunRow, run_id).state = "failed"
     assert len(flush_due(driven.service)) == 1
     group_later(driven, 2 * HOUR_NS)
     assert flush_due(driven.service) == []

@@ -5,10 +5,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep_services.retention.policy import Kept, Policy, next_step
+from watchstep_services.retention.policy import RetentionTimes, UpkeepProgress, next_step
 
 spans = st.none() | st.integers(0, 1000)
-policies = st.builds(Policy, st.none() | st.integers(1, 1000), spans, spans, spans)
+policies = st.builds(RetentionTimes, st.none() | st.integers(1, 1000), spans, spans, spans)
 _MARKS = {
     "summarize": "summarized_ns",
     "compact": "compacted_ns",
@@ -17,7 +17,7 @@ _MARKS = {
 }
 
 
-def lived(policy: Policy, kept: Kept) -> list[tuple[str, int]]:
+def lived(policy: RetentionTimes, kept: UpkeepProgress) -> list[tuple[str, int]]:
     """Each step when it is due, until nothing is."""
     done: list[tuple[str, int]] = []
     while (due := next_step(policy, kept)) is not None:
@@ -29,8 +29,8 @@ def lived(policy: Policy, kept: Kept) -> list[tuple[str, int]]:
 
 
 @given(policies, st.integers(0, 1000))
-def test_each_step_is_done_once_in_order_of_time(policy: Policy, ended: int) -> None:
-    done = lived(policy, Kept(ended))
+def test_each_step_is_done_once_in_order_of_time(policy: RetentionTimes, ended: int) -> None:
+    done = lived(policy, UpkeepProgress(ended))
     names = [name for name, _ in done]
     assert len(names) == len(set(names))
     assert [at for _, at in done] == sorted(at for _, at in done)
@@ -46,11 +46,11 @@ def test_each_step_is_done_once_in_order_of_time(policy: Policy, ended: int) -> 
 
 
 @given(policies, st.integers(0, 1000), st.booleans())
-def test_a_run_that_is_held_loses_nothing(policy: Policy, ended: int, deleting: bool) -> None:
-    names = {name for name, _ in lived(policy, Kept(ended, held=True, deleting=deleting))}
+def test_a_run_that_is_held_loses_nothing(policy: RetentionTimes, ended: int, deleting: bool) -> None:
+    names = {name for name, _ in lived(policy, UpkeepProgress(ended, held=True, deleting=deleting))}
     assert names <= {"summarize", "compact", "delete_originals"}
 
 
 @given(policies, st.integers(0, 1000))
-def test_a_deletion_that_began_is_ended(policy: Policy, ended: int) -> None:
-    assert next_step(policy, Kept(ended, deleting=True)) == ("delete_run", ended)
+def test_a_deletion_that_began_is_ended(policy: RetentionTimes, ended: int) -> None:
+    assert next_step(policy, UpkeepProgress(ended, deleting=True)) == ("delete_run", ended)

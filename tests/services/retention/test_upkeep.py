@@ -17,16 +17,16 @@ from watchstep.reading.compaction import compact
 from watchstep.reading.journal import read_journal
 from watchstep.store.store import Store
 from watchstep_services.db.models import (
-    Action,
+    ActionRow,
     AlertGroup,
     Base,
-    Event,
+    EventRow,
     Project,
     RetentionPolicy,
-    Run,
-    Seal,
-    Tick,
+    RunRow,
+    TickRow,
     Upkeep,
+    WatermarkRow,
 )
 from watchstep_services.db.records import add_action
 from watchstep_services.evaluation.journal import unwritten, write_journal
@@ -190,8 +190,8 @@ def test_a_deletion_that_the_store_refused_is_ended_later(
     assert upkeep(driven.service) == 1
     assert not list(recording.store.entries())
     with driven.service.database.read() as session:
-        assert session.get(Run, run_id) is None
-        assert session.execute(select(Event)).first() is None
+        assert session.get(RunRow, run_id) is None
+        assert session.execute(select(EventRow)).first() is None
         assert session.execute(select(Project)).first() is not None
 
 
@@ -201,19 +201,19 @@ def test_a_run_that_begins_anew_is_not_deleted(
     run_id, recording = ended(driven, folder_store)
     with driven.service.database.write() as session:
         session.add(_upkeep_of(run_id, deleting=True))
-        session.get_one(Run, run_id).state = "running"
+        session.get_one(RunRow, run_id).state = "running"
     assert upkeep(driven.service) == 0
     assert not kept(driven, run_id).deleting
     with driven.service.database.write() as session:
-        session.get_one(Run, run_id).state = "lost"
+        session.get_one(RunRow, run_id).state = "lost"
         row = session.get_one(Upkeep, run_id)
         row.deleting, row.next_ns = True, 0
-        row.ended_ns = session.get_one(Run, run_id).ended_ns or 0
+        row.ended_ns = session.get_one(RunRow, run_id).ended_ns or 0
     place = upkeeping._store
 
-    def begins_anew(service: Service, held: upkeeping.Held) -> Store:
+    def begins_anew(service: Service, held: upkeeping.UpkeepClaim) -> Store:
         with service.database.write() as session:
-            session.get_one(Run, run_id).state = "running"
+            session.get_one(RunRow, run_id).state = "running"
         return place(service, held)
 
     monkeypatch.setattr(upkeeping, "_store", begins_anew)  # after it was claimed
@@ -226,7 +226,7 @@ def test_a_run_is_not_deleted_before_its_stop_has_ended(driven: Driven, folder_s
     run_id, recording = ended(driven, folder_store)
     policy(driven, keep_runs_s=0)
     with driven.service.database.write() as session:
-        stop = session.execute(select(Action).filter_by(run_id=run_id, kind="stop")).scalar_one()
+        stop = session.execute(select(ActionRow).filter_by(run_id=run_id, kind="stop")).scalar_one()
         stop.state = "pending"
     assert upkeep(driven.service) == 0
     assert recording.store.get("run.json")
@@ -237,12 +237,12 @@ def test_an_attempt_that_comes_after_the_end_has_all_done_anew(driven: Driven, f
     run_id, _ = ended(driven, folder_store)
     assert upkeep(soon.service) == 2
     with driven.service.database.write() as session:
-        run = session.get_one(Run, run_id)
+        run = session.get_one(RunRow, run_id)
         run.state, run.ended_ns = "running", None
         session.get_one(Upkeep, run_id).next_ns = 0
     assert upkeep(soon.service) == 0
     with driven.service.database.write() as session:
-        run = session.get_one(Run, run_id)
+        run = session.get_one(RunRow, run_id)
         run.state, run.ended_ns = "completed", 12345
     assert upkeep(soon.service) == 2
 
@@ -260,7 +260,7 @@ def test_a_compaction_waits_for_what_is_not_judged(
     assert "wait to be judged" in kept(driven, run_id).problem
 
 
-def numbers(driven: Driven, table: type[Tick | Seal], run_id: int) -> list[int]:
+def numbers(driven: Driven, table: type[TickRow | WatermarkRow], run_id: int) -> list[int]:
     with driven.service.database.read() as session:
         return list(
             session.execute(select(table.tick).filter_by(run_id=run_id).order_by(table.tick)).scalars()
@@ -310,7 +310,7 @@ def test_ticks_and_seals_go_when_the_journal_has_them(
         driven.settle(run_id)
     (due,) = unwritten(driven.service)
     assert write_journal(driven.service, due) == 3
-    ticks, seals = numbers(driven, Tick, run_id), numbers(driven, Seal, run_id)
+    ticks, seals = numbers(driven, TickRow, run_id), numbers(driven, WatermarkRow, run_id)
     last = driven.run(run_id).ticks - 1
     assert ticks == [last], "the next part begins where it ended"
     assert len(seals) <= 2
@@ -331,7 +331,9 @@ def told_of(driven: Driven, store: Store, run: str) -> int:
     driven.settle(run_id)
     find_due(driven.service)
     with driven.service.database.read() as session:
-        return session.execute(select(func.count()).select_from(Action).filter_by(kind="notify")).scalar_one()
+        return session.execute(
+            select(func.count()).select_from(ActionRow).filter_by(kind="notify")
+        ).scalar_one()
 
 
 def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(

@@ -11,7 +11,7 @@ from tests.services.jobs import eventually
 from tests.services.recording import PROJECT
 from tests.services.retention.test_upkeep import ended
 from watchstep.store.store import Store
-from watchstep_services.db.models import Project, ProjectStore, Run
+from watchstep_services.db.models import Project, ProjectStore, RunRow
 from watchstep_services.retention import upkeep as upkeeping
 from watchstep_services.retention.upkeep import UpkeepThreads
 
@@ -22,7 +22,7 @@ def move(driven: Driven, run_id: int, project: str) -> None:
         store = session.get_one(ProjectStore, PROJECT).store_id
         session.add(Project(name=project, placed=ProjectStore(project=project, store_id=store)))
         session.flush()
-        session.get_one(Run, run_id).project = project
+        session.get_one(RunRow, run_id).project = project
 
 
 def test_a_step_that_hangs_holds_up_its_own_project_alone(

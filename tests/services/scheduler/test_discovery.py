@@ -16,7 +16,7 @@ from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.rule_files import rule_file
-from watchstep_services.db.models import RuleConfigRow, Run
+from watchstep_services.db.models import RuleConfigRow, RunRow
 from watchstep_services.runs import registration
 from watchstep_services.runs.registration import discover_runs
 from watchstep_services.scheduler.sweep import sweep
@@ -37,11 +37,11 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-def _found(driven: Driven) -> dict[str, Run]:
+def _found(driven: Driven) -> dict[str, RunRow]:
     """Runs by name, after one more sweep; a sweep that takes long leaves some for the next."""
     sweep(driven.service)
     with driven.service.database.read() as session:
-        return {run.run: run for run in session.execute(select(Run)).scalars()}
+        return {run.run: run for run in session.execute(select(RunRow)).scalars()}
 
 
 @pytest.mark.parametrize("rule", BAD)
@@ -106,8 +106,8 @@ def rules_of_runs(service: Service) -> dict[str, set[str]]:
     """Rules of each run."""
     with service.database.read() as session:
         rows = session.execute(
-            select(Run.project, Run.run, RuleConfigRow.rule).outerjoin(
-                RuleConfigRow, RuleConfigRow.run_id == Run.id
+            select(RunRow.project, RunRow.run, RuleConfigRow.rule).outerjoin(
+                RuleConfigRow, RuleConfigRow.run_id == RunRow.id
             )
         ).all()
     found: dict[str, set[str]] = {}

@@ -20,7 +20,7 @@ from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.core.settings import NANOSECONDS, Settings, load_settings
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Action, Event, Run
+from watchstep_services.db.models import ActionRow, EventRow, RunRow
 from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.runs.claim import claim
 from watchstep_services.serve.embedded import EmbeddedService, end_leases, pause_before
@@ -55,7 +55,7 @@ def call(service: EmbeddedService, method: str, path: str, body: Any = None) -> 
 
 def happened(service: EmbeddedService, kind: str) -> bool:
     with service.database.read() as session:
-        return session.execute(select(Event).filter_by(type=f"watchstep.{kind}")).first() is not None
+        return session.execute(select(EventRow).filter_by(type=f"watchstep.{kind}")).first() is not None
 
 
 def test_a_recorded_nan_stops_the_job(embedded: EmbeddedService, folder_store: Store, tmp_path: Path) -> None:
@@ -142,12 +142,14 @@ def test_what_a_killed_service_had_claimed_waits_for_no_lease(
     database = open_sealed_database(settings)
     with database.write() as session:
         later = read_clock(session) + 3600 * NANOSECONDS
-        (run_id,) = session.execute(update(Run).values(lease_until_ns=later).returning(Run.id)).scalars()
-        session.execute(update(Action).values(state="pending", next_ns=later))
+        (run_id,) = session.execute(
+            update(RunRow).values(lease_until_ns=later).returning(RunRow.id)
+        ).scalars()
+        session.execute(update(ActionRow).values(state="pending", next_ns=later))
     end_leases(database)
     assert claim(database, run_id, NANOSECONDS) is not None
     with database.read() as session:
-        (due_ns,) = session.execute(select(Action.next_ns).filter_by(kind="stop")).scalars()
+        (due_ns,) = session.execute(select(ActionRow.next_ns).filter_by(kind="stop")).scalars()
         assert due_ns <= read_clock(session)
     database.close()
 

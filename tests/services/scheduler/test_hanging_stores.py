@@ -14,17 +14,17 @@ from tests.services.driving import Driven
 from tests.services.scheduler.test_looks import set_run
 from watchstep.errors import StoreError
 from watchstep.store import cloud
-from watchstep_services.core.store_location import Registration
+from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.runs.registration import register
 from watchstep_services.scheduler.looks import do_looks
 from watchstep_services.scheduler.sweep import sweep
-from watchstep_services.stores.bulkhead import Patience
+from watchstep_services.stores.bulkhead import Bulkhead
 from watchstep_services.tenancy.projects import make_project
 from watchstep_services.tenancy.stores import register_store
 
-BUCKET = Registration("s3://bucket/runs")
-OTHER = Registration("s3://other/runs")
+BUCKET = StoreRegistration("s3://bucket/runs")
+OTHER = StoreRegistration("s3://other/runs")
 
 
 class Hanging(ThreadingHTTPServer):
@@ -79,7 +79,7 @@ def with_hanging_project(driven: Driven, server: Hanging) -> tuple[Driven, int]:
     quick = driven.with_settings(store_wait_seconds=0.1)
     with quick.service.database.write() as session:
         store = register_store(
-            session, "hung", Registration("s3://bucket/runs", region="us-east-1", endpoint=server.url)
+            session, "hung", StoreRegistration("s3://bucket/runs", region="us-east-1", endpoint=server.url)
         )
         make_project(session, "a-hung", store)
     return quick, register(quick.service, "a-hung", "run-1", (), "recorder")
@@ -127,7 +127,7 @@ def test_a_sweep_finds_and_hands_out_what_others_need(
 
 
 def test_work_is_awaited_and_its_errors_are_raised_where_it_was_asked_for() -> None:
-    patience = Patience()
+    patience = Bulkhead()
 
     def fails() -> None:
         raise StoreError("bucket: refused", "look at it")
@@ -141,7 +141,7 @@ def test_work_is_awaited_and_its_errors_are_raised_where_it_was_asked_for() -> N
 def test_a_store_is_asked_one_thing_at_a_time_and_waited_for_again_once_it_answers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    patience, release = Patience(), threading.Event()
+    patience, release = Bulkhead(), threading.Event()
 
     def hangs() -> str:
         release.wait(120)
@@ -161,7 +161,7 @@ def test_a_store_is_asked_one_thing_at_a_time_and_waited_for_again_once_it_answe
 
 
 def test_urgent_work_waits_for_no_other_and_is_not_begun_where_much_of_it_hangs() -> None:
-    patience, release = Patience(), threading.Event()
+    patience, release = Bulkhead(), threading.Event()
     assert patience.ask(BUCKET, lambda: release.wait(120), 0.05, "later") == "later"
     assert patience.ask_now(BUCKET, lambda: 7, 60) == 7
     for _ in range(8):
@@ -176,6 +176,6 @@ def test_urgent_work_waits_for_no_other_and_is_not_begun_where_much_of_it_hangs(
 
 
 def test_a_folder_is_asked_at_once() -> None:
-    asked_in = Patience().ask(Registration("/tmp/runs"), threading.current_thread, 0.0, None)
+    asked_in = Bulkhead().ask(StoreRegistration("/tmp/runs"), threading.current_thread, 0.0, None)
     assert asked_in is threading.current_thread()
-    assert Patience().ask_now(Registration("/tmp/runs"), threading.current_thread, 0.0) is asked_in
+    assert Bulkhead().ask_now(StoreRegistration("/tmp/runs"), threading.current_thread, 0.0) is asked_in

@@ -16,8 +16,8 @@ from watchstep.errors import StoreError
 from watchstep.store.store import Store
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.engine import open_database
-from watchstep_services.db.limits import Limits
-from watchstep_services.db.models import AlertGroup, Project, Run
+from watchstep_services.db.limits import DatabaseTimeouts
+from watchstep_services.db.models import AlertGroup, Project, RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.notify import flush as flushing
 from watchstep_services.retention.deletion import delete_rows
@@ -33,9 +33,9 @@ def faults(of: str) -> float:
     return metrics.REGISTRY.get_sample_value("watchstep_sweep_faults_total", {"of": of}) or 0.0
 
 
-def runs(driven: Driven) -> dict[str, Run]:
+def runs(driven: Driven) -> dict[str, RunRow]:
     with driven.service.database.read() as session:
-        return {f"{row.project}/{row.run}": row for row in session.execute(select(Run)).scalars()}
+        return {f"{row.project}/{row.run}": row for row in session.execute(select(RunRow)).scalars()}
 
 
 def test_a_project_whose_store_does_not_answer_keeps_no_other_from_its_turn(
@@ -157,7 +157,7 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
     postgres: Postgres, folder_store: Store
 ) -> None:
     with postgres.new_database() as url:
-        database = open_database(url, Limits(lock=0.2))
+        database = open_database(url, DatabaseTimeouts(lock=0.2))
         upgrade(database)
         driven, (bad, _) = two_groups(Driven(make_service(database, folder_store)), folder_store)
         with database.write() as hanging:
@@ -168,10 +168,10 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
         assert told(driven) == {"bad", "good"}
 
         with driven.service.database.write() as session:
-            session.execute(update(Run).values(look_ns=0))
+            session.execute(update(RunRow).values(look_ns=0))
         taken = looks.take(driven.service)
         with database.write() as hanging:
-            hanging.execute(select(Run.id).filter_by(id=bad).with_for_update()).one()
+            hanging.execute(select(RunRow.id).filter_by(id=bad).with_for_update()).one()
             for one in taken:
                 looks.look(driven.service, one)
         listed = {run.run: run.listed_ns > 0 for run in runs(driven).values()}
@@ -211,6 +211,6 @@ def test_a_stores_trouble_is_over_when_it_answers(
         sweep(driven.service)
     assert driven.run(run_id).health["store"] == "store: does not answer"
     with driven.service.database.write() as session:
-        session.get_one(Run, run_id).look_ns = 0
+        session.get_one(RunRow, run_id).look_ns = 0
     sweep(driven.service)
     assert "store" not in driven.run(run_id).health

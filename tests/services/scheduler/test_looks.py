@@ -17,7 +17,7 @@ from watchstep_services.api.routes.announcements import pause_seconds
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.db.records import hint, put_segment
 from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.lifecycle import advance_run
@@ -29,7 +29,7 @@ from watchstep_services.service.context import Service
 
 def set_run(driven: Driven, run_id: int, **values: int) -> None:
     with driven.service.database.write() as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
+        session.execute(update(RunRow).where(RunRow.id == run_id).values(**values))
 
 
 def test_a_look_is_taken_once(driven: Driven) -> None:

@@ -16,7 +16,7 @@ from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Action
+from watchstep_services.db.models import ActionRow
 from watchstep_services.db.records import add_action
 from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.runs.discovery import discover
@@ -70,7 +70,7 @@ def test_a_stop_does_not_wait_for_receivers(
 
     def state_of(action: int) -> str:
         with driven.service.database.read() as session:
-            return session.get_one(Action, action).state
+            return session.get_one(ActionRow, action).state
 
     try:
         for action in (*posts, stop):

@@ -10,7 +10,7 @@ import pytest
 from tests.services.recording import PROJECT, Recording, exploding_from, healthy
 from watchstep.integrations import trials
 from watchstep_services.core.settings import load_settings
-from watchstep_services.db.models import Alert
+from watchstep_services.db.models import AlertRow
 from watchstep_services.serve.embedded import EmbeddedService
 
 pytest.importorskip("ray", reason="Ray is not installed: no trial of Ray Tune")
@@ -37,7 +37,7 @@ def test_a_trial_on_which_an_alert_fires_is_ended_and_no_other(tmp_path: Path) -
 
         def judged() -> bool:
             with service.database.read() as session:
-                return {row.rule for row in session.query(Alert)} >= {"exploding_gradient"}
+                return {row.rule for row in session.query(AlertRow)} >= {"exploding_gradient"}
 
         assert service.wait_until(judged, WAIT)
         result: dict[str, Any] = {"loss": 1.0}

@@ -17,8 +17,8 @@ from tests.sdk.training import EVERY_STEP, Training
 from tests.services.stores.iam import Request, allowed
 from watchstep import Hook
 from watchstep.errors import ConfigError
-from watchstep.store.store import Entry, Store
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep.store.store import ObjectEntry, Store
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.policies import MOST_CHARACTERS, attempt_policy, project_policy
 
 BUCKET = "arn:aws:s3:::acme-training"
@@ -44,7 +44,7 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True).filter
 
 def place(project: str = "vision", prefix: str = "team", **more: Any) -> StorePlace:
     role = more.pop("role", "arn:aws:iam::123456789012:role/watchstep")
-    return StorePlace(1, 1, Registration("s3://acme-training/runs", role), prefix, project)
+    return StorePlace(1, 1, StoreRegistration("s3://acme-training/runs", role), prefix, project)
 
 
 def calls(verb: str, key: str, base: str) -> list[Request]:
@@ -83,7 +83,7 @@ class Spy(Store):
         self.seen.add(("get", key))
         return super().get(key, limit=limit)
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[ObjectEntry]:
         self.seen.add(("list", prefix))
         return super().entries(prefix)
 

@@ -12,7 +12,7 @@ from tests.conftest import S3
 from watchstep.errors import ConfigError, StoreError
 from watchstep.store.cloud import S3Access
 from watchstep.store.store import Store
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores import role
 from watchstep_services.stores.checking import check_store, failed
 from watchstep_services.stores.opening import Stores
@@ -23,16 +23,16 @@ ROLE = "arn:aws:iam::123456789012:role/watchstep"
 
 
 @pytest.fixture
-def registration(s3: S3) -> Registration:
+def registration(s3: S3) -> StoreRegistration:
     s3.make_bucket("tenants")
-    return Registration("s3://tenants/runs", ROLE, "acme-7f3a")
+    return StoreRegistration("s3://tenants/runs", ROLE, "acme-7f3a")
 
 
-def place(registration: Registration, project: str = "vision", version: int = 1) -> StorePlace:
+def place(registration: StoreRegistration, project: str = "vision", version: int = 1) -> StorePlace:
     return StorePlace(1, version, registration, "", project)
 
 
-def test_a_place_is_read_and_written_by_its_role(registration: Registration) -> None:
+def test_a_place_is_read_and_written_by_its_role(registration: StoreRegistration) -> None:
     stores = Stores()
     run = stores.of_run(place(registration), "run-1")
     run.put("control.json", b"{}")
@@ -42,7 +42,7 @@ def test_a_place_is_read_and_written_by_its_role(registration: Registration) -> 
 
 
 def test_the_role_is_asked_for_with_the_external_id_and_the_projects_policy(
-    registration: Registration, monkeypatch: pytest.MonkeyPatch
+    registration: StoreRegistration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
 
@@ -99,7 +99,7 @@ def test_credentials_are_renewed_before_they_expire(s3: S3) -> None:
 
 
 def test_no_other_credentials_are_tried_where_the_role_is_refused(
-    registration: Registration, s3: S3, monkeypatch: pytest.MonkeyPatch
+    registration: StoreRegistration, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service's own credentials would do, and are not used."""
 
@@ -117,7 +117,7 @@ def test_no_other_credentials_are_tried_where_the_role_is_refused(
 
 
 def test_without_credentials_of_its_own_the_service_says_so(
-    registration: Registration,
+    registration: StoreRegistration,
 ) -> None:
     role._client.cache_clear()
     credentials = RoleCredentials(registration, project_policy(place(registration)), "watchstep")
@@ -129,30 +129,30 @@ def test_without_credentials_of_its_own_the_service_says_so(
     assert credentials()["token"]  # those that came later are found
 
 
-def test_a_store_is_tried_step_by_step(registration: Registration) -> None:
+def test_a_store_is_tried_step_by_step(registration: StoreRegistration) -> None:
     steps = check_store(registration)
     assert [(step.name, step.ok) for step in steps] == [
         (name, True) for name in ("role", "list", "write", "read", "create_once", "delete")
     ]
     assert list(Store.open("s3://tenants").entries()) == []
-    missing = failed(check_store(Registration("s3://nobody/runs")))
+    missing = failed(check_store(StoreRegistration("s3://nobody/runs")))
     assert missing is not None
     assert (missing.name, "no such bucket" in missing.detail) == ("list", True)
 
 
-def test_a_changed_registration_is_opened_anew(registration: Registration, s3: S3) -> None:
+def test_a_changed_registration_is_opened_anew(registration: StoreRegistration, s3: S3) -> None:
     s3.make_bucket("moved")
     stores = Stores()
     first = stores.of(place(registration))
     assert stores.of(place(registration)) is first
     assert stores.of(place(registration, "audio")) is not first
-    moved = Registration("s3://moved/runs", ROLE, "acme-7f3a")
+    moved = StoreRegistration("s3://moved/runs", ROLE, "acme-7f3a")
     assert stores.of(place(moved, version=2)).location == "s3://moved/runs"
 
 
-def test_scoped_credentials_need_a_role_and_write_an_attempt(registration: Registration) -> None:
+def test_scoped_credentials_need_a_role_and_write_an_attempt(registration: StoreRegistration) -> None:
     with pytest.raises(ConfigError, match="no role"):
-        scoped_credentials(place(Registration("s3://tenants/runs")), "r", "a1")
+        scoped_credentials(place(StoreRegistration("s3://tenants/runs")), "r", "a1")
     given = scoped_credentials(place(registration), "r", "a1")
     assert given.expires_at > datetime.now(timezone.utc)
     assert given.access_key_id.startswith("ASIA")

@@ -10,7 +10,7 @@ import pytest
 from watchstep.errors import MissingStoreError, NotFoundError
 from watchstep.store.identity import MARKER, StoreIdentity
 from watchstep.store.store import Store
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.opening import Stores
 
 
@@ -31,7 +31,7 @@ def stores() -> Stores:
 def store(folder: Path, stores: Stores, request: pytest.FixtureRequest) -> Store:
     if request.param == "own":
         return stores.open(str(folder))
-    return stores.of(StorePlace(1, 1, Registration(str(folder)), "", "vision"))
+    return stores.of(StorePlace(1, 1, StoreRegistration(str(folder)), "", "vision"))
 
 
 @pytest.mark.parametrize("mount_point", [False, True])
@@ -68,7 +68,7 @@ def test_a_store_that_is_opened_again_is_still_the_same(folder: Path, stores: St
     folder.rename(folder.parent / "elsewhere")
     folder.mkdir()
     with pytest.raises(MissingStoreError, match=r"is gone|another store"):
-        stores.of(StorePlace(1, 1, Registration(str(folder)), "", "vision"))
+        stores.of(StorePlace(1, 1, StoreRegistration(str(folder)), "", "vision"))
 
 
 def test_a_marker_that_comes_later_counts_from_then_on(tmp_path: Path, stores: Stores) -> None:

@@ -16,7 +16,7 @@ from watchstep_launch.backends.aws.batch_settings import AwsBatchSettings
 from watchstep_launch.backends.aws.batch_states import ACTIVE, status_of, streams_of
 from watchstep_launch.backends.aws.calls import (
     MARK,
-    RefusedError,
+    AwsCallError,
     identity_of,
     milliseconds,
     region_of,
@@ -71,7 +71,7 @@ class AwsBatch(AwsBatchSettings):
         try:
             asked["jobDefinition"] = self._definition()
             answer = self.aws().call("batch", "submit_job", once=True, **asked)
-        except RefusedError as error:
+        except AwsCallError as error:
             raise SubmissionRejectedError(
                 f"AWS Batch took no job: {error}", "mend the backend's settings or the launch"
             ) from error
@@ -111,7 +111,7 @@ class AwsBatch(AwsBatchSettings):
         region = region_of(identity_of(job, "AwsBatch")["arn"])
         try:
             self.aws().call("batch", "terminate_job", region=region, jobId=job.id, reason=REASON)
-        except RefusedError as error:
+        except AwsCallError as error:
             if not (after := self.status(job)).is_over:
                 raise BackendError(
                     f"job {job.id}: could not be stopped ({error})", "see it in Batch's console"
@@ -275,7 +275,7 @@ class AwsBatch(AwsBatchSettings):
             some = list(ids[first : first + _MOST_DESCRIBED])
             try:
                 found += self.aws().call("batch", "describe_jobs", region=region, jobs=some)["jobs"]
-            except RefusedError as error:
+            except AwsCallError as error:
                 raise BackendDownError(f"AWS Batch: {error}", "see its console") from error
         return found
 
@@ -284,7 +284,7 @@ class AwsBatch(AwsBatchSettings):
         while True:
             try:
                 page = self.aws().call("batch", "list_jobs", jobQueue=self.job_queue, **asked)
-            except RefusedError as error:
+            except AwsCallError as error:
                 raise BackendDownError(f"queue {self.job_queue}: {error}", "see Batch's console") from error
             found += page["jobSummaryList"]
             if not page.get("nextToken"):

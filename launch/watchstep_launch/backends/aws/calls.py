@@ -36,7 +36,7 @@ RoleArn = Annotated[str, Field(pattern=r"^arn:aws[a-z-]*:iam::[0-9]{12}:role/[\w
 S3Url = Annotated[str, Field(pattern=r"^s3://[a-z0-9.-]{3,63}(/.*)?$", max_length=1024)]
 
 
-class RefusedError(Exception):
+class AwsCallError(Exception):
     """AWS answered with an error that is about what was asked: ``code`` is its name of it, ``said`` its text."""
 
     def __init__(self, code: str, said: str) -> None:
@@ -145,7 +145,7 @@ class Aws:
             return self._unwelcome(f"{place}: {code}: {said}")
         if status >= 500 or status == 429 or _PASSING.search(code):
             return BackendDownError(f"{place}: cannot now ({code}: {said})", "try again later")
-        return RefusedError(code, said)
+        return AwsCallError(code, said)
 
     def _untold(self, place: str, error: Exception) -> Exception:
         from botocore import exceptions
@@ -154,7 +154,7 @@ class Aws:
         if isinstance(error, exceptions.NoRegionError):
             return ConfigError(f"{place}: no region is named", "set region=, or AWS_DEFAULT_REGION")
         if isinstance(error, exceptions.ParamValidationError):
-            return RefusedError("ParamValidation", said)
+            return AwsCallError("ParamValidation", said)
         if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError | OSError):
             return BackendDownError(f"{place}: does not answer ({said})", "see to the network, and try again")
         # Of what is left nearly all is about credentials: none, half of them, a profile, a sign-on that has run out.

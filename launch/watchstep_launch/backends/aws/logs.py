@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from watchstep_launch.backend import LogPart
-from watchstep_launch.backends.aws.calls import Aws, RefusedError
+from watchstep_launch.backends.aws.calls import Aws, AwsCallError
 from watchstep_launch.backends.log_file import LARGEST_PART
 
 _SECONDS = 15.0
@@ -37,7 +37,7 @@ def streams_below(aws: Aws, region: str, group: str, prefix: str) -> list[str]:
             page = aws.call(
                 "logs", "describe_log_streams", region=region, logGroupName=group, logStreamNamePrefix=prefix, **asked
             )  # fmt: skip
-        except RefusedError as error:
+        except AwsCallError as error:
             if error.means_missing:
                 return found
             raise
@@ -84,7 +84,7 @@ def _messages(aws: Aws, region: str, group: str, stream: str, places: dict[str, 
         place = places.get(stream)
         try:
             page, since = _page(aws, region, group, stream, place)
-        except RefusedError as error:
+        except AwsCallError as error:
             if error.means_missing:
                 return
             raise
@@ -108,7 +108,7 @@ def _page(aws: Aws, region: str, group: str, stream: str, place: _Place | None) 
     since: dict[str, Any] = {"startTime": place.since} if place.since else {}
     try:
         page = aws.call("logs", "get_log_events", region=region, **asked, **since, nextToken=place.token)
-    except RefusedError as error:
+    except AwsCallError as error:
         if not error.code.startswith("InvalidParameter"):
             raise
         begun = place.written + 1  # the token is too old

@@ -15,7 +15,7 @@ from watchstep_launch.backends.aws import logs as aws_logs
 from watchstep_launch.backends.aws import sagemaker_source
 from watchstep_launch.backends.aws.calls import (
     MARK,
-    RefusedError,
+    AwsCallError,
     identity_of,
     milliseconds,
     region_of,
@@ -74,7 +74,7 @@ class SageMaker(SageMakerSettings):
         asked = request(self, name, START if by_s3 else launch.command, given, code)
         try:
             self.aws().call("sagemaker", "create_training_job", once=True, **asked)
-        except RefusedError as error:
+        except AwsCallError as error:
             raise _rejected(error) from error
         except BackendDownError as error:
             return self._looked_for(name, error)
@@ -102,7 +102,7 @@ class SageMaker(SageMakerSettings):
         region = region_of(identity_of(job, "SageMaker")["arn"])
         try:
             self.aws().call("sagemaker", "stop_training_job", region=region, TrainingJobName=job.id)
-        except RefusedError as error:
+        except AwsCallError as error:
             after = self._described(job)
             if after is not None and after["TrainingJobStatus"] == "InProgress":
                 raise BackendError(
@@ -184,7 +184,7 @@ class SageMaker(SageMakerSettings):
         try:
             for each, data in objects.items():
                 self.aws().call("s3", "put_object", Bucket=bucket, Key=f"{key}/{each}", Body=data)
-        except RefusedError as error:
+        except AwsCallError as error:
             raise SubmissionRejectedError(
                 f"{prefix}: S3 took no code ({error})", "name a bucket that is there, by code_location"
             ) from error
@@ -223,7 +223,7 @@ class SageMaker(SageMakerSettings):
     def _named(self, name: str, region: str) -> dict[str, Any] | None:
         try:
             return self.aws().call("sagemaker", "describe_training_job", region=region, TrainingJobName=name)
-        except RefusedError as error:
+        except AwsCallError as error:
             if error.means_missing:
                 return None
             raise BackendDownError(
@@ -243,7 +243,7 @@ class SageMaker(SageMakerSettings):
     def _is_marked(self, arn: str) -> bool:
         try:
             held = self.aws().call("sagemaker", "list_tags", ResourceArn=arn)["Tags"]
-        except RefusedError:  # gone by now
+        except AwsCallError:  # gone by now
             return False
         return any(tag["Key"] == MARK for tag in held)
 
@@ -263,7 +263,7 @@ def _label(stream: str) -> str:
     return "" if instance in ("", "algo-1") else f"[{instance}] "
 
 
-def _rejected(error: RefusedError) -> SubmissionRejectedError:
+def _rejected(error: AwsCallError) -> SubmissionRejectedError:
     mend = {
         "ResourceInUse": "launch it under another name",
         "ResourceLimitExceeded": "ask AWS for a higher quota, or take another instance type",

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import BackendModel, JobHandle, JobState, JobStatus, Launch, LogPart
-from watchstep_launch.backends.command.subprocess_run import Answer, TimedOutError, run, words
+from watchstep_launch.backends.command.subprocess_run import CommandResult, TimedOutError, run, words
 from watchstep_launch.errors import (
     BackendDownError,
     BackendError,
@@ -247,29 +247,29 @@ class Command(BackendModel):
             f"{error.what}; a job {name!r} may have begun", f"look for it, and {error.mend}"
         ) from error
 
-    def _started(self, answer: Answer) -> str:
+    def _started(self, answer: CommandResult) -> str:
         found = re.search(self.started_pattern, answer.text)
         return found[1] if found else ""
 
-    def _state(self, answer: Answer) -> JobState | None:
+    def _state(self, answer: CommandResult) -> JobState | None:
         for pattern, state in self.states.items():
             if re.search(pattern, answer.text):
                 return state
         return self.state_codes.get(answer.code)
 
-    def _refuse_if_away(self, answer: Answer) -> None:
+    def _refuse_if_away(self, answer: CommandResult) -> None:
         said = answer.text + answer.errors
         if self.expired_pattern and re.search(self.expired_pattern, said):
             raise CredentialsExpiredError(answer.said, "renew the credentials, and ask again")
         if self.down_pattern and re.search(self.down_pattern, said):
             raise BackendDownError(answer.said, "try again later")
 
-    def _ask(self, template: str, id: str) -> Answer:  # noqa: A002 - as people call it
+    def _ask(self, template: str, id: str) -> CommandResult:  # noqa: A002 - as people call it
         if not _ID.fullmatch(id):
             raise ConfigError(f"job {id!r}: no id that a command may be given", "bind the job by its id")
         return self._run(template, {"id": id})
 
-    def _run(self, template: str, values: dict[str, str]) -> Answer:
+    def _run(self, template: str, values: dict[str, str]) -> CommandResult:
         return run(words(template, values), self.timeout_seconds, Path("/"), {})
 
 

@@ -27,7 +27,7 @@ _END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """What a command came to."""
 
     code: int
@@ -76,7 +76,9 @@ def words(template: str, values: Mapping[str, str], command: Sequence[str] = ())
     return made
 
 
-def run(command: Sequence[str], seconds: float, folder: Path, environment: Mapping[str, str]) -> Answer:
+def run(
+    command: Sequence[str], seconds: float, folder: Path, environment: Mapping[str, str]
+) -> CommandResult:
     """Run a command to its end.
 
     A command has ended once its own process has, also where a process that it left in the background holds its
@@ -109,7 +111,7 @@ def run(command: Sequence[str], seconds: float, folder: Path, environment: Mappi
                 f"command {command[0]!r}: no answer in {seconds:g} s{still}",
                 "try again, or give it more timeout_seconds",
             ) from None
-    return Answer(code, written, complained.decode("utf-8", "replace"))
+    return CommandResult(code, written, complained.decode("utf-8", "replace"))
 
 
 def _follow(child: subprocess.Popen[bytes], pipes: Sequence[int], seconds: float) -> tuple[int, list[bytes]]:

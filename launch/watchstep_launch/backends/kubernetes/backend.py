@@ -12,7 +12,7 @@ from pydantic import PrivateAttr
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import JobHandle, JobStatus, Launch, LogPart
 from watchstep_launch.backends.kubernetes import ending, states
-from watchstep_launch.backends.kubernetes.errors import RefusedError
+from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
 from watchstep_launch.backends.kubernetes.identity import (
     KubernetesIdentity,
     Resource,
@@ -181,7 +181,7 @@ class Kubernetes(KubernetesSettings):
     def _train_jobs(self, client: KubernetesClient, selector: str) -> list[Object]:
         try:
             return list(client.read(path_of("TrainJob", self.namespace), labelSelector=selector)["items"])
-        except RefusedError as error:
+        except KubernetesRefusedError as error:
             if error.code != 404:  # Kubeflow is not installed
                 raise
         except CredentialsExpiredError:
@@ -195,7 +195,7 @@ class Kubernetes(KubernetesSettings):
         client = self._client()
         try:
             yield client
-        except RefusedError as error:
+        except KubernetesRefusedError as error:
             raise BackendDownError(
                 f"Kubernetes: {error.said}", "see what it says, and the API server's log"
             ) from error

@@ -20,7 +20,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config import ConfigException
 
-from watchstep_launch.backends.kubernetes.errors import RefusedError
+from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
 from watchstep_launch.errors import BackendDownError, CredentialsExpiredError, MissingRightError
 
 SECONDS = urllib3.Timeout(connect=4.0, read=6.0)
@@ -38,7 +38,7 @@ Object = dict[str, Any]
 class KubernetesClient:
     """One cluster's API.
 
-    All methods raise `BackendDownError`, `CredentialsExpiredError`, and `RefusedError` for what else is refused. After
+    All methods raise `BackendDownError`, `CredentialsExpiredError`, and `KubernetesRefusedError` for what else is refused. After
     the credentials were refused they are read anew.
 
     Args:
@@ -57,7 +57,7 @@ class KubernetesClient:
         if self._cluster is None:
             try:
                 found = self.read("/api/v1/namespaces/kube-system")
-            except (RefusedError, MissingRightError):
+            except (KubernetesRefusedError, MissingRightError):
                 found = {}
             self._cluster = str(found.get("metadata", {}).get("uid", ""))
         return self._cluster
@@ -70,7 +70,7 @@ class KubernetesClient:
         """An object; None where there is none."""
         try:
             return self.read(path)
-        except RefusedError as error:
+        except KubernetesRefusedError as error:
             if error.code == _NOT_FOUND:
                 return None
             raise
@@ -170,7 +170,7 @@ class KubernetesClient:
             reason, message = str(status.get("reason", "")), str(status.get("message", ""))
         except (ValueError, AttributeError):
             reason, message = "", said.decode(errors="replace")
-        refused = RefusedError(code, reason, message.strip())
+        refused = KubernetesRefusedError(code, reason, message.strip())
         if code == 401:
             unwelcome = self._unwelcome(refused.said)
             self._held = None  # read anew: they may have been renewed by then

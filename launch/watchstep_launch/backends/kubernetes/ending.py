@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from watchstep_launch.backends.kubernetes.errors import RefusedError
+from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
 from watchstep_launch.backends.kubernetes.identity import Resource
 from watchstep_launch.backends.kubernetes.objects import path_to
 from watchstep_launch.backends.kubernetes.states import ASKED, has_started, is_live
@@ -82,7 +82,7 @@ def _asked(how: Literal["stop", "kill"], **spec: object) -> Object:
 def _patch(client: KubernetesClient, kind: str, found: Object, body: Object) -> None:
     try:
         client.patch(path_to(found, kind), found["metadata"]["uid"], body)
-    except RefusedError as error:
+    except KubernetesRefusedError as error:
         # An attempt to change a UID, which is another object's, is no valid patch.
         if error.code not in _OVERTAKEN and not (error.code == _INVALID and "metadata.uid" in error.said):
             raise
@@ -91,6 +91,6 @@ def _patch(client: KubernetesClient, kind: str, found: Object, body: Object) -> 
 def _delete(client: KubernetesClient, kind: str, found: Object, grace_seconds: int | None = None) -> None:
     try:
         client.delete(path_to(found, kind), found["metadata"]["uid"], grace_seconds)
-    except RefusedError as error:
+    except KubernetesRefusedError as error:
         if error.code not in _OVERTAKEN:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class RefusedError(Exception):
+class KubernetesRefusedError(Exception):
     """The API server said no: ``code`` is HTTP's, ``reason`` Kubernetes' word for it, ``said`` its message."""
 
     def __init__(self, code: int, reason: str, said: str) -> None:

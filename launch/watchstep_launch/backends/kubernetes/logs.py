@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from watchstep_launch.backend import LogPart
-from watchstep_launch.backends.kubernetes.errors import RefusedError
+from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
 from watchstep_launch.backends.kubernetes.states import container_of, has_started, in_order, is_live
 from watchstep_launch.backends.log_file import LARGEST_PART
 
@@ -42,7 +42,7 @@ def read_logs(client: KubernetesClient, pods: Sequence[dict[str, Any]], cursor: 
         try:
             with client.stream(path, **query) as pieces:
                 part, place = _new_lines(pieces, place, LARGEST_PART - len(data), complete_only=is_live(pod))
-        except RefusedError as error:
+        except KubernetesRefusedError as error:
             if error.code not in _NOTHING_KEPT:
                 raise
             continue

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from watchstep.errors import ConfigError
 from watchstep_launch.backend import Launch
-from watchstep_launch.backends.kubernetes.errors import RefusedError
+from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
 from watchstep_launch.backends.kubernetes.manifest import LAUNCH, OURS, manifest, name_of, secret
 from watchstep_launch.backends.kubernetes.objects import path_of, path_to
 from watchstep_launch.backends.kubernetes.settings import KubernetesSettings
@@ -43,7 +43,7 @@ def submit(client: KubernetesClient, launch: Launch, settings: KubernetesSetting
             _give(client, secret(launch, made))
         except BaseException as error:
             _take_back(client, made)
-            if isinstance(error, RefusedError):
+            if isinstance(error, KubernetesRefusedError):
                 raise _rejected(error, settings) from error
             raise
     return made
@@ -90,7 +90,7 @@ def _created(client: KubernetesClient, asked: Object, path: str, settings: Kuber
     name, nonce = asked["metadata"]["name"], asked["metadata"]["annotations"][LAUNCH]
     try:
         return client.create(path, asked)
-    except RefusedError as error:
+    except KubernetesRefusedError as error:
         found = client.find(f"{path}/{name}") if error.code == _EXISTS else None
         if found is None or not _is_mine(found, nonce):
             raise _rejected(error, settings) from error
@@ -111,7 +111,7 @@ def _looked_for(client: KubernetesClient, path: str, nonce: str) -> Object | Non
         time.sleep(0.3 * look)
         try:
             found = client.find(path)
-        except (BackendDownError, RefusedError):
+        except (BackendDownError, KubernetesRefusedError):
             continue
         if found is not None and _is_mine(found, nonce):
             return found
@@ -127,8 +127,8 @@ def _give(client: KubernetesClient, asked: Object) -> None:
     path = path_of("Secret", metadata["namespace"])
     try:
         client.create(path, asked)
-    except (BackendDownError, RefusedError) as error:
-        if isinstance(error, RefusedError) and error.code != _EXISTS:
+    except (BackendDownError, KubernetesRefusedError) as error:
+        if isinstance(error, KubernetesRefusedError) and error.code != _EXISTS:
             raise
         found = client.find(f"{path}/{metadata['name']}")
         owners = (found or {}).get("metadata", {}).get("ownerReferences") or ()
@@ -139,14 +139,14 @@ def _give(client: KubernetesClient, asked: Object) -> None:
 def _take_back(client: KubernetesClient, made: Object) -> None:
     try:
         client.delete(path_to(made, made["kind"]), made["metadata"]["uid"])
-    except RefusedError as error:
+    except KubernetesRefusedError as error:
         raise BackendDownError(
             f"{made['kind']} {made['metadata']['name']!r}: was taken, and can neither start nor be deleted ({error.said})",
             "delete it by kubectl",
         ) from error
 
 
-def _rejected(error: RefusedError, settings: KubernetesSettings) -> SubmissionRejectedError:
+def _rejected(error: KubernetesRefusedError, settings: KubernetesSettings) -> SubmissionRejectedError:
     kind = settings.runs_as
     if error.code == 404 and "namespaces" in error.said:
         return SubmissionRejectedError(

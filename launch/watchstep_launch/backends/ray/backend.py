@@ -161,15 +161,15 @@ class Ray(BackendModel):
             BackendDownError: none did, or nobody knows.
         """
         client, job_id = self._client(), str(asked["submission_id"])
-        from watchstep_launch.backends.ray.client import RefusedError
+        from watchstep_launch.backends.ray.client import RayRefusedError
 
         try:
             client.submit(**asked)
-        except (RefusedError, BackendDownError) as error:
+        except (RayRefusedError, BackendDownError) as error:
             found = self._details(job_id)
             if found is not None and is_of(found, asked):
                 return found
-            if isinstance(error, RefusedError):
+            if isinstance(error, RayRefusedError):
                 raise _rejected(error.reason) from error
             raise
         found = self._details(job_id)
@@ -193,11 +193,11 @@ class Ray(BackendModel):
 
     def _told(self, ask: Any) -> Any:
         client = self._client()
-        from watchstep_launch.backends.ray.client import RefusedError
+        from watchstep_launch.backends.ray.client import RayRefusedError
 
         try:
             return ask(client)
-        except RefusedError as error:
+        except RayRefusedError as error:
             raise BackendDownError(
                 f"Ray at {self.address}: {error.reason}", "see its dashboard's and its agents' logs"
             ) from error

@@ -24,7 +24,7 @@ _UNUSABLE = (
 """What Ray's client raises of a runtime environment that it cannot use, before it asks the cluster."""
 
 
-class RefusedError(Exception):
+class RayRefusedError(Exception):
     """The Jobs API answered with an error: ``code`` is HTTP's, ``said`` its text."""
 
     def __init__(self, code: int, said: str) -> None:
@@ -41,7 +41,7 @@ class RefusedError(Exception):
 class RayClient:
     """The calls that are used of it.
 
-    All raise `BackendDownError`, `CredentialsExpiredError`, and `RefusedError` for what else is refused.
+    All raise `BackendDownError`, `CredentialsExpiredError`, and `RayRefusedError` for what else is refused.
     """
 
     def __init__(self, address: str) -> None:
@@ -49,7 +49,7 @@ class RayClient:
         self._client = self._asked(_Client, address)
 
     def submit(self, **what: Any) -> str:
-        """The id of a new job. Raises `RefusedError` also of what Ray's own client does not pass on."""
+        """The id of a new job. Raises `RayRefusedError` also of what Ray's own client does not pass on."""
 
         def checked() -> str:
             try:
@@ -57,7 +57,7 @@ class RayClient:
             except requests.RequestException:
                 raise  # some are ValueErrors as well
             except _UNUSABLE as error:
-                raise RefusedError(400, f"{type(error).__name__}: {error}") from error
+                raise RayRefusedError(400, f"{type(error).__name__}: {error}") from error
 
         return str(self._asked(checked))
 
@@ -65,7 +65,7 @@ class RayClient:
         """How a job is; None where there is none."""
         try:
             found: JobDetails = self._asked(self._client.get_job_info, job_id)
-        except RefusedError as error:
+        except RayRefusedError as error:
             if error.code == requests.codes.not_found:
                 return None
             raise
@@ -88,7 +88,7 @@ class RayClient:
             return call(*arguments, **named)
         except AuthenticationError as error:
             raise self._unwelcome(str(error)) from error
-        except RefusedError as error:
+        except RayRefusedError as error:
             if error.code in (requests.codes.unauthorized, requests.codes.forbidden):
                 raise self._unwelcome(error.reason) from error
             if error.code in (429, 502, 503, 504):
@@ -117,4 +117,4 @@ class _Client(JobSubmissionClient):  # type: ignore[misc, unused-ignore]
         return answer
 
     def _raise_error(self, r: requests.Response) -> NoReturn:
-        raise RefusedError(r.status_code, r.text)
+        raise RayRefusedError(r.status_code, r.text)

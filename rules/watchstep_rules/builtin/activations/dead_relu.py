@@ -13,7 +13,7 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.layers import after_last_layer
-from watchstep_rules.signals.losses.progress import Progress, follow
+from watchstep_rules.signals.losses.progress import LossProgress, follow
 from watchstep_rules.signals.nonfinite import has_probe
 from watchstep_rules.signals.series import SeriesRows, in_training, step_numbers
 from watchstep_rules.signals.tensor_selection import has_role, rows_where
@@ -41,7 +41,7 @@ class DeadReluParams(Params):
     )
 
 
-class Streak(NamedTuple):
+class DeadStreak(NamedTuple):
     """Records in a row of one layer, and values of each channel in them: of a dead layer, and of a silent one."""
 
     steps: int = 0
@@ -56,8 +56,8 @@ class DeadReluState(State):
     ``began``: the first step, None before it.
     """
 
-    streaks: dict[str, Streak] = Field(default_factory=dict)
-    losses: dict[str, Progress] = Field(default_factory=dict)
+    streaks: dict[str, DeadStreak] = Field(default_factory=dict)
+    losses: dict[str, LossProgress] = Field(default_factory=dict)
     silent: dict[str, bool] = Field(default_factory=dict)
     began: int | None = None
 
@@ -154,7 +154,7 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
         )
 
     def _judge(
-        self, params: DeadReluParams, block: Block, row: int, share: float, streak: Streak
+        self, params: DeadReluParams, block: Block, row: int, share: float, streak: DeadStreak
     ) -> Finding | None:
         channels = round(block.probes["channels"][row])
         said = f"{share:.0%} of {channels} channels of {block.info(row).name} are zero for every example"
@@ -170,12 +170,12 @@ class DeadRelu(Rule[DeadReluParams, DeadReluState]):
 
 
 def _follow(
-    kept: dict[str, Streak],
+    kept: dict[str, DeadStreak],
     layers: Block,
     is_dead: NDArray[np.bool_],
     is_silent: NDArray[np.bool_],
     channels: Floats,
-) -> tuple[dict[str, Streak], dict[int, Streak]]:
+) -> tuple[dict[str, DeadStreak], dict[int, DeadStreak]]:
     """The streaks to be kept, and that of each row in one."""
     rows = SeriesRows.of(layers)
     streaks, found = dict(kept), {}
@@ -183,7 +183,7 @@ def _follow(
     goes_on = rows.before(hit, first=True)
     for row in rows.order[hit[rows.order]].tolist():
         name = rows.names[rows.series[row]]
-        before = streaks.get(name, Streak()) if goes_on[row] else Streak()
+        before = streaks.get(name, DeadStreak()) if goes_on[row] else DeadStreak()
         values = float(layers.statistics.count[row] / channels[row])
         found[row] = streaks[name] = _after(
             before, values, is_dead=bool(is_dead[row]), is_silent=bool(is_silent[row])
@@ -226,8 +226,8 @@ def _by_step(changes: NDArray[np.int64], numbers: NDArray[np.intp], steps: int) 
     return np.cumsum(np.bincount(numbers, changes, steps)).astype(np.int64)
 
 
-def _after(streak: Streak, values: float, *, is_dead: bool, is_silent: bool) -> Streak:
-    return Streak(
+def _after(streak: DeadStreak, values: float, *, is_dead: bool, is_silent: bool) -> DeadStreak:
+    return DeadStreak(
         streak.steps + 1 if is_dead else 0,
         streak.values + values if is_dead else 0.0,
         streak.silent_steps + 1 if is_silent else 0,

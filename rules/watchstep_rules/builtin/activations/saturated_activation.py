@@ -15,7 +15,7 @@ from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.layers import before_last_layer
 from watchstep_rules.signals.losses.loss_series import is_of_a_policy
-from watchstep_rules.signals.losses.progress import Progress, follow
+from watchstep_rules.signals.losses.progress import LossProgress, follow
 from watchstep_rules.signals.rounding import short
 from watchstep_rules.signals.series import SeriesRows, in_training, step_numbers
 from watchstep_rules.signals.tensor_selection import rows_where
@@ -55,7 +55,7 @@ class SaturatedActivationParams(Params):
     )
 
 
-class Streak(NamedTuple):
+class SaturatedStreak(NamedTuple):
     """Records in a row in which a layer was saturated, and values of each channel in them."""
 
     steps: int = 0
@@ -73,10 +73,10 @@ class SaturatedActivationState(State):
     ``gates``: of each sigmoid, by ``tensor@worker``, its slope at its first record if that is one of a closed gate; else 0.
     """
 
-    streaks: dict[str, Streak] = Field(default_factory=dict)
+    streaks: dict[str, SaturatedStreak] = Field(default_factory=dict)
     began_flat: dict[str, bool] = Field(default_factory=dict)
     gates: dict[str, float] = Field(default_factory=dict)
-    losses: dict[str, Progress] = Field(default_factory=dict)
+    losses: dict[str, LossProgress] = Field(default_factory=dict)
 
 
 class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationState]):
@@ -183,7 +183,7 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
         block: Block,
         row: int,
         seen: tuple[float, float],
-        streak: Streak,
+        streak: SaturatedStreak,
     ) -> Finding:
         slope, share = seen
         since = f"for {streak.steps} records in a row"
@@ -198,12 +198,12 @@ class SaturatedActivation(Rule[SaturatedActivationParams, SaturatedActivationSta
 
 
 def _follow(
-    kept: dict[str, Streak],
+    kept: dict[str, SaturatedStreak],
     block: Block,
     flat: NDArray[np.bool_],
     suspect: NDArray[np.bool_],
     params: SaturatedActivationParams,
-) -> tuple[dict[str, Streak], dict[int, Streak]]:
+) -> tuple[dict[str, SaturatedStreak], dict[int, SaturatedStreak]]:
     """Follow the streaks of saturated records.
 
     Whether the loss is low decides only whether a streak can become a fault. What is a fault already stays one until a record
@@ -225,9 +225,9 @@ def _follow(
     goes_on = rows.before(flat, first=True)
     for row in rows.order[flat[rows.order]].tolist():
         name = rows.names[rows.series[row]]
-        before = streaks.get(name, Streak()) if goes_on[row] else Streak()
+        before = streaks.get(name, SaturatedStreak()) if goes_on[row] else SaturatedStreak()
         if suspect[row] or before.is_fault(params):
-            streak = streaks[name] = Streak(before.steps + 1, before.values + float(values[row]))
+            streak = streaks[name] = SaturatedStreak(before.steps + 1, before.values + float(values[row]))
             if streak.is_fault(params):
                 faults[row] = streak
         else:

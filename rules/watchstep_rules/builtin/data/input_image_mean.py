@@ -30,7 +30,7 @@ class InputImageMeanParams(Params):
     samples: int = Field(500, ge=1, description="Images that are looked at before it is judged.")
 
 
-class Seen(NamedTuple):
+class ImageMoments(NamedTuple):
     """Images so far: how many, their finite values, the sum of these and of their squares."""
 
     images: float = 0.0
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 class InputImageMeanState(State):
     """What was seen, by ``tensor@worker/mode``."""
 
-    inputs: dict[str, Seen] = Field(default_factory=dict)
+    inputs: dict[str, ImageMoments] = Field(default_factory=dict)
 
 
 class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
@@ -93,8 +93,8 @@ class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
             own = rows[key == series]
             first = int(own[0])
             name = f"{block.info(first).name}@{block.worker[first]}/{block.mode_name(first)}"
-            sums = _sums(block, own, inputs.get(name, Seen()))
-            inputs[name] = Seen(*(float(column[-1]) for column in sums))
+            sums = _sums(block, own, inputs.get(name, ImageMoments()))
+            inputs[name] = ImageMoments(*(float(column[-1]) for column in sums))
             findings += self._judge(params, block, own, sums)
         return InputImageMeanState(inputs=inputs), [found for _, found in sorted(findings, key=itemgetter(0))]
 
@@ -129,7 +129,7 @@ class InputImageMean(Rule[InputImageMeanParams, InputImageMeanState]):
         return found
 
 
-def _sums(block: Block, rows: NDArray[np.intp], before: Seen) -> tuple[Floats, ...]:
+def _sums(block: Block, rows: NDArray[np.intp], before: ImageMoments) -> tuple[Floats, ...]:
     """Images, values, their sum and that of their squares at each row of a series, those before it included."""
     held = block.statistics
     values = held.finite[rows].astype(np.float64)

@@ -45,7 +45,7 @@ class ExplodingGradientParams(Params):
     )
 
 
-class Past(NamedTuple):
+class GradientHistory(NamedTuple):
     """What is kept of a series.
 
     Attributes:
@@ -59,7 +59,7 @@ class Past(NamedTuple):
     hit: bool = False
 
 
-class Height(NamedTuple):
+class LargestNorm(NamedTuple):
     """The largest norm of any layer so far, findings included, and its step."""
 
     norm: float = 0.0
@@ -74,7 +74,7 @@ class ExplodingGradientState(State):
     still to be said; the height of the gradients; and by ``loss@worker/mode`` each loss's first value.
     """
 
-    series: dict[str, Past] = Field(default_factory=dict)
+    series: dict[str, GradientHistory] = Field(default_factory=dict)
     largest: dict[str, float] = Field(default_factory=dict)
     began: dict[str, float] = Field(default_factory=dict)
     losses: dict[str, float] = Field(default_factory=dict)
@@ -82,7 +82,7 @@ class ExplodingGradientState(State):
     overwritten: dict[str, bool] = Field(default_factory=dict)
     wrecked: dict[str, bool] = Field(default_factory=dict)
     left: dict[str, int] = Field(default_factory=dict)
-    height: dict[str, Height] = Field(default_factory=dict)
+    height: dict[str, LargestNorm] = Field(default_factory=dict)
 
 
 class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
@@ -170,7 +170,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         median = _trailing_medians(context, block, params.window)
         limit, hit = np.full(len(block), np.inf), np.zeros(len(block), np.bool_)
         diverges = np.zeros(len(block), np.bool_)
-        heights: dict[int, Height] = {}
+        heights: dict[int, LargestNorm] = {}
         for rows in _groups(sort_key(block.step, block.mode)):
             name = MODES[block.mode[rows[0]]]
             began = past.began.setdefault(name, float(np.where(whole[rows], norm[rows], 0.0).max()))
@@ -187,7 +187,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
             step_of = _Step(name, rows, norm[rows], whole[rows], limit[rows], shown, away, left > 0)
             hit[rows] = past.follow(params, step_of)
             past.rise(name, here, float(step_of.numbers.max()))
-            heights.update(dict.fromkeys(rows[hit[rows]].tolist(), past.height.get(name, Height())))
+            heights.update(dict.fromkeys(rows[hit[rows]].tolist(), past.height.get(name, LargestNorm())))
         findings = []
         for row in np.flatnonzero(hit).tolist():
             value, bar = float(norm[row]) if whole[row] else math.inf, float(limit[row])
@@ -211,7 +211,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
             message = f"norm of {name} is {value:.3g}, over {limit:.3g}, from {since}"
         return finding_at(self.name, block, row, value=value, threshold=limit, message=message)
 
-    def _aftermath(self, block: Block, row: int, value: float, height: Height, began: float) -> Finding:
+    def _aftermath(self, block: Block, row: int, value: float, height: LargestNorm, began: float) -> Finding:
         message = (
             f"gradients had a norm of {height.norm:.3g} at step {height.step}, against {began:.3g} at the first: they wrote "
             f"over weights, or the loss has not come back. That of {block.info(row).name} is {value:.3g} now"
@@ -253,7 +253,7 @@ class _Past:
     largest: dict[str, float]
     began: dict[str, float]
     left: dict[str, int]
-    height: dict[str, Height]
+    height: dict[str, LargestNorm]
 
     @classmethod
     def of(cls, state: ExplodingGradientState, block: Block) -> _Past:
@@ -261,7 +261,7 @@ class _Past:
         of = [block.catalogue[tensor].name for tensor in block.tensor[first].tolist()]
         where = zip(of, block.worker[first].tolist(), block.mode[first].tolist(), strict=True)
         names = [f"{name}@{worker}/{MODES[mode]}" for name, worker, mode in where]
-        new = Past()
+        new = GradientHistory()
         held = [state.series.get(name, new) for name in names]
         return cls(
             names,
@@ -302,8 +302,8 @@ class _Past:
 
     def rise(self, mode: str, step: int, norm: float) -> None:
         """Keep the largest norm of a step if none was so large."""
-        if norm > self.height.get(mode, Height()).norm:
-            self.height[mode] = Height(norm, step)
+        if norm > self.height.get(mode, LargestNorm()).norm:
+            self.height[mode] = LargestNorm(norm, step)
 
     def as_state(
         self,
@@ -314,7 +314,7 @@ class _Past:
         kept = zip(self.names, self.seen.tolist(), self.peak.tolist(), self.hit.tolist(), strict=True)
         risen, overwritten, wrecked = (each.last for each in flags)
         return ExplodingGradientState(
-            series={**before.series, **{name: Past(*past) for name, *past in kept}},
+            series={**before.series, **{name: GradientHistory(*past) for name, *past in kept}},
             largest=self.largest,
             began=self.began,
             losses=losses,

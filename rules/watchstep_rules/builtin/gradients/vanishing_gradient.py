@@ -11,7 +11,7 @@ from watchstep.format.statistics import Floats, StatisticsBatch
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.layers import kind_of_expert
-from watchstep_rules.signals.losses.progress import Progress, follow
+from watchstep_rules.signals.losses.progress import LossProgress, follow
 from watchstep_rules.signals.series import SeriesRows, step_numbers
 from watchstep_rules.signals.tensor_selection import rows_where
 
@@ -57,7 +57,7 @@ class VanishingGradientState(State):
 
     largest: dict[str, float] = Field(default_factory=dict)
     series: dict[str, float] = Field(default_factory=dict)
-    losses: dict[str, Progress] = Field(default_factory=dict)
+    losses: dict[str, LossProgress] = Field(default_factory=dict)
     began: int | None = None
 
 
@@ -203,8 +203,8 @@ def _of_empty_states(block: Block, found: NDArray[np.intp], size: Floats, step: 
 
 
 def _at_rest(
-    params: VanishingGradientParams, kept: dict[str, Progress], block: Block
-) -> tuple[dict[str, Progress], NDArray[np.int64]]:
+    params: VanishingGradientParams, kept: dict[str, LossProgress], block: Block
+) -> tuple[dict[str, LossProgress], NDArray[np.int64]]:
     """The losses afterwards, and the steps at which one has converged, or all are next to nothing."""
     if not len(block):
         return kept, np.empty(0, np.int64)

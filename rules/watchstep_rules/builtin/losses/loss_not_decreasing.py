@@ -12,7 +12,7 @@ from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses import constant_prediction
 from watchstep_rules.signals.losses.constant_prediction import AgainstLabels, LabelState, against_labels
-from watchstep_rules.signals.losses.loss_progress import Beginning, Progress, lookback, progress
+from watchstep_rules.signals.losses.loss_progress import Beginning, LossProgressColumns, lookback, progress
 from watchstep_rules.signals.losses.loss_series import LossSeries, falls, first_steps, is_whole, loss_series
 from watchstep_rules.signals.losses.trend import Trend, as_flags, improvement
 
@@ -179,7 +179,7 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
         block: Block,
         params: LossNotDecreasingParams,
         series: LossSeries,
-        seen: Progress,
+        seen: LossProgressColumns,
         place: int,
         *,
         rises: bool,
@@ -195,7 +195,10 @@ class LossNotDecreasing(Rule[LossNotDecreasingParams, LossNotDecreasingState]):
 
 
 def _verdict(
-    params: LossNotDecreasingParams, seen: Progress, said: AgainstLabels, improved: NDArray[np.bool_]
+    params: LossNotDecreasingParams,
+    seen: LossProgressColumns,
+    said: AgainstLabels,
+    improved: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """At which rows a loss stays where it began, and at which it rises far above."""
     level, start, unsure = seen.level, seen.start, seen.uncertainty

@@ -56,7 +56,7 @@ class LossSpikeParams(Params):
     far: float = Field(10.0, gt=1, description="How many times where it began a loss is that has exploded.")
 
 
-class Height(NamedTuple):
+class SpikeSeries(NamedTuple):
     """What is stored of a series.
 
     Attributes:
@@ -77,7 +77,7 @@ class Height(NamedTuple):
 class LossSpikeState(State):
     """Where each series began and how high it was, by ``name/mode``; the step of each loss's first row."""
 
-    heights: dict[str, Height] = Field(default_factory=dict)
+    heights: dict[str, SpikeSeries] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
 
 
@@ -153,7 +153,7 @@ class LossSpike(Rule[LossSpikeParams, LossSpikeState]):
         heights, findings = dict(state.heights), {}
         for series in losses:
             level = _level(params, series, params.exploded)
-            began, signed, height = _began(heights.get(series.key, Height()), series, level)
+            began, signed, height = _began(heights.get(series.key, SpikeSeries()), series, level)
             beyond, heights[series.key] = _beyond(params, height, series)
             if not _may_spike(params, series, began):
                 continue
@@ -237,7 +237,9 @@ def _level(params: LossSpikeParams, series: LossSeries, lasting: int) -> Floats:
     return series.trailing(params.window + lasting, lambda windows: medians(windows[:, : params.window]))
 
 
-def _began(past: Height, series: LossSeries, level: Floats) -> tuple[Floats, NDArray[np.bool_], Height]:
+def _began(
+    past: SpikeSeries, series: LossSeries, level: Floats
+) -> tuple[Floats, NDArray[np.bool_], SpikeSeries]:
     """At each row where the loss began or its highest level, NaN before that is known; and whether it was below zero before."""
     first, highest, signed = past.first, past.level, past.signed
     began, was_signed = np.full(len(level), np.nan), np.zeros(len(level), np.bool_)
@@ -254,7 +256,7 @@ def _began(past: Height, series: LossSeries, level: Floats) -> tuple[Floats, NDA
     return began, was_signed, past._replace(first=first, level=highest, signed=signed)
 
 
-def _beyond(params: LossSpikeParams, past: Height, series: LossSeries) -> tuple[Floats, Height]:
+def _beyond(params: LossSpikeParams, past: SpikeSeries, series: LossSeries) -> tuple[Floats, SpikeSeries]:
     """`_Past.beyond` of each row.
 
     The extremes are those of the whole run, for an adversarial loss may swing again as far as it did long ago, without the newest losses, which may be the jump.

@@ -39,7 +39,7 @@ class LostProgressParams(Params):
     )
 
 
-class Course(NamedTuple):
+class LossCourse(NamedTuple):
     """What is kept of a series besides its beginning.
 
     Attributes:
@@ -55,7 +55,7 @@ class LostProgressState(State):
     """The beginning and course of each series, by ``name/mode``; the step of each loss's first row; the labels so far."""
 
     series: dict[str, Beginning] = Field(default_factory=dict)
-    courses: dict[str, Course] = Field(default_factory=dict)
+    courses: dict[str, LossCourse] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
     labels: LabelState = LabelState()
 
@@ -135,7 +135,7 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
                 is_back = (mean >= params.back * start) & (seen.lowest <= params.fallen * start)
                 is_down = mean < params.back * start
             lasts, courses[series.key] = _lasts(
-                params, courses.get(series.key, Course()), seen.seen, is_back, is_down
+                params, courses.get(series.key, LossCourse()), seen.seen, is_back, is_down
             )
             if not lasts.any():
                 continue
@@ -162,11 +162,11 @@ class LostProgress(Rule[LostProgressParams, LostProgressState]):
 
 def _lasts(
     params: LostProgressParams,
-    course: Course,
+    course: LossCourse,
     seen: NDArray[np.int64],
     is_back: NDArray[np.bool_],
     is_down: NDArray[np.bool_],
-) -> tuple[NDArray[np.bool_], Course]:
+) -> tuple[NDArray[np.bool_], LossCourse]:
     """At which rows the loss has been back for long enough."""
     learnt, away = course
     lasts = np.zeros(len(seen), np.bool_)
@@ -177,4 +177,4 @@ def _lasts(
         if down and not learnt:
             learnt = number
         lasts[place] = away >= max(params.lasting, min(learnt, _LONGEST))
-    return lasts, Course(learnt, away)
+    return lasts, LossCourse(learnt, away)

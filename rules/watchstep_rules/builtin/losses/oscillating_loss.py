@@ -44,7 +44,7 @@ class OscillatingLossParams(Params):
     )
 
 
-class Origin(NamedTuple):
+class LossOrigin(NamedTuple):
     """What is kept of a series: losses so far, the first one (0 where it is next to nothing), the highest of the first ten, whether any was below zero."""
 
     seen: int = 0
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 class OscillatingLossState(State):
     """The origin of each series, by ``name/mode``; the step of each loss's first row; the labels so far; whether gradients are kept."""
 
-    series: dict[str, Origin] = Field(default_factory=dict)
+    series: dict[str, LossOrigin] = Field(default_factory=dict)
     names: dict[str, int] = Field(default_factory=dict)
     labels: LabelState = LabelState()
     kept: bool = False
@@ -139,7 +139,7 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         gradients = _kept_gradients(state.kept, block)
         kept, findings = dict(state.series), {}
         for series in [*losses, *evaluations]:
-            origin = _origins(series, kept.get(series.key, Origin()))
+            origin = _origins(series, kept.get(series.key, LossOrigin()))
             kept[series.key] = origin[-1]
             if series.key.endswith("/eval"):
                 width, swings = _EVALUATIONS, _evaluations(series, origin)
@@ -173,12 +173,12 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         return state, [findings[row] for row in sorted(findings)]
 
 
-def _origins(series: LossSeries, past: Origin) -> list[Origin]:
+def _origins(series: LossSeries, past: LossOrigin) -> list[LossOrigin]:
     """The origin as of each row."""
     found = []
     for value in series.values.tolist():
         finite = np.isfinite(value)
-        past = Origin(
+        past = LossOrigin(
             past.seen + 1,
             _as_first(value) if past.first is None and finite else past.first,
             max(past.high, value) if finite and past.seen < 10 else past.high,
@@ -235,7 +235,7 @@ def _climbs(windows: Floats) -> NDArray[np.bool_]:
 def _overshoots(
     params: OscillatingLossParams,
     series: LossSeries,
-    origin: list[Origin],
+    origin: list[LossOrigin],
     known: list[tuple[float, ...] | None],
     ends: _Ends,
 ) -> NDArray[np.bool_]:
@@ -262,7 +262,7 @@ def _overshoots(
 def _swings_wide(
     params: OscillatingLossParams,
     series: LossSeries,
-    origin: list[Origin],
+    origin: list[LossOrigin],
     known: list[tuple[float, ...] | None],
     ends: _Ends,
 ) -> NDArray[np.bool_]:
@@ -300,7 +300,7 @@ def _kept_at(found: list[tuple[int, bool]], steps: NDArray[np.int64]) -> NDArray
 
 
 def _alternates(
-    params: OscillatingLossParams, series: LossSeries, origin: list[Origin], ends: _Ends
+    params: OscillatingLossParams, series: LossSeries, origin: list[LossOrigin], ends: _Ends
 ) -> NDArray[np.bool_]:
     def regular(windows: Floats) -> Floats:
         apart = windows - windows.mean(axis=1, keepdims=True)
@@ -324,7 +324,7 @@ def _alternates(
     return found
 
 
-def _evaluations(series: LossSeries, origin: list[Origin]) -> NDArray[np.bool_]:
+def _evaluations(series: LossSeries, origin: list[LossOrigin]) -> NDArray[np.bool_]:
     def turns(windows: Floats) -> Floats:
         moves = np.diff(windows, axis=1)
         turning = (np.sign(moves[:, 1:]) * np.sign(moves[:, :-1]) < 0).sum(axis=1)

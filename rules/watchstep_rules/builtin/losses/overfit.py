@@ -32,7 +32,7 @@ class OverfitParams(Params):
     window: int = Field(20, ge=1, le=1000, description="Training losses whose mean is the training loss.")
 
 
-class Best(NamedTuple):
+class ValidationMinimum(NamedTuple):
     """What is kept of a validation loss.
 
     Attributes:
@@ -75,7 +75,7 @@ class Metric(NamedTuple):
 class OverfitState(State):
     """What is kept of each validation loss and metric, by ``name/mode``, and the newest mean of each training loss, by name."""
 
-    best: dict[str, Best] = Field(default_factory=dict)
+    best: dict[str, ValidationMinimum] = Field(default_factory=dict)
     train: dict[str, float] = Field(default_factory=dict)
     metrics: dict[str, Metric] = Field(default_factory=dict)
 
@@ -225,7 +225,7 @@ class _Course:
         return Metric(best, tuple(self.values[max(0, place - patience) : place]))
 
 
-def _is_better(params: OverfitParams, best: Best, key: str, metric: Metric) -> bool:
+def _is_better(params: OverfitParams, best: ValidationMinimum, key: str, metric: Metric) -> bool:
     """Whether a metric has been better since the best validation loss than it ever was up to there."""
     before = best.metrics.get(key)
     return before is not None and len(metric.newest) == params.patience and max(metric.newest) < before
@@ -233,16 +233,18 @@ def _is_better(params: OverfitParams, best: Best, key: str, metric: Metric) -> b
 
 def _follow(
     params: OverfitParams,
-    best: Best | None,
+    best: ValidationMinimum | None,
     step: int,
     loss: float,
     train: float | None,
     reached: dict[str, Metric],
-) -> Best:
+) -> ValidationMinimum:
     """What is kept after another evaluation."""
     if best is None or loss < best.loss:
         metrics = {key: metric.best for key, metric in reached.items() if metric.newest}
-        return Best(loss if best is None else best.first, loss, step, train, loss, metrics=metrics)
+        return ValidationMinimum(
+            loss if best is None else best.first, loss, step, train, loss, metrics=metrics
+        )
     up = loss - best.loss >= _rise(params, best) / 2
     return best._replace(
         last=loss,
@@ -253,11 +255,11 @@ def _follow(
     )
 
 
-def _rise(params: OverfitParams, best: Best) -> float:
+def _rise(params: OverfitParams, best: ValidationMinimum) -> float:
     return max(params.rise * abs(best.loss), params.of_first * abs(best.first))
 
 
-def _overfits(params: OverfitParams, best: Best, train: float) -> bool:
+def _overfits(params: OverfitParams, best: ValidationMinimum, train: float) -> bool:
     if best.train is None or best.worse < params.patience:
         return False
     risen = best.last - best.loss

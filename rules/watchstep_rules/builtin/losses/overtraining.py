@@ -25,7 +25,7 @@ class OvertrainingParams(Params):
     window: int = Field(20, ge=1, le=1000, description="Training losses whose mean is held against the best.")
 
 
-class Best(NamedTuple):
+class LossMinimum(NamedTuple):
     """The lowest loss that was an improvement, and how many came since."""
 
     loss: float
@@ -35,7 +35,7 @@ class Best(NamedTuple):
 class OvertrainingState(State):
     """The best of each loss, by ``train:`` or ``eval:`` and ``name/mode``."""
 
-    best: dict[str, Best] = Field(default_factory=dict)
+    best: dict[str, LossMinimum] = Field(default_factory=dict)
 
 
 class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
@@ -92,7 +92,7 @@ class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
         return OvertrainingState(best=best), [findings[row] for row in sorted(findings)]
 
     def _said(
-        self, block: Block, series: LossSeries, losses: Floats, found: list[tuple[int, Best]]
+        self, block: Block, series: LossSeries, losses: Floats, found: list[tuple[int, LossMinimum]]
     ) -> dict[int, Finding]:
         said = {}
         for place, best in found:
@@ -106,15 +106,15 @@ class Overtraining(Rule[OvertrainingParams, OvertrainingState]):
 
 
 def _follow(
-    params: OvertrainingParams, kept: dict[str, Best], key: str, losses: Floats, patience: int
-) -> list[tuple[int, Best]]:
+    params: OvertrainingParams, kept: dict[str, LossMinimum], key: str, losses: Floats, patience: int
+) -> list[tuple[int, LossMinimum]]:
     """Places at which the patience is over, and the best then. Losses are few beside rows: one in a step."""
     found = []
     best = kept.get(key)
     for place in map(int, np.flatnonzero(np.isfinite(losses))):
         loss = float(losses[place])
         if best is None or loss < best.loss - params.delta * (abs(best.loss) if params.as_share else 1.0):
-            best = Best(loss)
+            best = LossMinimum(loss)
         else:
             best = best._replace(since=best.since + 1)
         if best.since >= patience:

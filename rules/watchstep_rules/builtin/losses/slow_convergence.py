@@ -12,7 +12,7 @@ from watchstep.format.tensors import TensorInfo
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses import constant_prediction, rate_changes
 from watchstep_rules.signals.losses.constant_prediction import AgainstLabels, LabelState, against_labels
-from watchstep_rules.signals.losses.loss_progress import Beginning, Progress, lookback, progress
+from watchstep_rules.signals.losses.loss_progress import Beginning, LossProgressColumns, lookback, progress
 from watchstep_rules.signals.losses.loss_series import first_steps, is_whole, loss_series
 from watchstep_rules.signals.losses.rate_changes import RateChange, Rates
 from watchstep_rules.signals.losses.trend import Trend, as_flags, improvement
@@ -186,7 +186,7 @@ class SlowConvergence(Rule[SlowConvergenceParams, SlowConvergenceState]):
 
 def _slow(
     params: SlowConvergenceParams,
-    seen: Progress,
+    seen: LossProgressColumns,
     said: AgainstLabels,
     update: Floats,
     *,

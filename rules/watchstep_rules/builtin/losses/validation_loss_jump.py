@@ -41,7 +41,7 @@ class ValidationLossJumpParams(Params):
     )
 
 
-class Jump(NamedTuple):
+class ValidationJump(NamedTuple):
     """Evaluations in a row that are above a bar.
 
     Attributes:
@@ -82,7 +82,7 @@ class Evaluations(NamedTuple):
     recent: tuple[float, ...] = ()
     ratio: float = 1.0
     rise: float = 0.0
-    jump: Jump | None = None
+    jump: ValidationJump | None = None
 
 
 class ValidationLossJumpState(State):
@@ -191,7 +191,7 @@ def _after(params: ValidationLossJumpParams, past: Evaluations, loss: float) -> 
     jump = past.jump
     if jump is None and _had_learned(params, past, level):
         bar = max(params.rise * past.ratio * level, level + params.rise * past.rise, params.of_first * first)
-        jump = Jump(level, bar, 0, math.inf, 0.0, fired=False)
+        jump = ValidationJump(level, bar, 0, math.inf, 0.0, fired=False)
     if jump is not None and loss >= jump.bar:
         length, falls = jump.length + 1, loss < params.falls * jump.lowest
         enough = length >= max(params.lasting, min(learned, _LONGEST))

@@ -148,7 +148,7 @@ def names_of(info: TensorInfo) -> tuple[str, ...]:
     return (info.name,)
 
 
-class Measured(State):
+class ElementCoverage(State):
     """Whether rows had the figures of elements that a rule asks for, and whether some lacked them.
 
     Attributes:
@@ -159,10 +159,12 @@ class Measured(State):
     measured: bool = False
     lacking: bool = False
 
-    def after(self, wanted: NDArray[np.bool_], figures: Floats) -> Measured:
+    def after(self, wanted: NDArray[np.bool_], figures: Floats) -> ElementCoverage:
         """With rows more; of those that are wanted, which have the figure."""
         has = np.isfinite(figures[wanted])
-        return Measured(measured=self.measured or bool(has.any()), lacking=self.lacking or bool((~has).any()))
+        return ElementCoverage(
+            measured=self.measured or bool(has.any()), lacking=self.lacking or bool((~has).any())
+        )
 
     def problem(self, probe_name: str) -> str:
         """What is said where no row had them; nothing else."""

@@ -13,7 +13,7 @@ from watchstep.capture.config import CHANNEL_SUM, MOST_CHANNELS, element_probe
 from watchstep.format.block import Block
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.builtin.data.input_image_mean import InputImageMean
-from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, Measured, is_matched
+from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, ElementCoverage, is_matched
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at
 from watchstep_rules.signals.name_pattern import check
 from watchstep_rules.signals.nonfinite import has_probe
@@ -45,7 +45,7 @@ class SagemakerCheckInputImagesParams(AmazonParams):
         return element_probe(CHANNEL_SUM, self.channel)
 
 
-class Seen(NamedTuple):
+class ChannelMoments(NamedTuple):
     """Images so far, values of each channel, and the sum of each."""
 
     images: float = 0.0
@@ -53,10 +53,10 @@ class Seen(NamedTuple):
     sums: tuple[float, ...] = ()
 
 
-class SagemakerCheckInputImagesState(Measured):
+class SagemakerCheckInputImagesState(ElementCoverage):
     """What was seen, by ``tensor@worker/mode``."""
 
-    inputs: dict[str, Seen] = Field(default_factory=dict)
+    inputs: dict[str, ChannelMoments] = Field(default_factory=dict)
 
 
 class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerCheckInputImagesState]):
@@ -109,7 +109,7 @@ class SagemakerCheckInputImages(Rule[SagemakerCheckInputImagesParams, SagemakerC
             info = block.info(row)
             name = f"{info.name}@{block.worker[row]}/{block.mode_name(row)}"
             channels = sums[row][np.isfinite(sums[row])]
-            seen = inputs[name] = _after(inputs.get(name, Seen()), block, row, channels)
+            seen = inputs[name] = _after(inputs.get(name, ChannelMoments()), block, row, channels)
             means = np.array(seen.sums) / seen.values
             worst = int(np.abs(means).argmax())
             if seen.images >= params.threshold_samples and abs(means[worst]) > params.threshold_mean:
@@ -139,12 +139,12 @@ def _are_images(info: TensorInfo, channel: int) -> bool:
 
 
 def _after(
-    seen: Seen, block: Block, row: int, channels: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> Seen:
+    seen: ChannelMoments, block: Block, row: int, channels: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> ChannelMoments:
     """With one record more. Of a batch the count tells how many images it has, for they are all of one shape."""
     count = float(block.statistics.count[row])
     before = seen.sums if len(seen.sums) == len(channels) else (0.0,) * len(channels)
-    return Seen(
+    return ChannelMoments(
         seen.images + count / (prod(block.info(row).shape[1:]) or 1),
         seen.values + count / len(channels),
         tuple(old + float(new) for old, new in zip(before, channels, strict=True)),

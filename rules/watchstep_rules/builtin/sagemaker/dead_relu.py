@@ -13,7 +13,7 @@ from watchstep.format.block import Block
 from watchstep_rules.builtin.activations.dead_relu import DeadRelu
 from watchstep_rules.builtin.sagemaker.amazon import (
     AmazonParams,
-    Measured,
+    ElementCoverage,
     Patterns,
     is_matched,
     is_output_of,
@@ -45,7 +45,7 @@ class SagemakerDeadReluParams(AmazonParams):
         return element_probe(INACTIVE_UNITS, self.threshold_inactivity)
 
 
-class SagemakerDeadRelu(Rule[SagemakerDeadReluParams, Measured]):
+class SagemakerDeadRelu(Rule[SagemakerDeadReluParams, ElementCoverage]):
     """Fires when more than ``threshold_layer`` percent of the units of a rectifier are dead: SageMaker's DeadRelu.
 
     A unit is dead where its output is above zero for less than ``threshold_inactivity`` percent of a step's examples. Units are
@@ -62,13 +62,13 @@ class SagemakerDeadRelu(Rule[SagemakerDeadReluParams, Measured]):
     usual_causes = DeadRelu.usual_causes
     what_to_try = DeadRelu.what_to_try
     params_type = SagemakerDeadReluParams
-    state_type = Measured
+    state_type = ElementCoverage
 
     def needed(self, params: SagemakerDeadReluParams) -> Needs:
         """Units counted by this threshold."""
         return Needs(self.needs.collections, self.needs.roles, probes=(*self.needs.probes, params.probe))
 
-    def problem(self, state: Measured) -> str:
+    def problem(self, state: ElementCoverage) -> str:
         """What to do where the recorder did not count."""
         return state.problem("units that are active in so few examples")
 
@@ -79,11 +79,11 @@ class SagemakerDeadRelu(Rule[SagemakerDeadReluParams, Measured]):
     def evaluate(
         self,
         params: SagemakerDeadReluParams,
-        state: Measured,
+        state: ElementCoverage,
         context: Block,  # noqa: ARG002 - the contract's
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[Measured, list[Finding]]:
+    ) -> tuple[ElementCoverage, list[Finding]]:
         """Judge each row by itself."""
         share = percent_of(block, params.probe, UNITS)
         rectifiers = rows_where(block, is_output_of, "ReLU", "ReLU6")

@@ -42,7 +42,7 @@ class SagemakerLossNotDecreasingParams(ScopedParams):
     )
 
 
-class Checked(NamedTuple):
+class ReferenceLoss(NamedTuple):
     """The loss that the next one is held against."""
 
     step: int
@@ -52,7 +52,7 @@ class Checked(NamedTuple):
 class SagemakerLossNotDecreasingState(State):
     """The last loss of each series that was checked, by ``name/mode``, and the modes that had losses so far."""
 
-    checked: dict[str, Checked] = Field(default_factory=dict)
+    checked: dict[str, ReferenceLoss] = Field(default_factory=dict)
     modes: tuple[str, ...] = ()
 
 
@@ -101,14 +101,14 @@ class SagemakerLossNotDecreasing(Rule[SagemakerLossNotDecreasingParams, Sagemake
                 step, before = int(block.step[row]), checked.get(key)
                 if before is not None and step - before.step < params.num_steps:
                     continue
-                checked[key] = Checked(step, loss)
+                checked[key] = ReferenceLoss(step, loss)
                 if before is not None and (found := self._judge(params, block, row, before)):
                     findings[row] = found
         state = SagemakerLossNotDecreasingState(checked=checked, modes=tuple(sorted(modes)))
         return state, [findings[row] for row in sorted(findings)]
 
     def _judge(
-        self, params: SagemakerLossNotDecreasingParams, block: Block, row: int, before: Checked
+        self, params: SagemakerLossNotDecreasingParams, block: Block, row: int, before: ReferenceLoss
     ) -> Finding | None:
         loss = float(block.statistics.mean[row])
         fall = before.loss - loss

@@ -13,7 +13,7 @@ from watchstep.format.block import Block
 from watchstep_rules.builtin.data.token_ratio import TokenRatio
 from watchstep_rules.builtin.sagemaker.amazon import (
     AmazonParams,
-    Measured,
+    ElementCoverage,
     Patterns,
     is_matched,
     is_output_of,
@@ -64,7 +64,7 @@ class SagemakerNlpSequenceRatioParams(AmazonParams):
         return tuple(element_probe(TOKEN_COUNT, token) for token in self.token_values)
 
 
-class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, Measured]):
+class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, ElementCoverage]):
     """Fires when a token of ``token_values`` makes up more than its percentage of what an embedding is given in a step.
 
     SageMaker's NLPSequenceRatio, with its defaults. Embeddings are found by type; ``tensor_regex`` takes some of them. `token_ratio`
@@ -78,13 +78,13 @@ class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, Measured])
     usual_causes = TokenRatio.usual_causes
     what_to_try = TokenRatio.what_to_try
     params_type = SagemakerNlpSequenceRatioParams
-    state_type = Measured
+    state_type = ElementCoverage
 
     def needed(self, params: SagemakerNlpSequenceRatioParams) -> Needs:
         """Counts of these tokens."""
         return Needs(self.needs.collections, self.needs.roles, probes=params.probes)
 
-    def problem(self, state: Measured) -> str:
+    def problem(self, state: ElementCoverage) -> str:
         """What to do where the recorder did not count."""
         return state.problem("counts of these tokens")
 
@@ -95,11 +95,11 @@ class SagemakerNlpSequenceRatio(Rule[SagemakerNlpSequenceRatioParams, Measured])
     def evaluate(
         self,
         params: SagemakerNlpSequenceRatioParams,
-        state: Measured,
+        state: ElementCoverage,
         context: Block,  # noqa: ARG002 - the contract's
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[Measured, list[Finding]]:
+    ) -> tuple[ElementCoverage, list[Finding]]:
         """Judge each record by itself."""
         embeddings = rows_where(block, is_output_of, "Embedding")
         named = np.ones(len(block), np.bool_)

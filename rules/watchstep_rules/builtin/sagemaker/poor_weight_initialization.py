@@ -49,7 +49,7 @@ class SagemakerPoorWeightInitializationParams(AmazonParams):
         return element_probe(PERCENTILE_RANGE, self.steps)
 
 
-class Course(NamedTuple):
+class LossTrend(NamedTuple):
     """A loss: the newest, and how many in a row were no lower than the one before."""
 
     last: float
@@ -60,7 +60,7 @@ class SagemakerPoorWeightInitializationState(State):
     """The first step in train mode, -1 before it, and each loss by name and worker, in the first steps."""
 
     first: int = -1
-    losses: dict[str, Course] = Field(default_factory=dict)
+    losses: dict[str, LossTrend] = Field(default_factory=dict)
 
 
 class SagemakerPoorWeightInitialization(
@@ -165,16 +165,16 @@ class SagemakerPoorWeightInitialization(
         params: SagemakerPoorWeightInitializationParams,
         block: Block,
         rows: NDArray[np.intp],
-        losses: dict[str, Course],
+        losses: dict[str, LossTrend],
     ) -> list[tuple[int, Finding]]:
         found = []
         for row in map(int, rows):
             if block.statistics.finite[row] == 0:
                 continue
             name, loss = f"{block.info(row).name}@{block.worker[row]}", float(block.statistics.mean[row])
-            before = losses.get(name, Course(np.inf))
+            before = losses.get(name, LossTrend(np.inf))
             risen = before.risen + 1 if loss >= before.last else 0
-            losses[name] = Course(loss, risen)
+            losses[name] = LossTrend(loss, risen)
             if risen >= params.patience:
                 message = (
                     f"{block.info(row).name} is {loss:.4g}, no lower than before for {risen} steps in a row"

@@ -11,7 +11,7 @@ from pydantic import Field
 from watchstep.capture.config import SATURATED_UNITS, UNITS, element_probe
 from watchstep.format.block import Block
 from watchstep_rules.builtin.activations.saturated_activation import SaturatedActivation
-from watchstep_rules.builtin.sagemaker.amazon import Measured, ScopedParams, is_output_of, percent_of
+from watchstep_rules.builtin.sagemaker.amazon import ElementCoverage, ScopedParams, is_output_of, percent_of
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at
 from watchstep_rules.signals.nonfinite import has_probe
 from watchstep_rules.signals.series import probe
@@ -46,7 +46,7 @@ class SagemakerSaturatedActivationParams(ScopedParams):
         }
 
 
-class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, Measured]):
+class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, ElementCoverage]):
     """Fires when more than ``threshold_layer`` percent of the units of a tanh or sigmoid are saturated: SageMaker's rule.
 
     A unit is active for an example where its *input* lies between the two bounds, and saturated where it is active for less than
@@ -64,14 +64,14 @@ class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, Meas
     usual_causes = SaturatedActivation.usual_causes
     what_to_try = SaturatedActivation.what_to_try
     params_type = SagemakerSaturatedActivationParams
-    state_type = Measured
+    state_type = ElementCoverage
 
     def needed(self, params: SagemakerSaturatedActivationParams) -> Needs:
         """Units counted by these bounds."""
         probes = (*self.needs.probes, *params.probes.values())
         return params.needs_of(Needs(self.needs.collections, self.needs.roles, probes=probes))
 
-    def problem(self, state: Measured) -> str:
+    def problem(self, state: ElementCoverage) -> str:
         """What to do where the recorder did not count."""
         return state.problem("saturated units by these bounds")
 
@@ -82,11 +82,11 @@ class SagemakerSaturatedActivation(Rule[SagemakerSaturatedActivationParams, Meas
     def evaluate(
         self,
         params: SagemakerSaturatedActivationParams,
-        state: Measured,
+        state: ElementCoverage,
         context: Block,  # noqa: ARG002 - the contract's
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[Measured, list[Finding]]:
+    ) -> tuple[ElementCoverage, list[Finding]]:
         """Judge each row by itself."""
         findings, chosen = {}, params.rows(block)
         for kind, name in params.probes.items():

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from watchstep.capture.config import UNCHANGED, element_probe
 from watchstep.format.block import Block
-from watchstep_rules.builtin.sagemaker.amazon import Measured, ScopedParams
+from watchstep_rules.builtin.sagemaker.amazon import ElementCoverage, ScopedParams
 from watchstep_rules.builtin.tensors.unchanged_tensor import UnchangedTensor
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at
 from watchstep_rules.signals.nonfinite import has_elements
@@ -35,7 +35,7 @@ class SagemakerUnchangedTensorParams(ScopedParams):
         return element_probe(UNCHANGED, self.rtol, self.atol, self.equal_nan)
 
 
-class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, Measured]):
+class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, ElementCoverage]):
     """Fires when of the last ``num_steps`` records of a tensor each is ``numpy.allclose`` to the one before: SageMaker's rule.
 
     Single numbers are compared here, elements of tensors by the recorder. Of tensors of more than 16,384 elements, or where there
@@ -50,7 +50,7 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, Measured]):
     usual_causes = UnchangedTensor.usual_causes
     what_to_try = UnchangedTensor.what_to_try
     params_type = SagemakerUnchangedTensorParams
-    state_type = Measured
+    state_type = ElementCoverage
 
     def needed(self, params: SagemakerUnchangedTensorParams) -> Needs:
         """The tensors that are named, compared with these tolerances."""
@@ -60,7 +60,7 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, Measured]):
         """The other records."""
         return params.num_steps - 1
 
-    def problem(self, state: Measured) -> str:
+    def problem(self, state: ElementCoverage) -> str:
         """What to do where the recorder did not compare."""
         return state.problem("whether elements change by more than these tolerances")
 
@@ -71,11 +71,11 @@ class SagemakerUnchangedTensor(Rule[SagemakerUnchangedTensorParams, Measured]):
     def evaluate(
         self,
         params: SagemakerUnchangedTensorParams,
-        state: Measured,
+        state: ElementCoverage,
         context: Block,
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[Measured, list[Finding]]:
+    ) -> tuple[ElementCoverage, list[Finding]]:
         """Hold each of the last records against the one before."""
         chosen, several = params.rows(block), block.statistics.count > 1
         compared = probe(block, params.probe)

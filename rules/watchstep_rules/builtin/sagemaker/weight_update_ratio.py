@@ -10,7 +10,7 @@ from pydantic import Field
 
 from watchstep.capture.config import WEIGHT_CHANGE, element_probe
 from watchstep.format.block import Block
-from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, Measured
+from watchstep_rules.builtin.sagemaker.amazon import AmazonParams, ElementCoverage
 from watchstep_rules.builtin.weights.weight_update_ratio import WeightUpdateRatio
 from watchstep_rules.rule import Finding, Needs, Rule, finding_at
 from watchstep_rules.signals.series import probe
@@ -33,7 +33,7 @@ class SagemakerWeightUpdateRatioParams(AmazonParams):
         return element_probe(WEIGHT_CHANGE, self.num_steps or 0, self.epsilon)
 
 
-class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, Measured]):
+class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, ElementCoverage]):
     """Fires when ``|w - w_before| / (|w_before| + epsilon)`` is above ``large_threshold`` or below ``small_threshold``.
 
     SageMaker's WeightUpdateRatio; the norm is the Euclidean one, which the developer guide does not say. ``w_before`` is the
@@ -49,13 +49,13 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, Measured
     usual_causes = WeightUpdateRatio.usual_causes
     what_to_try = WeightUpdateRatio.what_to_try
     params_type = SagemakerWeightUpdateRatioParams
-    state_type = Measured
+    state_type = ElementCoverage
 
     def needed(self, params: SagemakerWeightUpdateRatioParams) -> Needs:
         """The change of so many steps."""
         return Needs(self.needs.collections, self.needs.roles, probes=(params.probe,))
 
-    def problem(self, state: Measured) -> str:
+    def problem(self, state: ElementCoverage) -> str:
         """What to do where the recorder did not measure."""
         return state.problem("the change of weights")
 
@@ -66,11 +66,11 @@ class SagemakerWeightUpdateRatio(Rule[SagemakerWeightUpdateRatioParams, Measured
     def evaluate(
         self,
         params: SagemakerWeightUpdateRatioParams,
-        state: Measured,
+        state: ElementCoverage,
         context: Block,  # noqa: ARG002 - the contract's
         block: Block,
         now: int,  # noqa: ARG002 - the contract's
-    ) -> tuple[Measured, list[Finding]]:
+    ) -> tuple[ElementCoverage, list[Finding]]:
         """Judge each row by itself."""
         training = block.mode == 0
         ratio = np.where(training, probe(block, params.probe), np.nan)

@@ -7,7 +7,7 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.system_figures import NODE_CPU
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.system_samples import Limits, Recent, follow
+from watchstep_rules.signals.system_samples import IdleThresholds, Recent, follow
 
 
 class CpuBottleneckParams(Params):
@@ -64,7 +64,7 @@ class CpuBottleneck(Rule[CpuBottleneckParams, CpuBottleneckState]):
     ) -> tuple[CpuBottleneckState, list[Finding]]:
         """Judge what each worker sampled at the same time."""
         recent = dict(state.recent)
-        limits = Limits(params.gpu_threshold / 100, params.cpu_threshold / 100, params.window)
+        limits = IdleThresholds(params.gpu_threshold / 100, params.cpu_threshold / 100, params.window)
         findings = []
         for row, known in follow(block, recent, (NODE_CPU,), limits):
             share = 100 * known.mean

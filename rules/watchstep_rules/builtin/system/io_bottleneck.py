@@ -7,7 +7,7 @@ from pydantic import Field
 from watchstep.format.block import Block
 from watchstep.format.system_figures import NODE_IO_STALL, NODE_IOWAIT
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
-from watchstep_rules.signals.system_samples import Limits, Recent, follow
+from watchstep_rules.signals.system_samples import IdleThresholds, Recent, follow
 
 
 class IoBottleneckParams(Params):
@@ -67,7 +67,7 @@ class IoBottleneck(Rule[IoBottleneckParams, IoBottleneckState]):
     ) -> tuple[IoBottleneckState, list[Finding]]:
         """Judge what each worker sampled at the same time."""
         recent = dict(state.recent)
-        limits = Limits(params.gpu_threshold / 100, params.io_threshold / 100, params.window)
+        limits = IdleThresholds(params.gpu_threshold / 100, params.io_threshold / 100, params.window)
         findings = []
         for row, known in follow(block, recent, (NODE_IO_STALL, NODE_IOWAIT), limits):
             share = 100 * known.mean

@@ -77,7 +77,7 @@ class Level(BaseModel):
         return self.above.bit_count() >= _ABOVE
 
 
-class Jump(BaseModel):
+class PendingJump(BaseModel):
     """A jump whose effect is awaited.
 
     Attributes:
@@ -146,7 +146,7 @@ class HyperparameterJumpState(State):
     """Of each hyperparameter its peak; the last jump; the step of each loss's first row."""
 
     peaks: dict[str, Peak] = Field(default_factory=dict)
-    jump: Jump | None = None
+    jump: PendingJump | None = None
     names: dict[str, int] = Field(default_factory=dict)
 
 
@@ -224,7 +224,7 @@ class HyperparameterJump(Rule[HyperparameterJumpParams, HyperparameterJumpState]
                 before = _follow(peaks, event)
                 if before is not None and _is_jump(params, before, event):
                     reference = before.reference(event.step)
-                    new = Jump(name=event.name, step=event.step, before=reference, after=event.value)
+                    new = PendingJump(name=event.name, step=event.step, before=reference, after=event.value)
                     jump = _followed(jump, new)
             elif jump is not None:
                 jump, seen = _look(params, block, jump, event)
@@ -302,7 +302,7 @@ def _may_jump(params: HyperparameterJumpParams, peaks: dict[str, Peak], values: 
     return any(value.value >= params.factor * least.setdefault(value.name, value.value) for value in values)
 
 
-def _followed(jump: Jump | None, new: Jump) -> Jump:
+def _followed(jump: PendingJump | None, new: PendingJump) -> PendingJump:
     """Which of two jumps to follow: one that does harm; of those that are close the first; of one step that which rose more."""
     if jump is None or (new.step > jump.step + 2 * _SPAN and not jump.is_harmed):
         return new
@@ -333,15 +333,15 @@ def _events(
         yield event
 
 
-def _is_over(params: HyperparameterJumpParams, jump: Jump, step: int) -> bool:
+def _is_over(params: HyperparameterJumpParams, jump: PendingJump, step: int) -> bool:
     """Whether nothing is looked at any more: no harm in time, or the losses have come back."""
     late = step > jump.step + params.patience
     return late and not (jump.is_harmed and any(level.above for level in jump.losses.values()))
 
 
 def _look(
-    params: HyperparameterJumpParams, block: Block, jump: Jump, event: _Loss | _Tensors
-) -> tuple[Jump, list[_Seen]]:
+    params: HyperparameterJumpParams, block: Block, jump: PendingJump, event: _Loss | _Tensors
+) -> tuple[PendingJump, list[_Seen]]:
     if isinstance(event, _Loss):
         return _look_at_loss(params, jump, event) if event.step > jump.step else (jump, [])
     if event.step < jump.step or event.step > jump.step + params.patience:
@@ -349,7 +349,9 @@ def _look(
     return _updates(params, block, jump, event) if jump.is_of_rate else _weights(params, block, jump, event)
 
 
-def _look_at_loss(params: HyperparameterJumpParams, jump: Jump, event: _Loss) -> tuple[Jump, list[_Seen]]:
+def _look_at_loss(
+    params: HyperparameterJumpParams, jump: PendingJump, event: _Loss
+) -> tuple[PendingJump, list[_Seen]]:
     series, place = event.series, event.place
     known = jump.losses.get(series.key)
     if known is None:  # its first after the jump: all before it are those of before
@@ -379,8 +381,8 @@ def _level(params: HyperparameterJumpParams, before: Floats) -> Level:
 
 
 def _updates(
-    params: HyperparameterJumpParams, block: Block, jump: Jump, event: _Tensors
-) -> tuple[Jump, list[_Seen]]:
+    params: HyperparameterJumpParams, block: Block, jump: PendingJump, event: _Tensors
+) -> tuple[PendingJump, list[_Seen]]:
     ratio = probe(block, "update_ratio")[event.rows]
     known = np.isfinite(ratio)
     if not known.any():
@@ -395,8 +397,8 @@ def _updates(
 
 
 def _weights(
-    params: HyperparameterJumpParams, block: Block, jump: Jump, event: _Tensors
-) -> tuple[Jump, list[_Seen]]:
+    params: HyperparameterJumpParams, block: Block, jump: PendingJump, event: _Tensors
+) -> tuple[PendingJump, list[_Seen]]:
     is_weight = rows_where(block, is_matrix_of, "weight")[event.rows]
     rows = event.rows[is_weight]
     if not len(rows):

@@ -9,10 +9,10 @@ from watchstep.format.block import Block
 from watchstep_rules.builtin.weights.absent_from_optimizer import AbsentFromOptimizer
 from watchstep_rules.rule import Advice, Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.layers import is_normalisation, is_weighted
-from watchstep_rules.signals.losses.progress import Progress
+from watchstep_rules.signals.losses.progress import LossProgress
 from watchstep_rules.signals.series import in_training
-from watchstep_rules.signals.updates.not_in_optimizer import Held, forgotten
-from watchstep_rules.signals.updates.weights_past import HALF, Figures, Pace, Past, Weights
+from watchstep_rules.signals.updates.not_in_optimizer import OptimizedWeights, forgotten
+from watchstep_rules.signals.updates.weights_past import HALF, Figures, WeightHistory, WeightPace, Weights
 from watchstep_rules.signals.updates.weights_steps import StepsOfWeights
 
 
@@ -52,13 +52,13 @@ class WeightNotUpdatingState(State):
     ``still`` counts records in a row in which all updates were none; ``held`` is what optimizers update.
     """
 
-    parameters: dict[str, Past] = Field(default_factory=dict)
+    parameters: dict[str, WeightHistory] = Field(default_factory=dict)
     computed: dict[str, int] = Field(default_factory=dict)
     nothing_lost: dict[str, bool] = Field(default_factory=dict)
     still: int = 0
-    pace: Pace = Pace()
-    losses: dict[str, Progress] = Field(default_factory=dict)
-    held: Held = Held()
+    pace: WeightPace = WeightPace()
+    losses: dict[str, LossProgress] = Field(default_factory=dict)
+    held: OptimizedWeights = OptimizedWeights()
 
 
 class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
@@ -211,7 +211,9 @@ def _missing(
     return found or _masked(block, judged, none, past) or _vectors_alone(block, updates, past)
 
 
-def _cut_off(block: Block, judged: list[int], held: list[Past], past: Weights) -> list[tuple[int, str]]:
+def _cut_off(
+    block: Block, judged: list[int], held: list[WeightHistory], past: Weights
+) -> list[tuple[int, str]]:
     learning = [
         block.info(row).order for row, one in zip(judged, held, strict=True) if one.last >= 0 or one.moved
     ]
@@ -230,7 +232,7 @@ def _masked(block: Block, judged: list[int], none: list[bool], past: Weights) ->
     found = []
     for row, is_none in zip(judged, none, strict=True):
         info, held = block.info(row), past.of(block, row)
-        bias = past.parameters.get(f"{info.module}.bias@{block.worker[row]}", Past())
+        bias = past.parameters.get(f"{info.module}.bias@{block.worker[row]}", WeightHistory())
         if is_none and is_weighted(info) and held.last == held.largest == 0 and bias.last > 0:
             found.append((row, info.order))
     first = min([*learning, *(order for _, order in found)], default=0)

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from watchstep.errors import ConfigError, RuleError
 from watchstep.format.block import Block, concatenate
-from watchstep_rules.custom.sandbox.frames import SHORT, Bounds, kept
+from watchstep_rules.custom.sandbox.frames import SHORT, FrameLimits, kept
 from watchstep_rules.custom.sandbox.isolation import Isolation, why_not
 from watchstep_rules.custom.sandbox.pool import POOL
-from watchstep_rules.custom.sandbox.process import Program
+from watchstep_rules.custom.sandbox.process import SandboxedRule
 from watchstep_rules.custom.sandbox.rule_time import out_of_time, rule_time_charged, rule_time_left
 from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, to_bytes, unpack_findings
 from watchstep_rules.rule import Finding, Merge, Needs, Params, Rule, State, finding_at
@@ -31,7 +31,7 @@ MAX_STATE = 1024 * 1024
 MAX_VERSION = 2**31
 """Highest version of a class."""
 
-_REPLY = Bounds(SHORT.document, MAX_FINDINGS)
+_REPLY = FrameLimits(SHORT.document, MAX_FINDINGS)
 _MAX_WHOLE = 2**128
 _MAX_ROWS = 20_000
 _MAX_MESSAGE = 500
@@ -40,7 +40,7 @@ _MOST_DESCRIBED = 10_000
 _Words = tuple[str, ...]
 
 
-class About(BaseModel):
+class RuleDescription(BaseModel):
     """What a class says of itself, with some parameters. It comes from the child, and is held to bounds."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=False)
@@ -55,7 +55,7 @@ class About(BaseModel):
     histograms: bool = False
 
 
-_DESCRIBED: dict[str, tuple[About, Isolation]] = {}
+_DESCRIBED: dict[str, tuple[RuleDescription, Isolation]] = {}
 
 
 class PythonParams(Params):
@@ -77,7 +77,7 @@ class PythonParams(Params):
         10.0, gt=0, le=300, description="Seconds that it may take for 20,000 rows, or a step that has more."
     )
 
-    _about: About = PrivateAttr()
+    _about: RuleDescription = PrivateAttr()
     _isolation: Isolation = PrivateAttr()
 
     @model_validator(mode="after")
@@ -97,12 +97,12 @@ class PythonParams(Params):
         return self
 
     @property
-    def program(self) -> Program:
+    def program(self) -> SandboxedRule:
         """What the child runs."""
-        return Program(self.class_name, self.file, self.source, self.module, self.memory_mb)
+        return SandboxedRule(self.class_name, self.file, self.source, self.module, self.memory_mb)
 
     @property
-    def about(self) -> About:
+    def about(self) -> RuleDescription:
         """What the class says of itself."""
         return self._about
 
@@ -186,7 +186,7 @@ class Python(Rule[PythonParams, PythonState]):
         return state, findings
 
 
-def described(program: Program, params: str) -> tuple[About, Isolation]:
+def described(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
     """What a class says of itself; its parameters are checked as well. And how far its process is shut in.
 
     A child is asked once. What it said is kept, without the program: a config is checked often, and must not fail
@@ -206,13 +206,13 @@ def described(program: Program, params: str) -> tuple[About, Isolation]:
     return known
 
 
-def _ask(program: Program, params: str) -> tuple[About, Isolation]:
+def _ask(program: SandboxedRule, params: str) -> tuple[RuleDescription, Isolation]:
     _check_demand(program)
     with POOL.child(program, "checks") as child:
         said = child.ask({"ask": "describe", "params": json.loads(params)}, (), _DESCRIBE_SECONDS).document
         isolation = child.isolation
     try:
-        about = About.model_validate(said)
+        about = RuleDescription.model_validate(said)
     except ValidationError as error:
         first = error.errors()[0]
         raise _impossible(program, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -221,7 +221,7 @@ def _ask(program: Program, params: str) -> tuple[About, Isolation]:
     return about, isolation
 
 
-def _check_demand(program: Program) -> None:
+def _check_demand(program: SandboxedRule) -> None:
     """Where Python rules are refused, no process is started to find that out."""
     refused = why_not(Isolation(rlimits=True, no_new_privs=True, landlock=1, seccomp=True))
     if refused:
@@ -258,7 +258,7 @@ def _state(params: PythonParams, said: dict[str, Any], isolation: Isolation) -> 
     return PythonState(version=version, data=data, problem=problem, isolation=isolation)
 
 
-def _check_state(program: Program, data: dict[str, Any]) -> None:
+def _check_state(program: SandboxedRule, data: dict[str, Any]) -> None:
     """All of it must read back as it is: databases keep no halves of characters, and JSON no NaN."""
     waiting: list[Any] = [data]
     while waiting:
@@ -289,5 +289,5 @@ def _findings(params: PythonParams, payload: bytearray, block: Block) -> list[Fi
     ]
 
 
-def _impossible(program: Program, what: str) -> RuleError:
+def _impossible(program: SandboxedRule, what: str) -> RuleError:
     return RuleError(f"{program.called}: {what}", "correct the rule")

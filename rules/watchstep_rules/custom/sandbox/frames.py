@@ -27,7 +27,7 @@ class FrameError(Exception):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class FrameLimits:
     """The longest message that a parent reads.
 
     Attributes:
@@ -39,7 +39,7 @@ class Bounds:
     payload: int = 0
 
 
-SHORT = Bounds(_MEGABYTE + _MEGABYTE // 16)
+SHORT = FrameLimits(_MEGABYTE + _MEGABYTE // 16)
 """A rule's state of at most 1 MiB, and what belongs to it."""
 
 
@@ -107,7 +107,7 @@ def send(descriptor: int, data: bytes, deadline: float) -> None:
             raise FrameError("ended") from error
 
 
-def receive(descriptor: int, deadline: float, bounds: Bounds) -> Reply:
+def receive(descriptor: int, deadline: float, bounds: FrameLimits) -> Reply:
     """The child's next message.
 
     Raises:

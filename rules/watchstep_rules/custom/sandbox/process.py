@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from watchstep.errors import RuleError
 from watchstep_rules.custom.sandbox.frames import (
     SHORT,
-    Bounds,
     FrameError,
+    FrameLimits,
     Parts,
     Reply,
     kept,
@@ -67,7 +67,7 @@ class Runnable(Hashable, Protocol):
 
 
 @dataclass(frozen=True)
-class Program:
+class SandboxedRule:
     """A rule of the user's.
 
     Attributes:
@@ -153,7 +153,9 @@ class Child:
         """Whether it still runs; one that waits may have been killed."""
         return self._process.poll() is None
 
-    def ask(self, request: dict[str, Any], parts: Parts, seconds: float, bounds: Bounds = SHORT) -> Reply:
+    def ask(
+        self, request: dict[str, Any], parts: Parts, seconds: float, bounds: FrameLimits = SHORT
+    ) -> Reply:
         """Send a request and return the only reply.
 
         Args:
@@ -187,7 +189,7 @@ class Child:
         except FrameError as error:
             raise self._dead(error, seconds) from error
 
-    def receive(self, deadline: float, seconds: float, bounds: Bounds = SHORT) -> Reply:
+    def receive(self, deadline: float, seconds: float, bounds: FrameLimits = SHORT) -> Reply:
         """Read its next message.
 
         Args:

@@ -71,7 +71,7 @@ _LITERALS = frozenset(("value", "literal"))
 
 
 @dataclass(frozen=True)
-class Guarded:
+class AllowedQuery:
     """A query that passed.
 
     Attributes:
@@ -88,7 +88,7 @@ class Guarded:
 
 
 @lru_cache(maxsize=256)
-def guarded(query: str) -> Guarded:
+def guarded(query: str) -> AllowedQuery:
     """Hold a query against the lists.
 
     Raises:
@@ -121,7 +121,7 @@ def guarded(query: str) -> Guarded:
     every = any(node.get("class") == "STAR" for node in nodes)
     probes = sorted({name.removeprefix(PROBE) for name in names if name.startswith(PROBE)})
     columns = None if every else frozenset(name.lower() for name in names)
-    return Guarded(text, frozenset(tables.intersection(TABLES)), columns, tuple(probes))
+    return AllowedQuery(text, frozenset(tables.intersection(TABLES)), columns, tuple(probes))
 
 
 def locked_database(module: Any, memory_mb: int = 64) -> duckdb.DuckDBPyConnection:

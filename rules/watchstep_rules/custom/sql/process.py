@@ -27,13 +27,13 @@ from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import OverBudgetError
 from watchstep.reading.columns import COUNTED, Columns
 from watchstep.reading.sql import catalogue_table, statistics_batch, statistics_schema
-from watchstep_rules.custom.sandbox.frames import SHORT, Bounds, Parts, Reply, kept
+from watchstep_rules.custom.sandbox.frames import SHORT, FrameLimits, Parts, Reply, kept
 from watchstep_rules.custom.sandbox.isolation import Isolation
 from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child, DeadError, StartError
 from watchstep_rules.custom.sandbox.rule_time import out_of_time, rule_time_charged, rule_time_left
 from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, FoundRow, table_to_bytes, unpack_findings
-from watchstep_rules.custom.sql.query import Limits, Window
+from watchstep_rules.custom.sql.query import QueryLimits, Window
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -95,7 +95,7 @@ class SqlProgram:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedQuery:
     """A query of a rule that may be run.
 
     Attributes:
@@ -112,7 +112,7 @@ class Checked:
 
 
 @lru_cache(maxsize=_MOST_CHECKED)
-def checked(query: str) -> Checked:
+def checked(query: str) -> CheckedQuery:
     """Compare a query with the lists of what it may say, bind it to empty tables, and run it over them.
 
     Raises:
@@ -133,12 +133,12 @@ def checked(query: str) -> Checked:
             raise ValueError(kept(reason[:500]))
         case {"gives": [*gives], "tables": [*tables], "reads": reads, "probes": [*probes]}:
             names = None if reads is None else frozenset(map(str, reads))
-            return Checked(tuple(gives), frozenset(tables), names, tuple(map(str, probes)))
+            return CheckedQuery(tuple(gives), frozenset(tables), names, tuple(map(str, probes)))
     raise ValueError("the query could not be checked: its process sent what is not an answer")
 
 
 def judged(
-    query: str, rows: Block, windows: Sequence[Window], limits: Limits
+    query: str, rows: Block, windows: Sequence[Window], limits: QueryLimits
 ) -> list[list[FoundRow] | RuleError]:
     """What a rule's query finds for each judged step: rows of ``rows``, or why it failed.
 
@@ -180,7 +180,7 @@ def judged(
 
 
 def _judge(
-    child: Child, query: str, parts: Parts, windows: Sequence[Window], limits: Limits, rows: int
+    child: Child, query: str, parts: Parts, windows: Sequence[Window], limits: QueryLimits, rows: int
 ) -> Iterator[list[FoundRow] | RuleError]:
     request = {
         "ask": "judge", "query": query, "memory_mb": limits.memory_mb, "seconds": limits.seconds,
@@ -194,7 +194,7 @@ def _judge(
             child.close()
             error = out_of_time("SQL")
             raise DeadError(error.what, error.mend)
-        reply = child.receive(time.monotonic() + left, left, Bounds(SHORT.document, MAX_FINDINGS))
+        reply = child.receive(time.monotonic() + left, left, FrameLimits(SHORT.document, MAX_FINDINGS))
         match reply.document:
             case {"refused": str(reason), "over": str(over)}:
                 yield _failed(window.step, kept(reason[:500]), over)
@@ -224,7 +224,7 @@ def _failed(step: int, reason: str, over: str) -> RuleError:
     return RuleError(f"SQL at step {step}: {reason}", mend)
 
 
-def rows_as_table(rows: Block, query: Checked) -> pa.Table:
+def rows_as_table(rows: Block, query: CheckedQuery) -> pa.Table:
     """The table ``statistics``, with the columns that a query may read."""
     import pyarrow as pa
 
@@ -252,7 +252,7 @@ def _columns(rows: Block, probes: tuple[str, ...]) -> Columns:
 
 
 @dataclass(frozen=True)
-class Source:
+class QuerySource:
     """A run that a query is about.
 
     Attributes:
@@ -281,11 +281,11 @@ class Question:
     query: str
     rows: int
     form: Literal["json", "arrow"]
-    limits: Limits
+    limits: QueryLimits
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryResult:
     """What a query gave.
 
     Attributes:
@@ -297,7 +297,7 @@ class Answer:
     more: bool
 
 
-def select(question: Question, source: Source) -> Answer:
+def select(question: Question, source: QuerySource) -> QueryResult:
     """Answer a query about a run.
 
     Raises:
@@ -323,14 +323,14 @@ def select(question: Question, source: Source) -> Answer:
 class _Selection:
     """One exchange with a child: it asks for rows as its query needs them, and gives the answer at the end."""
 
-    def __init__(self, child: Child, question: Question, source: Source) -> None:
+    def __init__(self, child: Child, question: Question, source: QuerySource) -> None:
         self._child, self._question, self._source = child, question, source
         self._longest = question.limits.seconds + _GRACE_SECONDS
         self._deadline = time.monotonic() + self._longest
         self._scans: dict[int, Iterator[pa.RecordBatch]] = {}
         self._lost: WatchstepError | None = None
 
-    def answer(self, catalogue: bytes) -> Answer:
+    def answer(self, catalogue: bytes) -> QueryResult:
         question = self._question
         request = {
             "ask": "select", "query": question.query, "rows": question.rows, "form": question.form,
@@ -339,7 +339,9 @@ class _Selection:
         }  # fmt: skip
         self._send(request, (catalogue,))
         while True:
-            reply = self._child.receive(self._deadline, self._longest, Bounds(SHORT.document, MAX_ANSWER))
+            reply = self._child.receive(
+                self._deadline, self._longest, FrameLimits(SHORT.document, MAX_ANSWER)
+            )
             match reply.document:
                 case {"scan": int(number), "columns": [*columns], "tensors": tensors}:
                     self._begin(number, columns, tensors)
@@ -350,7 +352,7 @@ class _Selection:
                 case {"more": bool(more)}:
                     if self._lost is not None:
                         raise self._lost
-                    return Answer(reply.payload, more)
+                    return QueryResult(reply.payload, more)
                 case _:
                     raise _odd(self._child, "its process sent what is not an answer")
 
@@ -376,7 +378,7 @@ class _Selection:
 
 
 def _batches(
-    source: Source, columns: Sequence[str], tensors: frozenset[str] | None
+    source: QuerySource, columns: Sequence[str], tensors: frozenset[str] | None
 ) -> Iterator[pa.RecordBatch]:
     """Rows in parts of some ten thousand; words as places, which the child has the words of."""
     import pyarrow as pa

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from watchstep.format.tensors import LOSSES
 from watchstep_rules.custom.sandbox.wire import MAX_MESSAGE, FoundRow
-from watchstep_rules.custom.sql.guard import Guarded, first_line, guarded, locked_database
+from watchstep_rules.custom.sql.guard import AllowedQuery, first_line, guarded, locked_database
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,7 +50,7 @@ class QueryError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueryLimits:
     """What one query may take, for one step: memory in MiB, and seconds."""
 
     memory_mb: int
@@ -112,7 +112,7 @@ class Interrupter:
 
 
 @contextmanager
-def errors_of_queries(limits: Limits) -> Iterator[None]:
+def errors_of_queries(limits: QueryLimits) -> Iterator[None]:
     """What DuckDB raises, as a `QueryError`.
 
     Args:
@@ -132,7 +132,7 @@ def errors_of_queries(limits: Limits) -> Iterator[None]:
         raise QueryError(first_line(error)) from None
 
 
-class Bound:
+class OpenQuery:
     """A query with its tables, in a database of its own. Close it.
 
     Args:
@@ -145,10 +145,10 @@ class Bound:
         ValueError: the query may not be run.
     """
 
-    def __init__(self, query: str, table: pa.Table, catalogue: pa.Table | None, limits: Limits) -> None:
+    def __init__(self, query: str, table: pa.Table, catalogue: pa.Table | None, limits: QueryLimits) -> None:
         import duckdb
 
-        self.query: Guarded = guarded(query)
+        self.query: AllowedQuery = guarded(query)
         self._text = f"SELECT * FROM (\n{self.query.text}\n) LIMIT {MAX_ROWS + 1}"  # noqa: S608 - guarded
         self._table = table
         self._limits = limits

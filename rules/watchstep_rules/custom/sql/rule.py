@@ -12,7 +12,7 @@ from watchstep_rules.custom.sandbox.pool import BusyError
 from watchstep_rules.custom.sandbox.process import StartError
 from watchstep_rules.custom.sql.guard import MAX_QUERY
 from watchstep_rules.custom.sql.process import checked, judged
-from watchstep_rules.custom.sql.query import Limits, Window
+from watchstep_rules.custom.sql.query import QueryLimits, Window
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.nonfinite import has_elements
 
@@ -127,7 +127,7 @@ class Sql(Rule[SqlParams, SqlState]):
         firsts = np.searchsorted(rows.step, judged_steps - params.window + 1, side="left").tolist()
         windows = [Window(*window) for window in zip(steps, firsts, begins, ends, strict=True)]
         findings: list[Finding] = []
-        for outcome in judged(params.query, rows, windows, Limits(params.memory_mb, params.seconds)):
+        for outcome in judged(params.query, rows, windows, QueryLimits(params.memory_mb, params.seconds)):
             if isinstance(outcome, RuleError):
                 state = _failed(state, outcome)
             else:

@@ -20,14 +20,21 @@ from watchstep_rules.custom.sandbox.confinement import AddressSpace
 from watchstep_rules.custom.sandbox.frames import pack, read_blocking, write_blocking
 from watchstep_rules.custom.sandbox.wire import MAX_FINDINGS, pack_findings, table_from_bytes, table_to_bytes
 from watchstep_rules.custom.sql.guard import guarded, locked_database
-from watchstep_rules.custom.sql.query import Bound, Interrupter, Limits, QueryError, Window, errors_of_queries
+from watchstep_rules.custom.sql.query import (
+    Interrupter,
+    OpenQuery,
+    QueryError,
+    QueryLimits,
+    Window,
+    errors_of_queries,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 Form = Literal["json", "arrow"]
 
-_CHECK = Limits(64, 1.0)
+_CHECK = QueryLimits(64, 1.0)
 _BATCH = 2048
 _GROWTH = 256 * 1024 * 1024
 """A child whose address space has grown by more than this is replaced: allocators keep what they have reserved."""
@@ -62,7 +69,7 @@ class SqlServer:
         try:
             held = guarded(request["query"])
             schema = statistics_schema(held.probes)
-            bound = Bound(request["query"], schema.empty_table(), catalogue_table([]), _CHECK)
+            bound = OpenQuery(request["query"], schema.empty_table(), catalogue_table([]), _CHECK)
             try:
                 columns = bound.columns()
                 bound.run(self._interrupter, 0, 0)
@@ -80,18 +87,18 @@ class SqlServer:
 
     def _judged(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
         """One answer for each window, in their order."""
-        limits = Limits(request["memory_mb"], request["seconds"])
+        limits = QueryLimits(request["memory_mb"], request["seconds"])
         windows = [Window(*window) for window in request["windows"]]
         table = table_from_bytes(parts[0])
         catalogue = table_from_bytes(parts[1]) if len(parts) > 1 else None
-        bound = Bound(request["query"], table, catalogue, limits)
+        bound = OpenQuery(request["query"], table, catalogue, limits)
         try:
             for window in windows:
                 yield self._window(bound, window, limits)
         finally:
             bound.close()
 
-    def _window(self, bound: Bound, window: Window, limits: Limits) -> _Answer:
+    def _window(self, bound: OpenQuery, window: Window, limits: QueryLimits) -> _Answer:
         try:
             found = pack_findings(bound.findings(self._interrupter, window))
         except QueryError as error:
@@ -104,7 +111,7 @@ class SqlServer:
         return {}, found
 
     def _selected(self, request: dict[str, Any], parts: list[bytearray]) -> Iterator[_Answer]:
-        limits = Limits(request["memory_mb"], request["seconds"])
+        limits = QueryLimits(request["memory_mb"], request["seconds"])
         try:
             content, more = self._select(request, parts, limits)
         except ValueError as error:
@@ -120,7 +127,9 @@ class SqlServer:
             else:
                 yield {"more": more}, content
 
-    def _select(self, request: dict[str, Any], parts: list[bytearray], limits: Limits) -> tuple[bytes, bool]:
+    def _select(
+        self, request: dict[str, Any], parts: list[bytearray], limits: QueryLimits
+    ) -> tuple[bytes, bool]:
         import duckdb
 
         rows = int(request["rows"])

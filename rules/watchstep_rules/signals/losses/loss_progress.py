@@ -53,7 +53,7 @@ class Beginning(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class LossProgressColumns:
     """Columns over the rows of a series, float64 of shape (n,), NaN before there are enough losses.
 
     What not every rule asks for is worked out where it is asked for.
@@ -143,7 +143,9 @@ def lookback(warmup: int, patience: int) -> int:
     return max(warmup, patience + patience // 2, _SHORT)
 
 
-def progress(series: LossSeries, past: Beginning, warmup: int, patience: int) -> tuple[Progress, Beginning]:
+def progress(
+    series: LossSeries, past: Beginning, warmup: int, patience: int
+) -> tuple[LossProgressColumns, Beginning]:
     """Follow a series.
 
     Args:
@@ -171,7 +173,7 @@ def progress(series: LossSeries, past: Beginning, warmup: int, patience: int) ->
     trends = _trends(series.values, start, seen - warmup, past.trend)
     has_fallen = [trend.confidence >= _PROGRESS for trend in trends]
     fell = np.logical_or.accumulate([past.fell, *has_fallen])[1:]
-    columns = Progress(series, warmup, half, seen, start, peak, lowest, signed, fell, trends)
+    columns = LossProgressColumns(series, warmup, half, seen, start, peak, lowest, signed, fell, trends)
     return columns, Beginning(
         int(seen[-1]),
         _known(start[-1]),

@@ -19,7 +19,7 @@ _MEMORY = 0.9
 _NEWEST = 3
 
 
-class Progress(NamedTuple):
+class LossProgress(NamedTuple):
     """A loss so far.
 
     Attributes:
@@ -34,13 +34,13 @@ class Progress(NamedTuple):
     smooth: float = 0.0
     newest: tuple[float, ...] = ()
 
-    def after(self, value: float) -> Progress:
+    def after(self, value: float) -> LossProgress:
         """With one more finite value."""
         newest = (*self.newest, abs(value))[-_NEWEST:]
         if self.seen < _FIRST:
             mean = (self.first * self.seen + value) / (self.seen + 1)
-            return Progress(self.seen + 1, mean, mean, newest)
-        return Progress(self.seen, self.first, _MEMORY * self.smooth + (1 - _MEMORY) * value, newest)
+            return LossProgress(self.seen + 1, mean, mean, newest)
+        return LossProgress(self.seen, self.first, _MEMORY * self.smooth + (1 - _MEMORY) * value, newest)
 
     @property
     def low(self) -> float:
@@ -87,8 +87,8 @@ class Courses(NamedTuple):
 
 
 def follow(
-    kept: Mapping[str, Progress], block: Block, numbers: NDArray[np.intp]
-) -> tuple[dict[str, Progress], Courses]:
+    kept: Mapping[str, LossProgress], block: Block, numbers: NDArray[np.intp]
+) -> tuple[dict[str, LossProgress], Courses]:
     """Follow the losses of a block.
 
     Args:
@@ -107,7 +107,7 @@ def follow(
     by_series = SeriesRows.of(held)
     of_series = dict(zip(by_series.names, by_series.rows(), strict=True))
     for name in [*kept, *(name for name in of_series if name not in kept)]:
-        before = losses.get(name, Progress())
+        before = losses.get(name, LossProgress())
         places = of_series.get(name, np.empty(0, np.intp))
         course = _course(before, held.statistics.mean[places].tolist()) if len(places) else []
         losses[name] = course[-1] if course else before
@@ -123,7 +123,7 @@ def follow(
     return losses, courses
 
 
-def _course(before: Progress, values: list[float]) -> list[Progress]:
+def _course(before: LossProgress, values: list[float]) -> list[LossProgress]:
     course = []
     for value in values:
         before = before.after(value)

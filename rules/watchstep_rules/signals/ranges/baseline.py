@@ -1,6 +1,6 @@
 """Baselines: the range that each statistic took in earlier sound runs of the same program.
 
-A finished run is reduced to a `RunSummary`. At least `MIN_RUNS` summaries make a `Baseline`, which `unlike_earlier_runs` compares
+A finished run is reduced to a `BaselineRun`. At least `MIN_RUNS` summaries make a `Baseline`, which `unlike_earlier_runs` compares
 a later run with::
 
     finished run ──summarize_run──▶ RunSummary ─┐
@@ -72,7 +72,7 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class TensorSummary(_Model):
+class BaselineTensor(_Model):
     """A tensor of one run.
 
     Attributes:
@@ -86,10 +86,10 @@ class TensorSummary(_Model):
     phases: tuple[Span | None, ...] = Field(max_length=MAX_PHASES)
 
 
-class RunSummary(_Model):
+class BaselineRun(_Model):
     """A run, by its tensors."""
 
-    tensors: dict[str, TensorSummary] = Field({}, max_length=MAX_TENSORS)
+    tensors: dict[str, BaselineTensor] = Field({}, max_length=MAX_TENSORS)
 
 
 class TensorBaseline(_Model):
@@ -136,7 +136,7 @@ def statistic_of(info: TensorInfo) -> Statistic | None:
     return next((statistic for name, statistic in BASELINE_COLLECTIONS if name in info.collections), None)
 
 
-def merge_summaries(summaries: Mapping[str, RunSummary]) -> Baseline | None:
+def merge_summaries(summaries: Mapping[str, BaselineRun]) -> Baseline | None:
     """The ranges that sound runs have in common, widened by a margin; None for fewer than `MIN_RUNS` runs.
 
     Of positive statistics the margin is a factor: two, or the factor between the lowest and the highest value where that is more.
@@ -165,7 +165,7 @@ def merge_summaries(summaries: Mapping[str, RunSummary]) -> Baseline | None:
     return Baseline(runs=tuple(newest), tensors=tensors)
 
 
-def _range_of(tensors: Sequence[TensorSummary], phase: int) -> Span | None:
+def _range_of(tensors: Sequence[BaselineTensor], phase: int) -> Span | None:
     spans = [tensor.phases[phase] for tensor in tensors if phase < len(tensor.phases)]
     spans = [span for span in spans if span is not None]
     if len(spans) < MIN_RUNS:

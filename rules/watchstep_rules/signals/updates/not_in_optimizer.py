@@ -13,7 +13,7 @@ from watchstep_rules.signals.layers import is_weighted
 _PART = 0.25
 
 
-class Held(NamedTuple):
+class OptimizedWeights(NamedTuple):
     """The weights that optimizers update.
 
     Attributes:
@@ -24,16 +24,16 @@ class Held(NamedTuple):
     elements: int = 0
     first: int = -1
 
-    def with_updates(self, block: Block, rows: list[int]) -> Held:
+    def with_updates(self, block: Block, rows: list[int]) -> OptimizedWeights:
         """With the updates of a step; of several optimizers the largest step counts."""
         infos = {block.info(row).name: block.info(row) for row in rows}
         elements = sum(int(np.prod(info.shape)) for info in infos.values())
         orders = [info.order for info in infos.values() if is_weighted(info) and len(info.shape) > 1]
         first = min([*orders, *([self.first] if self.first >= 0 else [])], default=-1)
-        return Held(max(self.elements, elements), first)
+        return OptimizedWeights(max(self.elements, elements), first)
 
 
-def forgotten(block: Block, rows: NDArray[np.intp], held: Held) -> list[int]:
+def forgotten(block: Block, rows: NDArray[np.intp], held: OptimizedWeights) -> list[int]:
     """Which of a step's unheld parameters their author forgot.
 
     They get a gradient and have not changed since they were first looked at. Where no optimizer holds anything of the

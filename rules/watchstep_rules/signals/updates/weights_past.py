@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from watchstep.format.block import Block
 from watchstep.format.statistics import Floats, rms, zero_share
 from watchstep_rules.signals.layers import is_weighted
-from watchstep_rules.signals.losses.progress import Progress
+from watchstep_rules.signals.losses.progress import LossProgress
 from watchstep_rules.signals.rounding import short
-from watchstep_rules.signals.updates.not_in_optimizer import Held
+from watchstep_rules.signals.updates.not_in_optimizer import OptimizedWeights
 
 HALF = ("float16", "bfloat16")
 FORGET = 0.9
@@ -28,7 +28,7 @@ _GROWS = 2
 _HIGH = 0.5  # of the first losses
 
 
-class Past(NamedTuple):
+class WeightHistory(NamedTuple):
     """What is kept of a parameter.
 
     Attributes:
@@ -62,7 +62,7 @@ class Past(NamedTuple):
         return self.ratio > 0
 
 
-class Pace(NamedTuple):
+class WeightPace(NamedTuple):
     """How fast weights are.
 
     Attributes:
@@ -81,7 +81,7 @@ class Pace(NamedTuple):
     begun: int = 0
     records: int = 0
 
-    def after(self, ran_down: float, step: int, ratio: float) -> Pace:
+    def after(self, ran_down: float, step: int, ratio: float) -> WeightPace:
         """With a step whose fastest weight has such a ratio."""
         value = short(ratio)
         fastest = max(self.fastest, value)
@@ -90,8 +90,8 @@ class Pace(NamedTuple):
         begun = self.begun if self.records else step
         records = self.records + is_early
         if not ratio <= ran_down <= fastest / _RAN_DOWN:
-            return Pace(fastest, early=early, begun=begun, records=records)
-        return Pace(fastest, self.down + 1, self.since if self.down else step, early, begun, records)
+            return WeightPace(fastest, early=early, begun=begun, records=records)
+        return WeightPace(fastest, self.down + 1, self.since if self.down else step, early, begun, records)
 
     def has_run_down(self, step: int) -> bool:
         """Whether it did long before the end: a schedule's last steps are few beside those before."""
@@ -122,13 +122,13 @@ class Figures(NamedTuple):
 class Weights:
     """The state of `WeightNotUpdating` while a block is judged."""
 
-    parameters: dict[str, Past]
+    parameters: dict[str, WeightHistory]
     computed: dict[str, int]
     nothing_lost: dict[str, bool]
     still: int
-    pace: Pace
-    losses: dict[str, Progress]
-    held: Held
+    pace: WeightPace
+    losses: dict[str, LossProgress]
+    held: OptimizedWeights
 
     def __post_init__(self) -> None:
         self.parameters, self.computed = dict(self.parameters), dict(self.computed)
@@ -139,9 +139,9 @@ class Weights:
         """Whether there is a loss, and none has come far."""
         return bool(self.losses) and not any(loss.converged(_HIGH) for loss in self.losses.values())
 
-    def of(self, block: Block, row: int) -> Past:
+    def of(self, block: Block, row: int) -> WeightHistory:
         """Of a row's parameter."""
-        return self.parameters.get(parameter_name(block, row), Past())
+        return self.parameters.get(parameter_name(block, row), WeightHistory())
 
     def follow(self, block: Block, rows: NDArray[np.intp], figures: Figures) -> list[int]:
         """Take in a step's gradients, outputs and losses; gives the rows of its updates."""
@@ -164,7 +164,7 @@ class Weights:
                 name = f"{info.name}@{block.worker[row]}"
                 value = float(block.statistics.mean[row])
                 self.nothing_lost[name] = value == 0
-                self.losses[name] = self.losses.get(name, Progress()).after(value)
+                self.losses[name] = self.losses.get(name, LossProgress()).after(value)
             elif is_weighted(info):
                 self.computed[info.module] = info.order
         return updates

@@ -15,18 +15,26 @@ from watchstep.format.statistics import Floats
 from watchstep.format.tensors import TensorInfo
 from watchstep_rules.signals.catalogue_cache import OfCatalogue
 from watchstep_rules.signals.layers import is_weighted
-from watchstep_rules.signals.losses.progress import Progress
+from watchstep_rules.signals.losses.progress import LossProgress
 from watchstep_rules.signals.rounding import four_digits, short
 from watchstep_rules.signals.series import step_numbers
 from watchstep_rules.signals.tensor_selection import has_role, rows_where, tensors_where
-from watchstep_rules.signals.updates.not_in_optimizer import Held
-from watchstep_rules.signals.updates.weights_past import DENSE, FORGET, HALF, Figures, Pace, Past, Weights
+from watchstep_rules.signals.updates.not_in_optimizer import OptimizedWeights
+from watchstep_rules.signals.updates.weights_past import (
+    DENSE,
+    FORGET,
+    HALF,
+    Figures,
+    WeightHistory,
+    WeightPace,
+    Weights,
+)
 
 Flags = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 
 
-class Limits(Protocol):
+class UpdateThresholds(Protocol):
     """What the rule holds figures against: its parameters."""
 
     @property
@@ -52,7 +60,7 @@ class Stretch(NamedTuple):
     first: int
     end: int
     is_calm: bool
-    pace: Pace
+    pace: WeightPace
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class StepsOfWeights:
 
     block: Block
     figures: Figures
-    limits: Limits
+    limits: UpdateThresholds
     numbers: Rows
     names: list[str]
     parameter: Rows
@@ -79,7 +87,7 @@ class StepsOfWeights:
     updates: Rows
 
     @classmethod
-    def of(cls, block: Block, figures: Figures, limits: Limits) -> StepsOfWeights:
+    def of(cls, block: Block, figures: Figures, limits: UpdateThresholds) -> StepsOfWeights:
         """The steps of a block."""
         is_gradient, is_update = (
             rows_where(block, has_role, role) & (block.statistics.finite > 0)
@@ -185,7 +193,7 @@ class StepsOfWeights:
         flags[self.numbers[rows]] = True
         return flags
 
-    def _held(self, before: Held, updates: Rows) -> Held:
+    def _held(self, before: OptimizedWeights, updates: Rows) -> OptimizedWeights:
         infos = self.block.catalogue
         size = _sizes.get(infos, "", lambda: np.array([math.prod(info.shape) for info in infos], np.int64))
         place = self.numbers[updates].astype(np.int64) * len(infos) + self.block.tensor[updates]
@@ -199,7 +207,7 @@ class StepsOfWeights:
         ]
         orders = [info.order for info in found if is_weighted(info) and len(info.shape) > 1]
         least = min([*orders, *([before.first] if before.first >= 0 else [])], default=-1)
-        return Held(max(before.elements, int(elements.max())), least)
+        return OptimizedWeights(max(before.elements, int(elements.max())), least)
 
     def _take_in_gradients(self, past: Weights, rows: Rows) -> None:
         if not len(rows):
@@ -247,7 +255,7 @@ class StepsOfWeights:
 
 
 _sizes: OfCatalogue[NDArray[np.int64]] = OfCatalogue()
-_NEW, _UNSEEN = Past(), Progress()
+_NEW, _UNSEEN = WeightHistory(), LossProgress()
 
 
 def _is_wide(info: TensorInfo) -> bool:

@@ -17,7 +17,7 @@ _SEND_SECONDS = 2
 _DRAIN_SECONDS = 1.0
 
 
-class Inbox:
+class MessageQueue:
     """What has come by any connection, in order; None for its end."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class Inbox:
 class Connection:
     """A socket, and a thread that reads from it; so that neither side ever waits for the other to read."""
 
-    def __init__(self, line: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, line: socket.socket, inbox: MessageQueue) -> None:
         self._line = line
         self._inbox = inbox
         self._usable = True

@@ -8,7 +8,7 @@ from watchstep.capture.node import messages
 from watchstep.capture.node.connection import Connection
 from watchstep.capture.node.handing import Handing
 from watchstep.capture.node.messages import Message
-from watchstep.capture.upload.uploader import Means
+from watchstep.capture.upload.uploader import UploadContext
 from watchstep.errors import FormatError
 from watchstep.format.control import ControlDocument
 
@@ -25,7 +25,7 @@ class Follower:
         apart: why each rank shall write for itself; empty where the leader has not said so.
     """
 
-    def __init__(self, line: Connection, means: Means, handing: Handing, window: int) -> None:
+    def __init__(self, line: Connection, means: UploadContext, handing: Handing, window: int) -> None:
         self.line = line
         self._means = means
         self._handing = handing
@@ -49,9 +49,9 @@ class Follower:
             handing.join(message.writer, message.seq, message.term, message.notice)
             handing.sent = backlog.oldest
             return not backlog.empty  # something urgent may have come before there was a leader
-        if isinstance(message, messages.Announced):
+        if isinstance(message, messages.ObjectStarted):
             handing.hear_notice(message.notice)
-        elif isinstance(message, messages.Stored):
+        elif isinstance(message, messages.ObjectStored):
             backlog.acknowledge(handing.hear_stored(message.key, message.blocks))
         elif isinstance(message, messages.Term):
             handing.hear_term(message.term)
@@ -83,5 +83,5 @@ class Follower:
             handing.sent = item.place.seq + 1
         if self._asked or not backlog.empty:
             more = handing.sent < backlog.segments
-            self.line.send(messages.Given(urgent=not self._asked, more=more))
+            self.line.send(messages.BatchEnd(urgent=not self._asked, more=more))
         self._asked = False

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from watchstep.capture.node import messages
-from watchstep.capture.node.connection import Connection, Inbox
+from watchstep.capture.node.connection import Connection, MessageQueue
 from watchstep.capture.node.handing import Handing
 from watchstep.capture.node.leading import Batch, Leading
 from watchstep.capture.node.meeting import Leadership
@@ -16,7 +16,7 @@ from watchstep.capture.node.messages import Message
 from watchstep.capture.upload.claims import claim_node, restore_documents
 from watchstep.capture.upload.merging import blocks_of, merge, rows_of
 from watchstep.capture.upload.outgoing import Blocks, Outgoing
-from watchstep.capture.upload.uploader import Means
+from watchstep.capture.upload.uploader import UploadContext
 from watchstep.errors import FormatError, StoreError
 from watchstep.format import segment
 from watchstep.format.block import Block
@@ -39,7 +39,12 @@ class Leader:
     """
 
     def __init__(
-        self, leadership: Leadership, means: Means, handing: Handing, inbox: Inbox, lock: threading.RLock
+        self,
+        leadership: Leadership,
+        means: UploadContext,
+        handing: Handing,
+        inbox: MessageQueue,
+        lock: threading.RLock,
     ) -> None:
         self._leadership = leadership
         self._means = means
@@ -89,7 +94,7 @@ class Leader:
         elif self._leading is not None and origin in self._welcomed:
             if isinstance(message, messages.Handed):
                 self._leading.take(self._lines[origin], message.item)
-            elif isinstance(message, messages.Given):
+            elif isinstance(message, messages.BatchEnd):
                 self._more |= message.more
                 if not message.urgent:
                     self._asked.discard(origin)
@@ -248,7 +253,7 @@ class Leader:
     def _told(self, batch: Batch) -> Batch:
         """Announce an object to all ranks; as it is once those have left that could not be told."""
         batch = batch.under(self._new_term())
-        while deaf := self._tell(messages.Announced(batch.notice)):
+        while deaf := self._tell(messages.ObjectStarted(batch.notice)):
             gone = {self._lines[line] for line in deaf}
             for line in deaf:
                 self._lose(line)
@@ -296,7 +301,7 @@ class Leader:
                 return
             self._leading.land(blocks)
             self._means.backlog.acknowledge(self._handing.hear_stored(key, blocks))
-            self._tell(messages.Stored(key, blocks))
+            self._tell(messages.ObjectStored(key, blocks))
         self._means.health.count("objects")
         self._means.health.count("bytes", len(data))
         self._means.access.announce(key)

@@ -7,7 +7,7 @@ import threading
 import time
 
 from watchstep.capture.config import Bounds
-from watchstep.capture.node.connection import Connection, Inbox
+from watchstep.capture.node.connection import Connection, MessageQueue
 from watchstep.capture.node.follower import Follower
 from watchstep.capture.node.handing import Handing
 from watchstep.capture.node.leader import ApartError, Leader
@@ -16,7 +16,7 @@ from watchstep.capture.node.messages import Message
 from watchstep.capture.record import BoundedQueue
 from watchstep.capture.upload.merging import settle
 from watchstep.capture.upload.outgoing import Doubt
-from watchstep.capture.upload.uploader import Means, Uploader, put_end
+from watchstep.capture.upload.uploader import UploadContext, Uploader, put_end
 from watchstep.errors import StoreError
 from watchstep.format import documents
 from watchstep.store.store import Store
@@ -42,7 +42,7 @@ class Member:
     before. The lock is never held while the store is asked.
     """
 
-    def __init__(self, means: Means, queue: BoundedQueue, bounds: Bounds) -> None:
+    def __init__(self, means: UploadContext, queue: BoundedQueue, bounds: Bounds) -> None:
         target = means.access.target
         who = target.identity
         self._means = means
@@ -50,7 +50,7 @@ class Member:
         self._bounds = bounds
         self._meeting = Meeting((target.store_url, who.project, who.run, who.attempt, who.node))
         self._handing = Handing(secrets.token_hex(8))
-        self._inbox = Inbox(queue.wake.set)
+        self._inbox = MessageQueue(queue.wake.set)
         self._lock = threading.RLock()
         self._role: Leader | Follower | Uploader | None = None
         self._alone = Uploader(means)

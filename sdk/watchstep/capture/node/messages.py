@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from watchstep.capture.upload.outgoing import Blocks, Notice, Outgoing, Place
+from watchstep.capture.upload.outgoing import Blocks, Notice, Outgoing, SegmentPlace
 from watchstep.errors import FormatError
 from watchstep.format import segment
 from watchstep.format.layout import SegmentKey, WriterId, check_name
@@ -38,11 +38,11 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Give:
-    """The leader is about to write: send what is there, then `Given`."""
+    """The leader is about to write: send what is there, then `BatchEnd`."""
 
 
 @dataclass(frozen=True)
-class Given:
+class BatchEnd:
     """That was all for now; ``urgent`` asks the leader to write at once, ``more`` to ask again."""
 
     urgent: bool = False
@@ -57,14 +57,14 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class Announced:
+class ObjectStarted:
     """An object is about to be made."""
 
     notice: Notice
 
 
 @dataclass(frozen=True)
-class Stored:
+class ObjectStored:
     """An object lies on the store with these blocks."""
 
     key: SegmentKey
@@ -92,7 +92,7 @@ class Apart:
     reason: str
 
 
-Message = Hello | Welcome | Give | Given | Handed | Announced | Stored | Term | Control | Apart
+Message = Hello | Welcome | Give | BatchEnd | Handed | ObjectStarted | ObjectStored | Term | Control | Apart
 
 
 def encode(message: Message) -> bytes:
@@ -106,9 +106,9 @@ def encode(message: Message) -> bytes:
     elif isinstance(message, Welcome):
         notice = _notice_as_data(message.notice) if message.notice else None
         fields = [_writer_as_data(message.writer), message.seq, message.term, notice]
-    elif isinstance(message, Announced):
+    elif isinstance(message, ObjectStarted):
         fields = _notice_as_data(message.notice)
-    elif isinstance(message, Stored):
+    elif isinstance(message, ObjectStored):
         fields = [message.key.path, message.blocks]
     else:
         fields = vars(message)
@@ -145,7 +145,7 @@ def _decode(header: bytes, payload: bytes) -> Message:
 
 
 def _handed(fields: Any, payload: bytes) -> Handed:
-    place = Place.parse(fields)
+    place = SegmentPlace.parse(fields)
     if place is None or place.first > place.last:
         raise ValueError("no block's place")
     return Handed(Outgoing(place, payload))
@@ -188,10 +188,10 @@ _KINDS: dict[str, Callable[[Any, bytes], Message]] = {
     "Hello": lambda fields, _: Hello(str(fields["token"]), _whole(fields["version"])),
     "Welcome": _welcome,
     "Give": lambda *_: Give(),
-    "Given": lambda fields, _: Given(bool(fields["urgent"]), bool(fields["more"])),
+    "BatchEnd": lambda fields, _: BatchEnd(bool(fields["urgent"]), bool(fields["more"])),
     "Handed": _handed,
-    "Announced": lambda fields, _: Announced(_notice(fields)),
-    "Stored": lambda fields, _: Stored(SegmentKey.parse(fields[0]), _blocks(fields[1])),
+    "ObjectStarted": lambda fields, _: ObjectStarted(_notice(fields)),
+    "ObjectStored": lambda fields, _: ObjectStored(SegmentKey.parse(fields[0]), _blocks(fields[1])),
     "Term": lambda fields, _: Term(str(fields["term"])),
     "Control": lambda _, payload: Control(payload),
     "Apart": lambda fields, _: Apart(str(fields["reason"])[:500]),

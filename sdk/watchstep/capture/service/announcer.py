@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.service.client import ServiceClient, ServicePause
 from watchstep.capture.stop.control_reader import ControlReader
 from watchstep.errors import ServiceError
 from watchstep.format.layout import SegmentKey
 from watchstep.platform.bounded_join import join_until
-from watchstep.platform.transport import RefusedError, UnreachableError
+from watchstep.platform.transport import ServiceRefusedError, UnreachableError
 
 _MOST_WAITING = 64
 _SLOW_SECONDS = 1.0
@@ -33,7 +33,7 @@ class Announcer:
         service: ServiceClient,
         registration: Mapping[str, object],
         control: ControlReader,
-        health: Health,
+        health: RecorderHealth,
         is_urgent: Callable[[], bool],
     ) -> None:
         """Nothing is announced yet.
@@ -124,7 +124,7 @@ class Announcer:
         except ServiceError as error:
             self._health.fault("service", error)
             self._pause.failed(error)
-            return isinstance(error, RefusedError) and error.is_final and self._registered
+            return isinstance(error, ServiceRefusedError) and error.is_final and self._registered
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach the program
             self._health.fault("service", error)
             self._pause.failed(UnreachableError(str(error), ""))

@@ -14,8 +14,8 @@ from watchstep.format.control import ControlDocument
 from watchstep.format.layout import SegmentKey
 from watchstep.platform.transport import (
     LONGEST_RETRY_AFTER,
-    RefusedError,
     ServiceAddress,
+    ServiceRefusedError,
     Transport,
     UnreachableError,
     segment,
@@ -65,8 +65,8 @@ class ServicePause:
         Of refusals, 401, 403 and 429 are about the caller, and 502 to 504 about a service that is starting; any other makes a
         pause only if the answer names one.
         """
-        after = error.after_seconds if isinstance(error, RefusedError) else None
-        if isinstance(error, RefusedError) and after is None and error.status not in _PAUSED:
+        after = error.after_seconds if isinstance(error, ServiceRefusedError) else None
+        if isinstance(error, ServiceRefusedError) and after is None and error.status not in _PAUSED:
             return
         pause = self._next if after is None else max(self._next, min(LONGEST_RETRY_AFTER, after))
         self._until = self._clock() + pause * (1.0 + self._jitter())
@@ -201,8 +201,8 @@ class ServiceClient:
         seconds = _TIMEOUT_SECONDS if seconds is None else seconds
         try:
             return self._posted(path, body, headers, seconds)
-        except (RefusedError, UnreachableError) as error:
-            if (isinstance(error, RefusedError) and not error.is_denial) or not self._has_moved():
+        except (ServiceRefusedError, UnreachableError) as error:
+            if (isinstance(error, ServiceRefusedError) and not error.is_denial) or not self._has_moved():
                 raise
         return self._posted(path, body, headers, seconds)
 

@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.service.client import ServiceClient, ServicePause
 from watchstep.capture.service.location import FoundService, ServiceLocation
 from watchstep.capture.stop.control_reader import ControlReader
 from watchstep.errors import ConfigError, FormatError, ServiceError
 from watchstep.format.control import ControlDocument
 from watchstep.platform.bounded_join import join_until
-from watchstep.platform.transport import RefusedError, ServiceAddress, UnreachableError
+from watchstep.platform.transport import ServiceAddress, ServiceRefusedError, UnreachableError
 
 LAUNCH = "WATCHSTEP_LAUNCH"
 _MOST_BYTES = 100_000  # Linux takes 128 KiB for a variable
@@ -90,7 +90,9 @@ class LaunchState:
             raise FormatError(f"{LAUNCH}: not of 'watchstep run' ({error!r})", "unset it") from error
 
     @classmethod
-    def from_environment(cls, health: Health, variables: Mapping[str, str] = os.environ) -> LaunchState:
+    def from_environment(
+        cls, health: RecorderHealth, variables: Mapping[str, str] = os.environ
+    ) -> LaunchState:
         """What the launch of this program left; nothing where there was none. A variable of another form is a fault in health.
 
         Of what the launch has warned, nothing is logged again.
@@ -108,7 +110,7 @@ class LaunchState:
                 health.expect(where, _is_outage)
         return state
 
-    def recorder_address(self, health: Health) -> ServiceAddress | None:
+    def recorder_address(self, health: RecorderHealth) -> ServiceAddress | None:
         """Where a service of this machine answers now, for the recorder; None where none is found, or one was named.
 
         A note of a service that is damaged, or another user's, is a fault in health.
@@ -122,14 +124,21 @@ class LaunchState:
 
 
 def _is_outage(error: BaseException) -> bool:
-    return isinstance(error, UnreachableError) or (isinstance(error, RefusedError) and not error.is_final)
+    return isinstance(error, UnreachableError) or (
+        isinstance(error, ServiceRefusedError) and not error.is_final
+    )
 
 
-class Registration:
+class RunRegistration:
     """Registers a run in the background, for as long as its recording goes on."""
 
     def __init__(
-        self, state: LaunchState, project: str, client: ServiceClient, control: ControlReader, health: Health
+        self,
+        state: LaunchState,
+        project: str,
+        client: ServiceClient,
+        control: ControlReader,
+        health: RecorderHealth,
     ) -> None:
         """Nothing is asked yet.
 
@@ -174,7 +183,7 @@ class Registration:
                     )
                     continue
                 self._register(found)
-            except RefusedError as error:
+            except ServiceRefusedError as error:
                 self._health.fault("registration", error)
                 if error.is_final:
                     self._health.note("registration", f"given up: {error.what}"[:300])
@@ -207,7 +216,7 @@ class Registered:
     """
 
     data: dict[str, Any]
-    job_refusal: RefusedError | None = None
+    job_refusal: ServiceRefusedError | None = None
 
 
 def register(
@@ -230,7 +239,7 @@ def register(
         return Registered(client.register(body))
     try:
         return Registered(client.register({**body, "job": job}))
-    except RefusedError as error:
+    except ServiceRefusedError as error:
         if error.status not in _JOB_REFUSED:
             raise
         # This raises for a token that may not even record, and for rules that are not valid.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.recorder import Recorder
 from watchstep.capture.shutdown.termination import deferred_sigterm
 from watchstep.capture.writer import Writer
@@ -36,7 +36,7 @@ class Ending:
         run_url: str,
         recorder: Recorder,
         writer: Writer,
-        health: Health,
+        health: RecorderHealth,
         report: Callable[[], Any],
         gate: WriteGate,
     ) -> None:

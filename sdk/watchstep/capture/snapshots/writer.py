@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.capture.config import Snapshots
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.snapshots.memory import SnapshotMemory, SnapshotRing
 from watchstep.capture.snapshots.plan import Occasion
 from watchstep.errors import StoreError
@@ -92,7 +92,7 @@ class SnapshotWriter:
         memory: where snapshots are copied to.
     """
 
-    def __init__(self, config: Snapshots, worker: int, health: Health) -> None:
+    def __init__(self, config: Snapshots, worker: int, health: RecorderHealth) -> None:
         self.memory = SnapshotMemory(config.memory_bytes)
         self._compress = config.compress
         self._worker = worker

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.stop.control_reader import ControlReader
 from watchstep.errors import StoreError
 from watchstep.format.control import StopAnswer, StopRequest
@@ -139,7 +139,7 @@ class StopTalk:
         stops: CommonStop,
         control: ControlReader,
         open_attempt: Callable[[str], Store],
-        health: Health,
+        health: RecorderHealth,
     ) -> None:
         """Nothing is said.
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format.control import MAX_BYTES, ControlDocument
 from watchstep.format.layout import CONTROL_DOCUMENT
@@ -27,7 +27,7 @@ class ControlReader:
     """
 
     def __init__(
-        self, changed: Callable[[ControlDocument, str], None], health: Health, interval: float
+        self, changed: Callable[[ControlDocument, str], None], health: RecorderHealth, interval: float
     ) -> None:
         self._changed = changed
         self._health = health

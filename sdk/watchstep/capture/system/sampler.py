@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from watchstep.capture.config import SystemSampling
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.capture.system.gpus import Gpus, driver_is_there, visible_count
 from watchstep.capture.system.node import NodeCpu, NodeDisks, NodeMemory, NodeNetwork
 from watchstep.capture.system.process import DataWorkers, Process, seconds_before_recording
-from watchstep.capture.system.source import Source
+from watchstep.capture.system.source import FigureSource
 from watchstep.capture.system.step_times import Alongside, Sampled, info_of
 from watchstep.format.statistics import merge_rows, scalars
 from watchstep.format.system_figures import DATA_WAIT, INITIALIZATION_SECONDS, STEP_SECONDS
@@ -50,11 +50,11 @@ class Samples:
         return Sampled(tuple(map(info_of, held)), merge_rows(every, group, len(held)), time.time_ns())
 
 
-_OF_PROCESS: tuple[Callable[[], Source], ...] = (Process, DataWorkers)
-_OF_NODE: tuple[Callable[[], Source], ...] = (NodeCpu, NodeMemory, NodeDisks, NodeNetwork)
+_OF_PROCESS: tuple[Callable[[], FigureSource], ...] = (Process, DataWorkers)
+_OF_NODE: tuple[Callable[[], FigureSource], ...] = (NodeCpu, NodeMemory, NodeDisks, NodeNetwork)
 
 
-def opened(identity: Identity, health: Health, *, gpus: bool) -> list[Source]:
+def opened(identity: Identity, health: RecorderHealth, *, gpus: bool) -> list[FigureSource]:
     """What can be sampled here; health is told of the rest.
 
     Args:
@@ -104,7 +104,7 @@ class Sampler:
         settings: SystemSampling,
         alongside: Alongside,
         identity: Identity,
-        health: Health,
+        health: RecorderHealth,
         cost: Callable[[float], None] | None = None,
     ) -> None:
         """Not begun.
@@ -122,7 +122,7 @@ class Sampler:
         self._health = health
         self._cost = cost
         self._samples = Samples()
-        self._sources: list[Source] = []
+        self._sources: list[FigureSource] = []
         self._age: float | None = None
         self._began = time.perf_counter()
         self._pid = os.getpid()

@@ -9,7 +9,7 @@ from typing import Protocol
 _PART = 65_536
 
 
-class Source(Protocol):
+class FigureSource(Protocol):
     """Knows figures of one kind."""
 
     def sample(self, seconds: float) -> dict[str, float]:

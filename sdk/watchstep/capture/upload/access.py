@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.capture.service.announcer import Announcer
 from watchstep.capture.service.client import ServiceClient
@@ -28,7 +28,7 @@ _LONGEST_IN_HURRY = 0.5
 
 
 @dataclass(frozen=True)
-class Target:
+class UploadTarget:
     """Where a writer writes, who records, and the service, if there is one.
 
     Attributes:
@@ -67,7 +67,11 @@ class Access:
     """
 
     def __init__(
-        self, target: Target, control: ControlReader, health: Health, is_urgent: Callable[[], bool]
+        self,
+        target: UploadTarget,
+        control: ControlReader,
+        health: RecorderHealth,
+        is_urgent: Callable[[], bool],
     ) -> None:
         self.target = target
         self.store: Store | None = None

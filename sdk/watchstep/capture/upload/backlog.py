@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from dataclasses import replace
 
-from watchstep.capture.health import Health
-from watchstep.capture.upload.outgoing import Doubt, Outgoing, Place
+from watchstep.capture.health import RecorderHealth
+from watchstep.capture.upload.outgoing import Doubt, Outgoing, SegmentPlace
 from watchstep.capture.upload.spill import Spill
 from watchstep.format.documents import EndDocument
 from watchstep.format.layout import WriterId
@@ -21,7 +21,7 @@ class Backlog:
     numbers stay contiguous.
     """
 
-    def __init__(self, limit: int, spill: Spill, health: Health) -> None:
+    def __init__(self, limit: int, spill: Spill, health: RecorderHealth) -> None:
         self._limit = limit
         self._spill = spill
         self._health = health
@@ -143,7 +143,7 @@ class Backlog:
     def add(self, first: int, last: int, rows: int, data: bytes) -> None:
         """A segment of these steps: it gets the next number."""
         with self._lock:
-            self._memory.append(Outgoing(Place(self._segments, first, last, rows), data))
+            self._memory.append(Outgoing(SegmentPlace(self._segments, first, last, rows), data))
             self._segments += 1
             self._bytes += len(data)
             self._health.reached("most_backlog_bytes", self._bytes)
@@ -200,7 +200,7 @@ class Backlog:
                 self._health.count("unwritten_objects", waiting)
                 self._health.count("spilled_rows", self._spill.rows)
 
-    def _drop(self, place: Place) -> None:
+    def _drop(self, place: SegmentPlace) -> None:
         self._health.count("dropped_objects")
         self._health.count("dropped_rows", place.rows)
         self._segments = min(self._segments, place.seq)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePosixPath as Path
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format import documents
@@ -64,7 +64,11 @@ def claim_attempt(
 
 
 def restore_documents(
-    store: Store, run: documents.RunDocument, attempt: documents.AttemptDocument, name: str, health: Health
+    store: Store,
+    run: documents.RunDocument,
+    attempt: documents.AttemptDocument,
+    name: str,
+    health: RecorderHealth,
 ) -> None:
     """Write the documents of a run and an attempt anew where somebody has emptied a local store that is recorded to.
 

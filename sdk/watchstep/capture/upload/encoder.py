@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.record import FinishedStep, join, merge_repeats
 from watchstep.capture.upload.backlog import Backlog
 from watchstep.format.block import Block, concatenate
@@ -46,7 +46,7 @@ class SegmentEncoder:
         bytes: of their arrays; making the segment takes about twice as much again.
     """
 
-    def __init__(self, backlog: Backlog, health: Health) -> None:
+    def __init__(self, backlog: Backlog, health: RecorderHealth) -> None:
         self._backlog = backlog
         self._health = health
         self._catalogues: deque[tuple[Catalogue, Catalogue, bytes]] = deque(maxlen=_CATALOGUES)

@@ -47,7 +47,7 @@ _PLACE = re.compile(rf"segment-{_NUMBER}-{_NUMBER}-{_NUMBER}-{_NUMBER}")
 
 
 @dataclass(frozen=True)
-class Place:
+class SegmentPlace:
     """A segment's number among those of its process, its steps, and how many rows it holds."""
 
     seq: int
@@ -61,7 +61,7 @@ class Place:
         return f"segment-{self.seq}-{self.first}-{self.last}-{self.rows}"
 
     @classmethod
-    def parse(cls, name: str) -> Place | None:
+    def parse(cls, name: str) -> SegmentPlace | None:
         """Read a place's name; None where it is none."""
         found = _PLACE.fullmatch(name)
         return cls(*map(int, found.groups())) if found else None
@@ -80,5 +80,5 @@ class Outgoing:
         data: its bytes.
     """
 
-    place: Place
+    place: SegmentPlace
     data: bytes

@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from watchstep.capture.health import Health
-from watchstep.capture.upload.outgoing import Outgoing, Place
-from watchstep.capture.upload.spill_folder import About, Spilled, SpillFolder
+from watchstep.capture.health import RecorderHealth
+from watchstep.capture.upload.outgoing import Outgoing, SegmentPlace
+from watchstep.capture.upload.spill_folder import Spilled, SpillFolder, SpillOwner
 from watchstep.format.documents import EndDocument
 from watchstep.platform.folders import cache_folder, temporary_folder
 from watchstep.store.identity import StoreIdentity
@@ -44,7 +44,11 @@ class Spill:
     """
 
     def __init__(
-        self, about: About, limit: int, health: Health, store_identity: StoreIdentity | None = None
+        self,
+        about: SpillOwner,
+        limit: int,
+        health: RecorderHealth,
+        store_identity: StoreIdentity | None = None,
     ) -> None:
         self._about = about
         self._store_identity = store_identity or StoreIdentity()
@@ -109,12 +113,12 @@ class Spill:
         return True
 
     @property
-    def waiting(self) -> Place | None:
+    def waiting(self) -> SegmentPlace | None:
         """The oldest; None where there is none."""
         return self._waiting[0].place if self._waiting else None
 
     @property
-    def about(self) -> About:
+    def about(self) -> SpillOwner:
         """Whose objects wait."""
         return self._about
 
@@ -129,7 +133,7 @@ class Spill:
                     self._health.fault("spill", error)
         return found
 
-    def describe(self, about: About) -> None:
+    def describe(self, about: SpillOwner) -> None:
         """Something new is known of what lies here: the store could be reached, and this is the writer."""
         self._about = about
         if self._folder is not None:
@@ -197,7 +201,7 @@ class Spill:
                     self._health.fault("spill folder", error)
         raise failure
 
-    def _described(self) -> About:
+    def _described(self) -> SpillOwner:
         return replace(self._about, store_id=self._store_identity.id)
 
     def _failed(self, error: OSError) -> None:

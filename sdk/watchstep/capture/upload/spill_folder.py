@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from watchstep.capture.identity import Identity
-from watchstep.capture.upload.outgoing import Doubt, Outgoing, Place
+from watchstep.capture.upload.outgoing import Doubt, Outgoing, SegmentPlace
 from watchstep.errors import BadNameError, FormatError
 from watchstep.format import documents
 from watchstep.format.layout import SegmentKey, WriterId, check_name
@@ -49,7 +49,7 @@ _MEND = "remove the folder if nothing in it is wanted"
 
 
 @dataclass(frozen=True)
-class About:
+class SpillOwner:
     """Whose objects lie in a spill folder.
 
     Attributes:
@@ -80,7 +80,7 @@ class About:
         return json.dumps(asdict(self), indent=1, default=str).encode()
 
     @classmethod
-    def decode(cls, data: bytes, name: str) -> About:
+    def decode(cls, data: bytes, name: str) -> SpillOwner:
         """Read what `encode` gave.
 
         Raises:
@@ -119,7 +119,7 @@ def _doubt(held: dict[str, Any]) -> Doubt:
 class Spilled:
     """A segment that waits in the folder: what it is, and its bytes."""
 
-    place: Place
+    place: SegmentPlace
     size: int
 
     @property
@@ -154,7 +154,7 @@ class SpillFolder:
         self._lock = lock
 
     @classmethod
-    def make(cls, root: Path, name: str, about: About) -> SpillFolder:
+    def make(cls, root: Path, name: str, about: SpillOwner) -> SpillFolder:
         """A new folder, for its owner alone.
 
         Raises:
@@ -211,18 +211,18 @@ class SpillFolder:
             pass
         return None
 
-    def about(self) -> About:
+    def about(self) -> SpillOwner:
         """Whose it is.
 
         Raises:
             FormatError: that cannot be told.
         """
         try:
-            return About.decode(self._read(ABOUT), str(self.path / ABOUT))
+            return SpillOwner.decode(self._read(ABOUT), str(self.path / ABOUT))
         except OSError as error:
             raise FormatError(f"{self.path / ABOUT}: cannot be read ({error})", _MEND) from error
 
-    def describe(self, about: About) -> None:
+    def describe(self, about: SpillOwner) -> None:
         """Say whose it is; again once the writer is claimed, before anything is uploaded under its name.
 
         Raises:
@@ -270,7 +270,7 @@ class SpillFolder:
         with _opened(self.path) as directory, os.scandir(directory) as entries:
             for entry in entries:
                 named = _FILE.fullmatch(entry.name)
-                place = Place.parse(named[1]) if named else None
+                place = SegmentPlace.parse(named[1]) if named else None
                 if place is not None and entry.is_file(follow_symlinks=False):
                     found.append(Spilled(place, entry.stat(follow_symlinks=False).st_size))
         return sorted(found, key=lambda held: held.place.seq)

@@ -11,7 +11,7 @@ from pathlib import Path
 from watchstep.capture.service.credentials import lent, open_recorded
 from watchstep.capture.upload.claims import claim_attempt
 from watchstep.capture.upload.merging import settle
-from watchstep.capture.upload.spill_folder import ABOUT, About, Spilled, SpillFolder, is_own
+from watchstep.capture.upload.spill_folder import ABOUT, Spilled, SpillFolder, SpillOwner, is_own
 from watchstep.capture.upload.uploader import put_end, write_whole
 from watchstep.errors import StoreError, WatchstepError
 from watchstep.format.layout import WriterId, run_prefix
@@ -126,13 +126,13 @@ def _sync_held(folder: SpillFolder) -> Synced:
     return Synced(folder.path, run, done, size)
 
 
-def _open(about: About, attempt: str) -> Store:
+def _open(about: SpillOwner, attempt: str) -> Store:
     project, run = about.identity.project, about.identity.run
     opened = open_recorded(about.store_url, (project, run, attempt), identity=StoreIdentity(about.store_id))
     return opened.child(run_prefix(project, run))
 
 
-def _claim(folder: SpillFolder, about: About, store: Store) -> WriterId:
+def _claim(folder: SpillFolder, about: SpillOwner, store: Store) -> WriterId:
     """Claim what the process itself could not, and keep it before anything is uploaded."""
     others = functools.partial(_open, about) if lent() else None
     writer = claim_attempt(store, about.run, about.attempt, about.identity, late=True, others=others)
@@ -140,7 +140,7 @@ def _claim(folder: SpillFolder, about: About, store: Store) -> WriterId:
     return writer
 
 
-def _settled(folder: SpillFolder, about: About, store: Store) -> About:
+def _settled(folder: SpillFolder, about: SpillOwner, store: Store) -> SpillOwner:
     """Drop what the node's writer has written after all, and keep which block is this writer's first."""
     if about.base is not None:
         return about

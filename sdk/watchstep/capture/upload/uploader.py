@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.stop.control_reader import ControlReader
 from watchstep.capture.upload.access import Access
 from watchstep.capture.upload.backlog import Backlog
@@ -18,19 +18,19 @@ from watchstep.store.store import Store
 
 
 @dataclass(frozen=True)
-class Means:
+class UploadContext:
     """The way to the store and the service, what waits for it, and where is told how it went."""
 
     access: Access
     backlog: Backlog
     control: ControlReader
-    health: Health
+    health: RecorderHealth
 
 
 class Uploader:
     """Writes what this process recorded under a writer of its own. On the writer's thread."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: UploadContext) -> None:
         self._access = means.access
         self._backlog = means.backlog
         self._control = means.control

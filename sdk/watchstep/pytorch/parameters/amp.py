@@ -27,7 +27,7 @@ from watchstep.capture.record import Condition
 from watchstep.capture.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import scalars
-from watchstep.kernels.measurement import Kernel, Measurement, Merged, Ready, Rescaled
+from watchstep.kernels.measurement import Completed, Kernel, Measurement, Merged, Rescaled
 from watchstep.pytorch.kernel import device_tensors
 from watchstep.pytorch.losses import record_tensor
 from watchstep.pytorch.parameters import optimizer_steps
@@ -209,7 +209,7 @@ class ScalerMetrics:
         if condition is None:
             self._recorder.scalar(SKIPPED, 1.0)
         else:
-            self._recorder.awaited_scalar(SKIPPED, Ready(scalars([1.0])), condition=condition)
+            self._recorder.awaited_scalar(SKIPPED, Completed(scalars([1.0])), condition=condition)
 
 
 _PART = 4 * 1024 * 1024

@@ -27,7 +27,7 @@ from watchstep.capture.session import Session
 from watchstep.format import tensors
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import Placement, TensorInfo
-from watchstep.kernels.measurement import Kernel, Once
+from watchstep.kernels.measurement import Cached, Kernel
 from watchstep.pytorch.gate import GradientGate, hold_any, hold_any_on_host
 from watchstep.pytorch.names import NamedParameter, Names, bases_of, dtype_name, standing
 from watchstep.pytorch.parameters.parameters import Updated
@@ -118,7 +118,7 @@ def _changes(values: Tensor) -> int:
 class _Start:
     """A tensor as it was when it was first seen: one row of a measurement."""
 
-    measured: Once
+    measured: Cached
     row: int
 
     def nonfinite(self) -> float:
@@ -287,7 +287,7 @@ class FiniteChecks:
         if hold_any_on_host([checked.values for checked in on_host]):
             kept += [checked for checked in on_host if hold_any_on_host([checked.values])]
         if kept:
-            measured = Once(self._kernel.measure([checked.values for checked in kept]))
+            measured = Cached(self._kernel.measure([checked.values for checked in kept]))
             self._starts.update({checked.key: _Start(measured, row) for row, checked in enumerate(kept)})
 
     def _written(self, optimizer: Optimizer, updated: Updated) -> Iterator[_Checked]:

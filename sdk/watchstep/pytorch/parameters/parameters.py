@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from watchstep.capture.record import Condition, Group, Probe
 from watchstep.capture.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
-from watchstep.kernels.measurement import Kernel, Measurement, Once
+from watchstep.kernels.measurement import Cached, Kernel, Measurement
 from watchstep.pytorch.checksum import Checksums
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled
@@ -319,7 +319,7 @@ class Parameters:
                     new.to(torch.float32) - old.to(torch.float32)
                     for new, old in zip(after, before.samples, strict=True)
                 ]
-            update = Once(self._kernel.measure(changes))
+            update = Cached(self._kernel.measure(changes))
             probes: tuple[Probe, ...] = ()
             if "update_ratio" in self._config.probes:
                 probes = (UpdateRatio(update, self._kernel.measure(before.samples)),)

@@ -20,12 +20,12 @@ from watchstep.format.layout import run_prefix
 from watchstep_services.api.lookup import unknown_run
 from watchstep_services.api.middleware.direct import Direct
 from watchstep_services.api.middleware.known_tokens import KnownTokens
-from watchstep_services.api.middleware.policies import Policy, Routes, open_to_all, permits, policy_of
+from watchstep_services.api.middleware.policies import RoutePolicy, Routes, open_to_all, permits, policy_of
 from watchstep_services.api.middleware.rate_limits import RateLimits
 from watchstep_services.api.middleware.request_limits import check_head, check_length, limited
-from watchstep_services.api.schemas.problems import RefusedError, answer_to
+from watchstep_services.api.schemas.problems import RequestRefusedError, answer_to
 from watchstep_services.api.schemas.query_names import check_query
-from watchstep_services.auth.roles import PERMISSIONS, Identity, Permission
+from watchstep_services.auth.roles import PERMISSIONS, AuthenticatedCaller, Permission
 from watchstep_services.auth.tokens import identify
 from watchstep_services.service.context import Service
 
@@ -38,7 +38,7 @@ _bearer = HTTPBearer(auto_error=False, description="A Watchstep token.")
 @dataclass(frozen=True)
 class _Admitted:
     route: Route
-    policy: Policy
+    policy: RoutePolicy
     values: dict[str, Any]
 
 
@@ -107,7 +107,7 @@ class Gate:
             if endpoint is None:
                 _refuse_unknown(scope, methods)
             if policy is None or policy.permission is None:
-                raise RefusedError(403, "the address has no policy", "report it: nobody may use it")
+                raise RequestRefusedError(403, "the address has no policy", "report it: nobody may use it")
             _check(identity, policy, policy.permission, values)
             scope[_IDENTITY] = identity
         elif policy.counted:
@@ -118,14 +118,14 @@ class Gate:
         assert route is not None, "what has a policy is a route"
         return _Admitted(route, policy, values)
 
-    def _identify(self, scope: Scope, token: str, permission: Permission | None) -> Identity:
+    def _identify(self, scope: Scope, token: str, permission: Permission | None) -> AuthenticatedCaller:
         address = address_of(scope)
         self._limits.check_address(address, token)
         began = self._known.now()
         identity = identify(self._service.database, token) if token else None
         if identity is None:
             self._limits.note_failure(address)
-            raise RefusedError(
+            raise RequestRefusedError(
                 401,
                 "no token, or one that is not known, was revoked or has expired",
                 "send a valid one as bearer token; the command line and the client take it from WATCHSTEP_TOKEN",
@@ -149,21 +149,23 @@ def _shown_token(scope: Scope) -> str:
 
 def _refuse_unknown(scope: Scope, methods: frozenset[str]) -> None:
     if methods:
-        raise RefusedError(
+        raise RequestRefusedError(
             405,
             f"Method {scope['method']}: Not Allowed here",
             f"use one of: {', '.join(sorted(methods))}",
             {"allow": ", ".join(sorted(methods))},
         )
-    raise RefusedError(
+    raise RequestRefusedError(
         404, f"address {scope['path']!r}: Not Found", "see /docs for the addresses and methods"
     )
 
 
-def _check(identity: Identity, policy: Policy, permission: Permission, values: dict[str, Any]) -> None:
+def _check(
+    identity: AuthenticatedCaller, policy: RoutePolicy, permission: Permission, values: dict[str, Any]
+) -> None:
     if not identity.may(permission):
         roles = [role for role, held in PERMISSIONS.items() if permission in held]
-        raise RefusedError(
+        raise RequestRefusedError(
             403,
             f"a token of role {identity.role} may not {permission}",
             f"use a token of role {' or '.join(roles)}",
@@ -171,13 +173,13 @@ def _check(identity: Identity, policy: Policy, permission: Permission, values: d
     if identity.project is None:
         return
     if "project" not in values and policy.all_projects:
-        raise RefusedError(
+        raise RequestRefusedError(
             403,
             f"the token belongs to project {identity.project!r}, and this is of all projects",
             "use a token of all projects",
         )
     if "project" in values and values["project"] != identity.project:
-        raise RefusedError(
+        raise RequestRefusedError(
             403,
             f"the token belongs to project {identity.project!r}, not {values['project']!r}",
             "use a token of that project",
@@ -186,24 +188,24 @@ def _check(identity: Identity, policy: Policy, permission: Permission, values: d
         _check_run(identity.project, identity.run, policy, values)
 
 
-def _check_run(project: str, own: str, policy: Policy, values: dict[str, Any]) -> None:
+def _check_run(project: str, own: str, policy: RoutePolicy, values: dict[str, Any]) -> None:
     """For a token of one run no other exists, whatever there is."""
     if "run" in values and "project" in values:
         run_prefix(project, values["run"])
         if values["run"] != own:
             raise unknown_run(project, values["run"])
     elif not policy.run_in_body:
-        raise RefusedError(
+        raise RequestRefusedError(
             403,
             f"the token belongs to run {own!r}, and this is of the whole project",
             "use a token of the project",
         )
 
 
-def identity_of(scope: Scope) -> Identity | None:
+def identity_of(scope: Scope) -> AuthenticatedCaller | None:
     """Who makes a request that was let in; None where no token was asked for."""
     identity = scope.get(_IDENTITY)
-    assert identity is None or isinstance(identity, Identity)
+    assert identity is None or isinstance(identity, AuthenticatedCaller)
     return identity
 
 
@@ -219,9 +221,11 @@ async def _served(request: Request) -> Service:
     return service_of(request)
 
 
-async def _caller(request: Request) -> Identity:
+async def _caller(request: Request) -> AuthenticatedCaller:
     identity = request.scope.get(_IDENTITY)
-    assert isinstance(identity, Identity), "an endpoint that asks who calls must not be open to all"
+    assert isinstance(identity, AuthenticatedCaller), (
+        "an endpoint that asks who calls must not be open to all"
+    )
     return identity
 
 
@@ -229,5 +233,5 @@ async def document_token(_: Annotated[HTTPAuthorizationCredentials | None, Depen
     """Tells the OpenAPI document that a token is asked for; `Gate` has looked at it already."""
 
 
-Caller = Annotated[Identity, Depends(_caller)]
+Caller = Annotated[AuthenticatedCaller, Depends(_caller)]
 Served = Annotated[Service, Depends(_served)]

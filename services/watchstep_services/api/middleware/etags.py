@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 
 _JSON = "application/json"
 
@@ -48,7 +48,7 @@ def require_match(condition: str | None, held: BaseModel | None) -> None:
         return
     now = None if held is None else etag_of(held)
     if now is None or not names_tag(condition, now, weak=False):
-        raise RefusedError(
+        raise RequestRefusedError(
             412, "it has changed since, or is not there (If-Match)", "read it again, and send its ETag of now"
         )
 

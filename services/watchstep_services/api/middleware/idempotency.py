@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from watchstep_services.api.middleware.access import service_of
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import ApiRequest
@@ -97,7 +97,7 @@ async def _take(request: Request, idempotency_key: str | None, *, secret: bool) 
     except AnsweredError as error:
         if not secret:
             raise
-        raise RefusedError(
+        raise RequestRefusedError(
             409,
             "a request with this Idempotency-Key was answered, and what it was answered with is shown only once",
             "if that answer was lost, find what was made in the list, revoke it, and make another with a new key",
@@ -122,11 +122,11 @@ def _claim(database: Database, name: str, digest: str) -> int:
             return now
         held = session.get_one(ApiRequest, name)
     if held.request != digest:
-        raise RefusedError(
+        raise RequestRefusedError(
             409, "the Idempotency-Key was sent before with another request", "make a new key for each thing"
         )
     if held.status is None:
-        raise RefusedError(
+        raise RequestRefusedError(
             409, "a request with this Idempotency-Key is under way", "send it again in some seconds"
         )
     raise AnsweredError(held.status, held.body)

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.auth.tokens import digest_of
 
 KEPT_SECONDS = 5.0
@@ -27,16 +27,16 @@ class KnownTokens:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
+        self._held: OrderedDict[str, tuple[AuthenticatedCaller, float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, token: str) -> Identity | None:
+    def find(self, token: str) -> AuthenticatedCaller | None:
         """Whose token it is; None where that has to be looked up."""
         with self._lock:
             held = self._held.get(digest_of(token))
         return None if held is None or held[1] <= self._clock() else held[0]
 
-    def keep(self, token: str, identity: Identity, since: float) -> None:
+    def keep(self, token: str, identity: AuthenticatedCaller, since: float) -> None:
         """Remember a token that was good.
 
         Args:

@@ -27,7 +27,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Policy:
+class RoutePolicy:
     """What a route asks.
 
     Attributes:
@@ -66,7 +66,7 @@ def permits(
         run_in_body: let tokens of one run in though the path has no ``{run}``: the endpoint looks at `Caller` itself.
     """
     everywhere = permission != "read" if all_projects is None else all_projects
-    return _mark(Policy(permission, everywhere, most_bytes, run_in_body))
+    return _mark(RoutePolicy(permission, everywhere, most_bytes, run_in_body))
 
 
 def open_to_all(*, counted: bool) -> Callable[[Endpoint], Endpoint]:
@@ -76,13 +76,13 @@ def open_to_all(*, counted: bool) -> Callable[[Endpoint], Endpoint]:
         counted: whether one address may call it ``WATCHSTEP_FAILURES_PER_MINUTE`` times a minute; probes may call as often as
             they like.
     """
-    return _mark(Policy(None, counted=counted))
+    return _mark(RoutePolicy(None, counted=counted))
 
 
-def policy_of(endpoint: object) -> Policy | None:
+def policy_of(endpoint: object) -> RoutePolicy | None:
     """What an endpoint asks; None where it does not say, so that nobody may call it."""
     held = getattr(endpoint, _POLICY, None)
-    return held if isinstance(held, Policy) else None
+    return held if isinstance(held, RoutePolicy) else None
 
 
 def describe(router: APIRouter) -> None:
@@ -158,7 +158,7 @@ def _may_match(route: Route, parts: int, last: str) -> bool:
     return ":path}" in route.path or (route.path.count("/") == parts and ("{" in own or own == last))
 
 
-def _mark(policy: Policy) -> Callable[[Endpoint], Endpoint]:
+def _mark(policy: RoutePolicy) -> Callable[[Endpoint], Endpoint]:
     def mark(endpoint: Endpoint) -> Endpoint:
         setattr(endpoint, _POLICY, policy)
         return endpoint

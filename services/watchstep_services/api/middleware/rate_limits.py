@@ -22,8 +22,8 @@ from limits.errors import StorageError
 from limits.storage import MemoryStorage, Storage
 from limits.strategies import SlidingWindowCounterRateLimiter
 
-from watchstep_services.api.schemas.problems import RefusedError
-from watchstep_services.auth.roles import Identity, Permission
+from watchstep_services.api.schemas.problems import RequestRefusedError
+from watchstep_services.auth.roles import AuthenticatedCaller, Permission
 from watchstep_services.auth.tokens import digest_of
 from watchstep_services.core.settings import Settings
 from watchstep_services.core.telemetry import metrics
@@ -106,7 +106,7 @@ _EXACT_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
-class TooOftenError(RefusedError):
+class TooOftenError(RequestRefusedError):
     """A request that came too soon.
 
     Args:
@@ -141,12 +141,12 @@ class RateLimits:
         self._known: OrderedDict[str, float] = OrderedDict()
         self._lock = threading.Lock()
 
-    def spared(self, identity: Identity, permission: Permission | None) -> bool:
+    def spared(self, identity: AuthenticatedCaller, permission: Permission | None) -> bool:
         """Count a request of a token in memory alone; False where the storage has to be asked: `take` does that."""
         item, kind = self._of(permission)
         return item is None or self._tally.spared((kind, identity.token), item.amount // _BATCHES)
 
-    def take(self, identity: Identity, permission: Permission | None) -> None:
+    def take(self, identity: AuthenticatedCaller, permission: Permission | None) -> None:
         """Count a request of a token, and those that were counted in memory before it.
 
         Raises:

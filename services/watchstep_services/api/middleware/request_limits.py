@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 
 MOST_PATH = 4 * 1024
 MOST_QUERY = 16 * 1024
@@ -43,13 +43,13 @@ def check_head(scope: Scope) -> None:
         ("query", len(scope["query_string"]), MOST_QUERY),
     ):
         if size > most:
-            raise RefusedError(
+            raise RequestRefusedError(
                 414, f"{what} of {size} bytes, over the limit of {most}", "ask for less at once"
             )
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MOST_HEADERS or size > MOST_HEADER_BYTES:
-        raise RefusedError(
+        raise RequestRefusedError(
             431,
             f"{len(headers)} headers of {size} bytes, over the limit of {MOST_HEADERS} and {MOST_HEADER_BYTES}",
             "send fewer or shorter ones",
@@ -64,7 +64,7 @@ def check_length(scope: Scope, most: int) -> None:
     """
     said = Headers(scope=scope).get("content-length", "")
     if said.isascii() and said.isdigit() and int(said[:20]) > most:
-        raise RefusedError(413, *_too_large(most))
+        raise RequestRefusedError(413, *_too_large(most))
 
 
 def limited(receive: Receive, most: int) -> Receive:

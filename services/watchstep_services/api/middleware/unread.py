@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from watchstep_services.api.middleware.access import address_of, identity_of
-from watchstep_services.api.schemas.problems import RefusedError, answer_to
+from watchstep_services.api.schemas.problems import RequestRefusedError, answer_to
 from watchstep_services.core.telemetry import metrics
 
 PART_BYTES = 64 * 1024
@@ -53,7 +53,7 @@ class UnreadBytes:
         for what, key, most in self._shares(project, token):
             if self._bytes[key] and self._bytes[key] + size > most:
                 metrics.LIMITS_REFUSED.labels("unread").inc()
-                raise RefusedError(
+                raise RequestRefusedError(
                     429,
                     f"{what}: {self._bytes[key]} bytes of answers are not read yet, and this one has {size}; "
                     f"the limit is {most}",
@@ -141,7 +141,7 @@ class _Paced:
         token = address_of(self._scope) if identity is None else identity.token
         try:
             self._unread.take(size, project, token)
-        except RefusedError as error:
+        except RequestRefusedError as error:
             self._refused = True
             await answer_to(Request(self._scope), error)(self._scope, self._receive, self._send)
             return False

@@ -14,7 +14,7 @@ from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.run import Run
 from watchstep.store.store import Store
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 
 _ENTRIES = 16
 _MOST_BYTES = 512 * 1024 * 1024
@@ -52,7 +52,9 @@ class OpenedRuns:
         """
         entry = self._entry(store.location)
         if not entry.lock.acquire(timeout=budget.left_seconds):
-            raise RefusedError(429, "another query of this run takes long", "send it again in some seconds")
+            raise RequestRefusedError(
+                429, "another query of this run takes long", "send it again in some seconds"
+            )
         try:
             run = entry.run = _opened(store, budget) if entry.run is None else entry.run
             run.index.budget = budget

@@ -23,7 +23,7 @@ _KEYS = ("mode", "worker", "replica", "stage")
 
 
 @dataclass(frozen=True)
-class Asked:
+class SeriesRequest:
     """What is asked for; see `Run.series`."""
 
     tensor: str
@@ -74,7 +74,7 @@ class Lines:
     left_out: int
 
 
-def read_lines(run: Run, asked: Asked) -> Lines:
+def read_lines(run: Run, asked: SeriesRequest) -> Lines:
     """Read and bin.
 
     Raises:
@@ -107,7 +107,7 @@ def _groups(held: Columns, rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]
     yield from np.split(order, np.flatnonzero(changes))
 
 
-def _line(held: Columns, rows: NDArray[np.intp], asked: Asked) -> Line:
+def _line(held: Columns, rows: NDArray[np.intp], asked: SeriesRequest) -> Line:
     step = held["step"][rows].astype(np.int64)
     value = held[asked.figure][rows].astype(np.float64)
     starts = _starts(step, asked.points)

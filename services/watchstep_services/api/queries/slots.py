@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 
 
 class Slots:
@@ -41,7 +41,7 @@ class Slots:
                     if project and self._taken[project] >= self._per_project
                     else "of all projects"
                 )
-                raise RefusedError(
+                raise RequestRefusedError(
                     429,
                     f"too many {self._what} {whose} are under way",
                     "send it again when one of them is answered",

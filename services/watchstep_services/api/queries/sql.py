@@ -15,8 +15,8 @@ from watchstep.reading.compacted import PartLostError
 from watchstep.reading.run import Run
 from watchstep.reading.sql import scan_for
 from watchstep_rules.custom.sandbox.process import StartError
-from watchstep_rules.custom.sql.process import Answer, Question, Source, select
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_rules.custom.sql.process import QueryResult, QuerySource, Question, select
+from watchstep_services.api.schemas.problems import RequestRefusedError
 
 _MOST_TRIES = 3
 """A compaction that replaces what is read begins the query anew; one that is at it all the time ends it."""
@@ -24,7 +24,7 @@ _MOST_TRIES = 3
 
 def run_sql(
     asked: Callable[[], AbstractContextManager[Run]], question: Question, budget: ReadBudget
-) -> Answer:
+) -> QueryResult:
     """Run a query.
 
     Args:
@@ -45,10 +45,10 @@ def run_sql(
                 run.index.follow(lost)
             index = run.index.snapshot(budget)
         try:
-            return select(question, Source(index.tensors(), index.probes(), partial(scan_for, index)))
+            return select(question, QuerySource(index.tensors(), index.probes(), partial(scan_for, index)))
         except PartLostError as error:
             lost = error
         except StartError as error:
-            raise RefusedError(503, error.what, error.mend, {"retry-after": "1"}) from error
+            raise RequestRefusedError(503, error.what, error.mend, {"retry-after": "1"}) from error
     assert lost is not None
     raise lost

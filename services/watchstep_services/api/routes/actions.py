@@ -15,9 +15,9 @@ from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.schemas.filters import Since, Until, Word, between, one_of
 from watchstep_services.api.schemas.models import ActionList, ActionOutput, TryOutput
-from watchstep_services.api.schemas.paging import Order, Paged
+from watchstep_services.api.schemas.paging import ListOrder, Paged
 from watchstep_services.core.rule_addresses import shown_key
-from watchstep_services.db.models import Action, ActionTry
+from watchstep_services.db.models import ActionRow, ActionTry
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/actions", tags=["actions"])
 
@@ -45,13 +45,15 @@ def list_actions(
 ) -> ActionList:
     """What the run's events caused, in the order in which it came, and every try of it."""
     chosen = [
-        *one_of(Action.kind, kinds),
-        *one_of(Action.state, states),
-        *between(Action.created_ns, since, until),
+        *one_of(ActionRow.kind, kinds),
+        *one_of(ActionRow.state, states),
+        *between(ActionRow.created_ns, since, until),
     ]
     with service.database.read() as session:
         row = find_run(session, project, run)
-        rows, token = paging.fetch(session, Action, [Action.run_id == row.id, *chosen], Order(Action.id))
+        rows, token = paging.fetch(
+            session, ActionRow, [ActionRow.run_id == row.id, *chosen], ListOrder(ActionRow.id)
+        )
         tries = _tries(session, [action.id for action in rows])
     return ActionList(actions=[_action(action, tries[action.id]) for action in rows], next_page_token=token)
 
@@ -64,7 +66,7 @@ def get_action(
     """One action, and every try of it."""
     with service.database.read() as session:
         row = find_run(session, project, run)
-        held = session.get(Action, action)
+        held = session.get(ActionRow, action)
         if held is None or held.run_id != row.id:
             raise NotFoundError(f"action {action}: not one of run {project}/{run}", "list the run's actions")
         return _action(held, _tries(session, [held.id])[held.id])
@@ -79,6 +81,6 @@ def _tries(session: Session, action_ids: Sequence[int]) -> dict[int, list[TryOut
     return tries
 
 
-def _action(row: Action, tries: list[TryOutput]) -> ActionOutput:
+def _action(row: ActionRow, tries: list[TryOutput]) -> ActionOutput:
     held = {name: getattr(row, name) for name in ActionOutput.model_fields if name != "tries"}
     return ActionOutput(**{**held, "key": shown_key(row.key)}, tries=tries)

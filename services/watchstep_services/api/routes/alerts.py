@@ -24,8 +24,8 @@ from watchstep_services.api.schemas.filters import (
     one_of,
 )
 from watchstep_services.api.schemas.models import AlertList, AlertOutput
-from watchstep_services.api.schemas.paging import Order, Paged, Paging
-from watchstep_services.db.models import Alert, Incident, Run
+from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
+from watchstep_services.db.models import AlertRow, Incident, RunRow
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["alerts"])
 
@@ -46,14 +46,14 @@ def list_run_alerts(
 ) -> AlertList:
     """Alerts of a run, those that began last first; the times are those of the last change."""
     chosen = [
-        *one_of(Alert.phase, phases),
-        *one_of(Alert.severity, severities),
-        *one_of(Alert.rule, rules),
-        *labelled(Alert.details, labels),
-        *between(Alert.since_ns, since, until),
+        *one_of(AlertRow.phase, phases),
+        *one_of(AlertRow.severity, severities),
+        *one_of(AlertRow.rule, rules),
+        *labelled(AlertRow.details, labels),
+        *between(AlertRow.since_ns, since, until),
     ]
     with service.database.read() as session:
-        return _list(session, paging, [Alert.run_id == find_run(session, project, run).id, *chosen])
+        return _list(session, paging, [AlertRow.run_id == find_run(session, project, run).id, *chosen])
 
 
 @router.get("/alerts", summary="List alerts of a project")
@@ -72,20 +72,20 @@ def list_alerts(
     """Alerts of all runs of a project, those that began last first; the times are those of the last change."""
     check_name("project", project)
     chosen = [
-        *one_of(Alert.phase, phases),
-        *one_of(Alert.severity, severities),
-        *one_of(Alert.rule, rules),
-        *labelled(Alert.details, labels),
-        *between(Alert.since_ns, since, until),
+        *one_of(AlertRow.phase, phases),
+        *one_of(AlertRow.severity, severities),
+        *one_of(AlertRow.rule, rules),
+        *labelled(AlertRow.details, labels),
+        *between(AlertRow.since_ns, since, until),
     ]
-    of_project = Alert.run_id.in_(select(Run.id).where(Run.project == project))
+    of_project = AlertRow.run_id.in_(select(RunRow.id).where(RunRow.project == project))
     with service.database.read() as session:
         return _list(session, paging, [of_project, *chosen])
 
 
 def _list(session: Session, paging: Paging, conditions: Iterable[ColumnElement[bool]]) -> AlertList:
-    rows, token = paging.fetch(session, Alert, conditions, Order(Alert.id, descending=True))
-    named = select(Run.id, Run.run).where(Run.id.in_({row.run_id for row in rows}))
+    rows, token = paging.fetch(session, AlertRow, conditions, ListOrder(AlertRow.id, descending=True))
+    named = select(RunRow.id, RunRow.run).where(RunRow.id.in_({row.run_id for row in rows}))
     names = {held.id: held.run for held in session.execute(named)}
     keys = {row.incident for row in rows if row.incident}
     incidents = session.execute(select(Incident).where(Incident.key.in_(keys))).scalars() if keys else ()
@@ -94,7 +94,7 @@ def _list(session: Session, paging: Paging, conditions: Iterable[ColumnElement[b
     return AlertList(alerts=alerts, next_page_token=token)
 
 
-def _alert(row: Alert, run: str, incident: dict[str, Any] | None) -> AlertOutput:
+def _alert(row: AlertRow, run: str, incident: dict[str, Any] | None) -> AlertOutput:
     apart = {"run": run, "incident": incident}
     held = {name: getattr(row, name) for name in AlertOutput.model_fields if name not in apart}
     return AlertOutput.model_validate({**held, **apart})

@@ -14,7 +14,7 @@ from watchstep.format.layout import SegmentKey, WriterId, check_name
 from watchstep_services.api.lookup import hold_open_run
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.middleware.direct import Direct
-from watchstep_services.api.schemas.models import Announced, AnnouncementInput, ControlData
+from watchstep_services.api.schemas.models import AnnouncementInput, AnnouncementResponse, ControlData
 from watchstep_services.core.failpoints import reach
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
@@ -44,7 +44,7 @@ def pause_seconds(lag_ns: int) -> float:
     return 0.0 if lag < _LAGS_SECONDS else min(_LONGEST_PAUSE, 2 * lag)
 
 
-@router.post("", summary="Announce a segment", response_model=Announced)
+@router.post("", summary="Announce a segment", response_model=AnnouncementResponse)
 @permits("record")
 def announce(project: str, run: str, body: AnnouncementInput, service: Served) -> Response:
     """Put a segment into the inbox. Whether it exists, and what it holds, only the store says. Archived projects take none."""
@@ -94,7 +94,7 @@ def _taken_in(service: Service, project: str, run: str, body: AnnouncementInput)
     if fresh and not waiting:  # else it stands in the line already, by an earlier message
         service.notifier.run_changed(row.id, row.holder)
     # Not by the framework, which would check it once more.
-    told = Announced(control=ControlData.model_validate(row.control), pause_seconds=pause)
+    told = AnnouncementResponse(control=ControlData.model_validate(row.control), pause_seconds=pause)
     return told.model_dump_json().encode()
 
 

@@ -13,8 +13,8 @@ from watchstep.format.layout import check_name
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.schemas.models import JobOutput
-from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
-from watchstep_services.db.models import Attempt, Job
+from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
+from watchstep_services.db.models import Attempt, BoundJobRow
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/attempts", tags=["runs"])
 
@@ -45,8 +45,10 @@ def list_attempts(project: str, run: str, service: Served, paging: Paged) -> Att
     """Attempts of a run in the order in which they were heard of."""
     with service.database.read() as session:
         row = find_run(session, project, run)
-        rows, token = paging.fetch(session, Attempt, [Attempt.run_id == row.id], Order(Attempt.id))
-        chosen = select(Job).where(Job.run_id == row.id, Job.attempt.in_([held.attempt for held in rows]))
+        rows, token = paging.fetch(session, Attempt, [Attempt.run_id == row.id], ListOrder(Attempt.id))
+        chosen = select(BoundJobRow).where(
+            BoundJobRow.run_id == row.id, BoundJobRow.attempt.in_([held.attempt for held in rows])
+        )
         jobs = {job.attempt: job for job in session.execute(chosen).scalars()}
     attempts = [_attempt(held, jobs.get(held.attempt)) for held in rows]
     return AttemptList(attempts=attempts, next_page_token=token)
@@ -61,18 +63,18 @@ def get_attempt(project: str, run: str, attempt: str, service: Served) -> Attemp
         row = find_run(session, project, run)
         named = {"run_id": row.id, "attempt": attempt}
         held = session.execute(select(Attempt).filter_by(**named)).scalar_one_or_none()
-        job = session.execute(select(Job).filter_by(**named)).scalar_one_or_none()
+        job = session.execute(select(BoundJobRow).filter_by(**named)).scalar_one_or_none()
     if held is None:
         raise NotFoundError(f"attempt {attempt!r}: not one of run {project}/{run}", "list the run's attempts")
     return _attempt(held, job)
 
 
-def _attempt(row: Attempt, job: Job | None) -> AttemptOutput:
+def _attempt(row: Attempt, job: BoundJobRow | None) -> AttemptOutput:
     held = {name: getattr(row, name) for name in AttemptOutput.model_fields if name != "job"}
     return AttemptOutput(**held, job=None if job is None else job_output(job))
 
 
-def job_output(job: Job) -> JobOutput:
+def job_output(job: BoundJobRow) -> JobOutput:
     """A job, as it is shown."""
     return JobOutput(
         backend=job.backend,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.middleware.idempotency import Once
-from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
+from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.db.models import BackendRow
 from watchstep_services.tenancy.backends import (
@@ -63,7 +63,7 @@ class BackendList(PageOutput):
 def list_backends(service: Served, paging: Paged) -> BackendList:
     """All of them, by name."""
     with service.database.read() as session:
-        rows, following = paging.fetch(session, BackendRow, (), Order(BackendRow.name))
+        rows, following = paging.fetch(session, BackendRow, (), ListOrder(BackendRow.name))
         return BackendList(backends=[_shown(row) for row in rows], next_page_token=following)
 
 

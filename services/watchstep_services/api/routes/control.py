@@ -17,7 +17,7 @@ from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.schemas.models import ControlData
 from watchstep_services.api.schemas.problems import documented
-from watchstep_services.db.models import Run
+from watchstep_services.db.models import RunRow
 from watchstep_services.runs.control import Allowing, allow_restart, ask_for_snapshot, set_cadence
 from watchstep_services.service.context import Service
 
@@ -137,8 +137,8 @@ def let_restart(project: str, run: str, body: RestartInput, service: Served, cal
     return control
 
 
-def _control(session: Session, row: Run) -> ControlData:
-    held: dict[str, Any] = session.get_one(Run, row.id).control
+def _control(session: Session, row: RunRow) -> ControlData:
+    held: dict[str, Any] = session.get_one(RunRow, row.id).control
     return ControlData.model_validate(held)
 
 

@@ -15,14 +15,14 @@ from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.schemas.filters import Since, Until, Word, between, one_of
 from watchstep_services.api.schemas.models import EventList
-from watchstep_services.api.schemas.paging import Order, Paged, Paging
+from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
 from watchstep_services.api.streaming.reading import Wanted
 from watchstep_services.api.streaming.response import EventStream, Followed
 from watchstep_services.api.streaming.streams import Streaming
 from watchstep_services.auth.tokens import identify
 from watchstep_services.core.events import CloudEvent
 from watchstep_services.core.rule_addresses import without_addresses
-from watchstep_services.db.models import Event, Run
+from watchstep_services.db.models import EventRow, RunRow
 from watchstep_services.service.context import Service
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["events"])
@@ -72,7 +72,7 @@ def list_run_events(
 ) -> EventList:
     """Events of a run in the order in which they came."""
     with service.database.read() as session:
-        of_run = Event.run_id == find_run(session, project, run).id
+        of_run = EventRow.run_id == find_run(session, project, run).id
         return _list(session, paging, after, [of_run, *_chosen(types, since, until)])
 
 
@@ -89,7 +89,7 @@ def list_events(
 ) -> EventList:
     """Events of all runs of a project in the order in which they came."""
     check_name("project", project)
-    of_project = Event.run_id.in_(select(Run.id).where(Run.project == project))
+    of_project = EventRow.run_id.in_(select(RunRow.id).where(RunRow.project == project))
     with service.database.read() as session:
         return _list(session, paging, after, [of_project, *_chosen(types, since, until)])
 
@@ -160,11 +160,13 @@ def _run_id(service: Service, project: str, run: str) -> int:
 
 
 def _chosen(types: Sequence[str] | None, since: str | None, until: str | None) -> list[ColumnElement[bool]]:
-    return [*one_of(Event.type, types), *between(Event.created_ns, since, until)]
+    return [*one_of(EventRow.type, types), *between(EventRow.created_ns, since, until)]
 
 
 def _list(session: Session, paging: Paging, after: int, conditions: list[ColumnElement[bool]]) -> EventList:
-    rows, token = paging.fetch(session, Event, [Event.number > after, *conditions], Order(Event.number))
+    rows, token = paging.fetch(
+        session, EventRow, [EventRow.number > after, *conditions], ListOrder(EventRow.number)
+    )
     return EventList(
         events=[CloudEvent.model_validate(without_addresses(held.event)) for held in rows],
         after=rows[-1].number if rows else after,

@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse
 from starlette.datastructures import State
 
 from watchstep_services.api.middleware.access import Caller, Served, permits
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.core.telemetry.exposition import registry, written
 from watchstep_services.db.figures import DatabaseFigures
 from watchstep_services.service.context import Service
@@ -27,7 +27,7 @@ def metrics(
 ) -> Response:
     """What this process counted, and what stands in the database; of all projects together."""
     if caller.project is not None:
-        raise RefusedError(
+        raise RequestRefusedError(
             403, f"the token is of project {caller.project!r}", "use a viewer's token of all projects"
         )
     text, kind = written(registry(_of(request.app.state, service)), accept)

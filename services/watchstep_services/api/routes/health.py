@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request
 
 from watchstep.errors import WatchstepError
 from watchstep_services.api.middleware.access import Served, open_to_all
-from watchstep_services.api.schemas.models import Health
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.models import ServiceHealth
+from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.service.context import Service
 
 router = APIRouter(tags=["health"])
@@ -19,22 +19,22 @@ READINESS_THREADS = 2
 
 @router.get("/healthz", summary="Is the process alive?")
 @open_to_all(counted=False)
-async def healthz() -> Health:
+async def healthz() -> ServiceHealth:
     """Alive."""
-    return Health(status="ok")
+    return ServiceHealth(status="ok")
 
 
 @router.get("/readyz", summary="Can it work?")
 @open_to_all(counted=False)
-async def readyz(request: Request, service: Served) -> Health:
+async def readyz(request: Request, service: Served) -> ServiceHealth:
     """Whether database and store answer."""
     threads = request.app.state.readiness_threads
     assert isinstance(threads, CapacityLimiter)
     try:
         await to_thread.run_sync(_check, service, limiter=threads)
     except WatchstepError as error:
-        raise RefusedError(503, error.what, error.mend) from error
-    return Health(status="ok")
+        raise RequestRefusedError(503, error.what, error.mend) from error
+    return ServiceHealth(status="ok")
 
 
 def _check(service: Service) -> None:

@@ -11,9 +11,9 @@ from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
 from watchstep_services.api.middleware.work_slots import Working
 from watchstep_services.api.routes.rule_configs import ConfigOutput, RuleConfigBody, checked, shown_config
-from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
+from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
-from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ProjectRule
 from watchstep_services.runs.registration import ensure_project
@@ -34,7 +34,7 @@ def list_project_rules(project: str, service: Served, caller: Caller, paging: Pa
     check_name("project", project)
     with service.database.read() as session:
         of_project = ProjectRule.project == project
-        rows, token = paging.fetch(session, ProjectRule, [of_project], Order(ProjectRule.name))
+        rows, token = paging.fetch(session, ProjectRule, [of_project], ListOrder(ProjectRule.name))
     return ProjectRuleList(rules=[_shown(row, caller) for row in rows], next_page_token=token)
 
 
@@ -106,6 +106,6 @@ def _find(session: Session, project: str, name: str) -> ProjectRule:
     return row
 
 
-def _shown(row: ProjectRule, caller: Identity) -> ConfigOutput:
+def _shown(row: ProjectRule, caller: AuthenticatedCaller) -> ConfigOutput:
     config = shown_config(row.data, caller)
     return ConfigOutput(name=row.name, rule=row.rule, origin="project", config=config)

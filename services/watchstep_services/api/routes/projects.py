@@ -11,9 +11,9 @@ from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.work_slots import Working
 from watchstep_services.api.routes.stores import StoreCheck, check_output
-from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
-from watchstep_services.api.schemas.problems import RefusedError, documented
-from watchstep_services.auth.roles import Identity
+from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
+from watchstep_services.api.schemas.problems import RequestRefusedError, documented
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Project
 from watchstep_services.stores.checking import check_store
@@ -84,7 +84,7 @@ def list_projects(service: Served, caller: Caller, paging: Paged) -> ProjectList
     """Those that the token may see, by name."""
     mine = () if caller.project is None else (Project.name == caller.project,)
     with service.database.read() as session:
-        rows, following = paging.fetch(session, Project, mine, Order(Project.name))
+        rows, following = paging.fetch(session, Project, mine, ListOrder(Project.name))
         return ProjectList(projects=[_shown(session, row) for row in rows], next_page_token=following)
 
 
@@ -140,10 +140,10 @@ def post_project_check(project: str, service: Served, slots: Working) -> StoreCh
         return check_output(check_store(place.registration, place.prefix, place.project))
 
 
-def _refuse_own(caller: Identity) -> None:
+def _refuse_own(caller: AuthenticatedCaller) -> None:
     """Else an admin of one project could put it where another's objects lie, or onto another's backend."""
     if caller.project is not None:
-        raise RefusedError(
+        raise RequestRefusedError(
             403, "the token is of one project; stores and backends are of all", "use a token of all projects"
         )
 

@@ -15,7 +15,7 @@ from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.work_slots import Working
-from watchstep_services.api.schemas.problems import RefusedError, documented
+from watchstep_services.api.schemas.problems import RequestRefusedError, documented
 from watchstep_services.channels.kinds import RECEIVER, AnyReceiver
 from watchstep_services.channels.notification import Status
 from watchstep_services.channels.receiver import Receiver
@@ -282,5 +282,7 @@ def _require(service: Service, session: Session, named: tuple[str, str], if_matc
     require_match(if_match, None if row is None else _stored(service, session, project, name))
 
 
-def _refused(error: WatchstepError) -> RefusedError:
-    return RefusedError(403 if isinstance(error, writing.ForbiddenError) else 409, error.what, error.mend)
+def _refused(error: WatchstepError) -> RequestRefusedError:
+    return RequestRefusedError(
+        403 if isinstance(error, writing.ForbiddenError) else 409, error.what, error.mend
+    )

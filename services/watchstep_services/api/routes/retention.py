@@ -12,9 +12,9 @@ from watchstep.errors import NotFoundError
 from watchstep.format.layout import check_name
 from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Project, RetentionPolicy, Run, Upkeep
+from watchstep_services.db.models import Project, RetentionPolicy, RunRow, Upkeep
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.retention.upkeep import is_being_stopped
 from watchstep_services.runs.lifecycle import ENDED
@@ -46,7 +46,7 @@ class Retention(BaseModel):
     )
 
 
-class Hold(BaseModel):
+class RunHold(BaseModel):
     """Why a run is held."""
 
     model_config = ConfigDict(
@@ -90,7 +90,7 @@ def put_retention(project: str, body: Retention, service: Served, caller: Caller
             row = session.get_one(RetentionPolicy, project)
             for name, value in values.items():
                 setattr(row, name, value)
-        ended = session.query(Run.id).filter_by(project=project)
+        ended = session.query(RunRow.id).filter_by(project=project)
         session.query(Upkeep).filter(Upkeep.run_id.in_(ended.scalar_subquery())).update(
             {"next_ns": 0}, synchronize_session=False
         )
@@ -104,14 +104,16 @@ def delete_run(project: str, run: str, service: Served) -> Keeping:
     with service.database.write() as session:
         row = find_run(session, project, run)
         if row.state not in (*ENDED, "lost"):
-            raise RefusedError(
+            raise RequestRefusedError(
                 409, f"run {project}/{run}: is {row.state}", "stop it, or wait until it has ended"
             )
         kept = _upkeep(session, row)
         if kept.held:
-            raise RefusedError(409, f"run {project}/{run}: is held ({kept.held_why})", "let it go first")
+            raise RequestRefusedError(
+                409, f"run {project}/{run}: is held ({kept.held_why})", "let it go first"
+            )
         if is_being_stopped(session, row.id):
-            raise RefusedError(
+            raise RequestRefusedError(
                 409, f"run {project}/{run}: a stop is on its way", "delete it once the stop has ended"
             )
         kept.deleting, kept.next_ns = True, 0
@@ -129,12 +131,12 @@ def get_keeping(project: str, run: str, service: Served) -> Keeping:
 
 @router.put("/runs/{run}/hold", summary="Hold a run")
 @permits("operate")
-def hold_run(project: str, run: str, body: Hold, service: Served, caller: Caller) -> Keeping:
+def hold_run(project: str, run: str, body: RunHold, service: Served, caller: Caller) -> Keeping:
     """Keep a run, whatever the project's policy says, until it is let go."""
     with service.database.write() as session:
         kept = _upkeep(session, find_run(session, project, run))
         if kept.deleting:
-            raise RefusedError(
+            raise RequestRefusedError(
                 409, f"run {project}/{run}: is being deleted", "some of it may be gone already"
             )
         kept.held, kept.held_by, kept.held_why = True, caller.role, body.reason
@@ -157,14 +159,14 @@ def _known(session: Session, project: str) -> None:
         raise NotFoundError(f"project {project}: not known", "register it first, or check the name")
 
 
-def _fresh(run: Run) -> Upkeep:
+def _fresh(run: RunRow) -> Upkeep:
     return Upkeep(
         run_id=run.id, ended_ns=run.ended_ns or 0, next_ns=0, lease_until_ns=0, claims=0, deleting=False, held=False,
         held_by="", held_why="", tries=0, problem="",
     )  # fmt: skip
 
 
-def _upkeep(session: Session, run: Run) -> Upkeep:
+def _upkeep(session: Session, run: RunRow) -> Upkeep:
     row = session.get(Upkeep, run.id, with_for_update=True)
     if row is None:
         row = _fresh(run)

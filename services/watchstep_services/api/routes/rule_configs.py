@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from watchstep.errors import RuleError
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.middleware.work_slots import WorkSlots
-from watchstep_services.auth.roles import Identity
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.core.rule_addresses import without_addresses
 
 RuleConfigBody = Annotated[
@@ -33,7 +33,7 @@ class ConfigOutput(BaseModel):
     )
 
 
-def shown_config(data: dict[str, Any], caller: Identity) -> dict[str, Any]:
+def shown_config(data: dict[str, Any], caller: AuthenticatedCaller) -> dict[str, Any]:
     """A rule config as somebody may see it."""
     told: dict[str, Any] = data if caller.may("operate") else without_addresses(data)
     return told

@@ -8,8 +8,8 @@ from sqlalchemy.orm import Session
 from watchstep_rules.custom.python.rule import Python
 from watchstep_services.api.routes.rule_configs import shown_config
 from watchstep_services.api.schemas.models import OverriddenRule, RuleState
-from watchstep_services.auth.roles import Identity
-from watchstep_services.db.models import Memory, RuleConfigRow, Run
+from watchstep_services.auth.roles import AuthenticatedCaller
+from watchstep_services.db.models import RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.notify.directory import known_receivers
 from watchstep_services.runs.grants import word_for
 from watchstep_services.runs.rule_configs import OVERRIDDEN, STRONGER_THAN_RECORDERS
@@ -17,11 +17,13 @@ from watchstep_services.service.context import Service
 from watchstep_services.service.judging import load_config, memory_of
 
 
-def rules_of(service: Service, session: Session, run: Run, caller: Identity) -> list[RuleState]:
+def rules_of(service: Service, session: Session, run: RunRow, caller: AuthenticatedCaller) -> list[RuleState]:
     """The rule configs that judge a run, in the order in which they came, as they stand on its newest attempt."""
     rows = session.execute(
-        select(RuleConfigRow, Memory)
-        .outerjoin(Memory, (Memory.config_id == RuleConfigRow.id) & (Memory.attempt == run.attempt))
+        select(RuleConfigRow, RuleStateRow)
+        .outerjoin(
+            RuleStateRow, (RuleStateRow.config_id == RuleConfigRow.id) & (RuleStateRow.attempt == run.attempt)
+        )
         .where(RuleConfigRow.run_id == run.id, ~RuleConfigRow.origin.startswith("retired"))
         .order_by(RuleConfigRow.id)
     ).all()

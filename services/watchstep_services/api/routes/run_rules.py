@@ -15,8 +15,8 @@ from watchstep_services.api.routes.rule_configs import ConfigOutput, RuleConfigB
 from watchstep_services.api.routes.rule_states import rules_of
 from watchstep_services.api.schemas.models import RuleState
 from watchstep_services.api.schemas.problems import documented
-from watchstep_services.auth.roles import Identity
-from watchstep_services.db.models import RuleConfigRow, Run
+from watchstep_services.auth.roles import AuthenticatedCaller
+from watchstep_services.db.models import RuleConfigRow, RunRow
 from watchstep_services.runs import rule_configs
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/rules", tags=["rule configs"])
@@ -90,7 +90,7 @@ def delete_run_rule(
         rule_configs.remove(session, row, known)
 
 
-def _find(session: Session, run: Run, name: str) -> RuleConfigRow:
+def _find(session: Session, run: RunRow, name: str) -> RuleConfigRow:
     held = rule_configs.in_force(session, run, name)
     if held is None:
         raise NotFoundError(
@@ -99,6 +99,6 @@ def _find(session: Session, run: Run, name: str) -> RuleConfigRow:
     return held
 
 
-def _shown(row: RuleConfigRow, caller: Identity) -> ConfigOutput:
+def _shown(row: RuleConfigRow, caller: AuthenticatedCaller) -> ConfigOutput:
     config = shown_config(row.data, caller)
     return ConfigOutput(name=row.name, rule=row.rule, origin=row.origin, config=config)

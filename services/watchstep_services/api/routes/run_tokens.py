@@ -22,7 +22,7 @@ from watchstep_services.api.routes.token_output import (
     shown,
 )
 from watchstep_services.api.schemas.paging import Paged
-from watchstep_services.api.schemas.problems import RefusedError, documented
+from watchstep_services.api.schemas.problems import RequestRefusedError, documented
 from watchstep_services.auth.run_tokens import LIFETIME_SECONDS, MOST_SECONDS, RunTokenRequest, create_for_run
 from watchstep_services.auth.token_register import TooMuchError, find_token, of_project, revoke
 from watchstep_services.auth.tokens import MAX_NAME
@@ -76,7 +76,7 @@ def post_run_token(
     try:
         token = create_for_run(service.database, request, caller)
     except TooMuchError as error:
-        raise RefusedError(403, error.what, error.mend) from error
+        raise RequestRefusedError(403, error.what, error.mend) from error
     return made(service, token, response)
 
 

@@ -34,16 +34,16 @@ from watchstep_services.api.schemas.models import (
     StopInput,
     StopOutput,
 )
-from watchstep_services.api.schemas.paging import Order, Paged
-from watchstep_services.api.schemas.problems import RefusedError, documented
-from watchstep_services.auth.roles import Identity
+from watchstep_services.api.schemas.paging import ListOrder, Paged
+from watchstep_services.api.schemas.problems import RequestRefusedError, documented
+from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.core.events import run_url
-from watchstep_services.db.models import Alert, Attempt, Run
+from watchstep_services.db.models import AlertRow, Attempt, RunRow
 from watchstep_services.runs import registration
 from watchstep_services.runs.grants import allow
 from watchstep_services.runs.registration import bind_job, register
 from watchstep_services.runs.rule_configs import Origin
-from watchstep_services.runs.stop_requests import Asked, request_stop
+from watchstep_services.runs.stop_requests import StopRequester, request_stop
 from watchstep_services.service.context import Service
 from watchstep_services.tenancy.jobs import bound_job
 
@@ -62,11 +62,11 @@ def register_run(project: str, body: RunInput, service: Served, caller: Caller, 
         _hold_to_its_run(service, project, body.run, caller.run)
     operator = caller.may("operate")
     if body.job is not None and not operator:
-        raise RefusedError(
+        raise RequestRefusedError(
             403, "a recorder token may not bind a job", "bind the job at launch, or with an operator's token"
         )
     if body.allow_stop and not operator:
-        raise RefusedError(
+        raise RequestRefusedError(
             403, "a recorder token may not allow a stop", "have an operator do it: watchstep rules allow-stop"
         )
     if body.job is not None and not body.attempt:
@@ -104,11 +104,15 @@ def list_runs(
 ) -> RunList:
     """Runs of a project, the newest first."""
     check_name("project", project)
-    conditions = [Run.project == project, *one_of(Run.state, states), *between(Run.created_ns, since, until)]
+    conditions = [
+        RunRow.project == project,
+        *one_of(RunRow.state, states),
+        *between(RunRow.created_ns, since, until),
+    ]
     if alerts:
-        conditions.append(Run.id.in_(select(Alert.run_id).where(Alert.phase.in_(alerts))))
+        conditions.append(RunRow.id.in_(select(AlertRow.run_id).where(AlertRow.phase.in_(alerts))))
     with service.database.read() as session:
-        rows, token = paging.fetch(session, Run, conditions, Order(Run.id, descending=True))
+        rows, token = paging.fetch(session, RunRow, conditions, ListOrder(RunRow.id, descending=True))
         counted = _counts(session, [row.id for row in rows])
     runs = [RunSummary(**_summary(service, row, counted[row.id])) for row in rows]
     return RunList(runs=runs, next_page_token=token)
@@ -138,7 +142,7 @@ def stop_run(project: str, run: str, body: StopInput, service: Served, caller: C
         known = session.execute(select(Attempt.id).filter_by(run_id=row.id, attempt=attempt)).first()
         if known is None:
             raise NotFoundError(f"attempt {attempt!r}: not known", f"the newest is {row.attempt!r}")
-        because, asked = ("", body.reason), Asked(caller.who)
+        because, asked = ("", body.reason), StopRequester(caller.who)
         action = request_stop(session, service.base_url, row.id, attempt, because, asked)
     if action is not None:
         service.notifier.action_due(action)
@@ -183,7 +187,7 @@ def _handle(job: JobInput) -> JobHandle:
     return JobHandle(job.backend, job.id, job.identity)
 
 
-def _read(service: Service, project: str, run: str, caller: Identity) -> RunOutput:
+def _read(service: Service, project: str, run: str, caller: AuthenticatedCaller) -> RunOutput:
     with service.database.read() as session:
         row = find_run(session, project, run)
         bound = bound_job(session, row.id, row.attempt)
@@ -198,9 +202,9 @@ def _read(service: Service, project: str, run: str, caller: Identity) -> RunOutp
 
 def _counts(session: Session, run_ids: Sequence[int]) -> dict[int, AlertCounts]:
     found = (
-        select(Alert.run_id, Alert.phase, Alert.severity, func.count())
-        .where(Alert.run_id.in_(run_ids), Alert.phase.in_(("pending", "firing", "resolved")))
-        .group_by(Alert.run_id, Alert.phase, Alert.severity)
+        select(AlertRow.run_id, AlertRow.phase, AlertRow.severity, func.count())
+        .where(AlertRow.run_id.in_(run_ids), AlertRow.phase.in_(("pending", "firing", "resolved")))
+        .group_by(AlertRow.run_id, AlertRow.phase, AlertRow.severity)
     )
     counts: dict[int, Counter[str]] = {run_id: Counter() for run_id in run_ids}
     for run_id, phase, severity, number in session.execute(found):
@@ -210,7 +214,7 @@ def _counts(session: Session, run_ids: Sequence[int]) -> dict[int, AlertCounts]:
     return {run_id: AlertCounts(**by_phase) for run_id, by_phase in counts.items()}
 
 
-def _summary(service: Service, row: Run, alerts: AlertCounts) -> dict[str, Any]:
+def _summary(service: Service, row: RunRow, alerts: AlertCounts) -> dict[str, Any]:
     return {
         "project": row.project,
         "run": row.run,

@@ -14,12 +14,12 @@ from watchstep_services.api.lookup import find_project
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.schemas.filters import time_ns
-from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
+from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.channels.routing import MOST_CHARACTERS
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Run, Silence
+from watchstep_services.db.models import RunRow, Silence
 from watchstep_services.notify import silences
 from watchstep_services.notify.silences import labels_of
 
@@ -125,7 +125,7 @@ def create_silence(project: str, body: SilenceInput, service: Served, caller: Ca
         find_project(session, project)
         now = read_clock(session)
         starts = now if body.starts is None else time_ns("starts", body.starts)
-        asked = silences.Asked(
+        asked = silences.SilenceRequest(
             matchers, caller.who, body.reason, starts, _end(body, max(starts, now)), body.holds_stop
         )
         return _output(silences.create(session, project, asked, now), now)
@@ -149,7 +149,7 @@ def list_silences(
         elif state is not None:
             began = Silence.starts_ns <= now if state == "active" else Silence.starts_ns > now
             conditions += [Silence.ends_ns > now, began]
-        rows, token = paging.fetch(session, Silence, conditions, Order(Silence.id, descending=True))
+        rows, token = paging.fetch(session, Silence, conditions, ListOrder(Silence.id, descending=True))
         return SilenceList(silences=[_output(row, now) for row in rows], next_page_token=token)
 
 
@@ -162,7 +162,7 @@ def preview_silence(project: str, body: SilencePreviewInput, service: Served) ->
         find_project(session, project)
         found = []
         for row in silences.matching(session, project, matchers, _PREVIEWED):
-            run = session.get_one(Run, row.run_id)
+            run = session.get_one(RunRow, row.run_id)
             found.append(
                 SilencedAlert(
                     run=run.run,

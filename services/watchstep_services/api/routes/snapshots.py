@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SNAPSHOTS, SnapshotKey, check_name
-from watchstep.format.snapshot import DTYPES, Snapshot, Stored, open_snapshot, widened
+from watchstep.format.snapshot import DTYPES, Snapshot, TensorLocation, open_snapshot, widened
 from watchstep.format.statistics import StatisticsBatch, merge_rows
 from watchstep.format.tensors import Mode
 from watchstep.kernels.array_kernel import measure_array
@@ -30,7 +30,7 @@ from watchstep_services.api.queries.state import Asking
 from watchstep_services.api.queries.tensor_summary import FIGURES, FiguresOutput
 from watchstep_services.api.schemas.filters import Word
 from watchstep_services.api.schemas.paging import Paged, PageOutput
-from watchstep_services.api.schemas.problems import RefusedError, documented
+from watchstep_services.api.schemas.problems import RequestRefusedError, documented
 
 router = APIRouter(
     prefix="/v1/projects/{project}/runs/{run}/snapshots", tags=["snapshots"], responses=documented(502)
@@ -48,7 +48,7 @@ _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
 
 
 @dataclass(frozen=True)
-class Place:
+class SnapshotPath:
     """The snapshot that a path names."""
 
     project: str
@@ -63,11 +63,11 @@ async def _place(
     worker: Annotated[int, Path(ge=0, lt=2**31)],
     step: Annotated[int, Path(ge=0, lt=2**59)],
     mode: Mode,
-) -> Place:
-    return Place(project, run, SnapshotKey(check_name("attempt", attempt), worker, step, mode))
+) -> SnapshotPath:
+    return SnapshotPath(project, run, SnapshotKey(check_name("attempt", attempt), worker, step, mode))
 
 
-Placed = Annotated[Place, Depends(_place)]
+Placed = Annotated[SnapshotPath, Depends(_place)]
 Name = Annotated[
     Word, Query(min_length=1, max_length=1024, description="Of the tensor.", examples=["conv1.weight"])
 ]
@@ -247,19 +247,19 @@ def _entry(key: SnapshotKey, size: int) -> SnapshotEntry:
     return SnapshotEntry(attempt=key.attempt, worker=key.worker, step=key.step, mode=key.mode, bytes=size)
 
 
-def _dtype(stored: Stored) -> str:
+def _dtype(stored: TensorLocation) -> str:
     return stored.packed.dtype if stored.packed is not None else stored.dtype
 
 
-def _shape(stored: Stored) -> tuple[int, ...]:
+def _shape(stored: TensorLocation) -> tuple[int, ...]:
     return stored.packed.shape if stored.packed is not None else stored.shape
 
 
-def _bytes(stored: Stored) -> int:
+def _bytes(stored: TensorLocation) -> int:
     return math.prod(_shape(stored)) * DTYPES[_dtype(stored)].itemsize
 
 
-def _stored(name: str, stored: Stored) -> StoredTensor:
+def _stored(name: str, stored: TensorLocation) -> StoredTensor:
     return StoredTensor(
         name=name,
         dtype=_dtype(stored),
@@ -269,7 +269,7 @@ def _stored(name: str, stored: Stored) -> StoredTensor:
     )
 
 
-def _of(snapshot: Snapshot, name: str) -> Stored:
+def _of(snapshot: Snapshot, name: str) -> TensorLocation:
     stored = snapshot.tensors.get(name)
     if stored is None:
         snapshot.read(name)  # raises, and says why it is not there
@@ -279,7 +279,7 @@ def _of(snapshot: Snapshot, name: str) -> Stored:
 
 def _bounded(size: int, most_mb: int, instead: str) -> None:
     if size > most_mb * _MEGABYTE:
-        raise RefusedError(
+        raise RequestRefusedError(
             413,
             f"{size} bytes: over the {most_mb} MiB of one answer",
             f"ask for {instead}, or raise WATCHSTEP_TENSOR_MB",
@@ -295,7 +295,7 @@ def _content(store: Store, snapshot: Snapshot, name: str, piece: tuple[int, int]
     return snapshot.read(name).tobytes()[start:end]
 
 
-def _plain(store: Store, key: str, stored: Stored, piece: tuple[int, int]) -> bytes:
+def _plain(store: Store, key: str, stored: TensorLocation, piece: tuple[int, int]) -> bytes:
     start, end = piece
     held = store.get_range(key, stored.start + start, end - start) if end > start else b""
     if len(held) != end - start:
@@ -324,12 +324,14 @@ def _asked(text: str | None, size: int) -> tuple[int, int]:
         return 0, size
     found = _RANGE.fullmatch(text.strip())
     if found is None or not (found[1] or found[2]):
-        raise RefusedError(416, f"Range {text!r}: not one range of bytes", "write bytes=FIRST-LAST")
+        raise RequestRefusedError(416, f"Range {text!r}: not one range of bytes", "write bytes=FIRST-LAST")
     if not found[1]:
         start, end = max(0, size - int(found[2])), size
     else:
         start = int(found[1])
         end = min(size, int(found[2]) + 1) if found[2] else size
     if start >= end:
-        raise RefusedError(416, f"Range {text!r}: the tensor has {size} bytes", "ask for a part of them")
+        raise RequestRefusedError(
+            416, f"Range {text!r}: the tensor has {size} bytes", "ask for a part of them"
+        )
     return start, end

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from watchstep_services.api.lookup import find_standing
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import Muted, Silence, Standing
+from watchstep_services.db.models import AlertInstanceRow, Muted, Silence
 from watchstep_services.notify.acknowledgement import acknowledge, withdraw
 from watchstep_services.notify.silences import active, covering, labels_of
 
@@ -128,7 +128,7 @@ def withdraw_acknowledgement(
         return _output(session, row, project, run)
 
 
-def _output(session: Session, row: Standing, project: str, run: str) -> StandingOutput:
+def _output(session: Session, row: AlertInstanceRow, project: str, run: str) -> StandingOutput:
     said = ("receiver", "reason", "detail", "episode", "at_ns")
     muted = session.execute(select(Muted).filter_by(standing_id=row.id).order_by(Muted.id)).scalars()
     taken = None

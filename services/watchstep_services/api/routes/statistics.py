@@ -12,11 +12,11 @@ from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.reading.queries import Reduce
 from watchstep_rules.custom.sql.guard import MAX_QUERY
 from watchstep_rules.custom.sql.process import Question
-from watchstep_rules.custom.sql.query import Limits
+from watchstep_rules.custom.sql.query import QueryLimits
 from watchstep_rules.signals.ranges.deviations import Deviation, read_deviations
 from watchstep_services.api.middleware.access import permits
 from watchstep_services.api.queries import answers
-from watchstep_services.api.queries.series import Asked, Line, Lines, read_lines
+from watchstep_services.api.queries.series import Line, Lines, SeriesRequest, read_lines
 from watchstep_services.api.queries.sql import run_sql
 from watchstep_services.api.queries.state import Asking
 from watchstep_services.api.schemas.filters import Word
@@ -119,7 +119,7 @@ def get_series(
 
     Where a line has more rows than points, each point is of several steps, with the mean and the extremes of its values.
     """
-    asked = Asked(tensor, figure, worker, mode, first, last, points)
+    asked = SeriesRequest(tensor, figure, worker, mode, first, last, points)
     with asking.asked(project, run) as (opened, _):
         found = read_lines(opened, asked)
     if answers.wants_arrow(accept):
@@ -223,7 +223,7 @@ def post_sql(project: str, run: str, body: SqlInput, asking: Asking, accept: Acc
     settings = asking.service.settings
     form: Literal["json", "arrow"] = "arrow" if answers.wants_arrow(accept) else "json"
     with asking.asked_in_sql(project, run) as (asked, budget):
-        limits = Limits(settings.query_mb, max(0.001, budget.left_seconds))
+        limits = QueryLimits(settings.query_mb, max(0.001, budget.left_seconds))
         found = run_sql(asked, Question(body.query, body.limit, form, limits), budget)
     if form == "arrow":
         more = {"x-watchstep-more": str(found.more).lower()}

@@ -15,7 +15,7 @@ from watchstep_services.api.lookup import find_project
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.work_slots import Working, WorkSlots
-from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
+from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.core.rule_addresses import without_addresses
 from watchstep_services.db.models import AuditEntry, StopGrant
@@ -126,7 +126,7 @@ def list_grants(
         find_project(session, project)
         conditions: list[ColumnElement[bool]] = [StopGrant.project == project]
         conditions += [StopGrant.revoked_ns.is_(None)] if active else []
-        rows, token = paging.fetch(session, StopGrant, conditions, Order(StopGrant.id, descending=True))
+        rows, token = paging.fetch(session, StopGrant, conditions, ListOrder(StopGrant.id, descending=True))
         return GrantList(grants=[_grant(row) for row in rows], next_page_token=token)
 
 
@@ -164,7 +164,7 @@ def list_audit(
         conditions.append(AuditEntry.attempt == check_name("attempt", attempt))
     conditions += [AuditEntry.kind == kind] if kind is not None else []
     with service.database.read() as session:
-        rows, token = paging.fetch(session, AuditEntry, conditions, Order(AuditEntry.id, descending=True))
+        rows, token = paging.fetch(session, AuditEntry, conditions, ListOrder(AuditEntry.id, descending=True))
         return AuditList(entries=[_entry(row) for row in rows], next_page_token=token)
 
 

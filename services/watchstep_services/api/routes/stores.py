@@ -11,12 +11,12 @@ from watchstep.errors import ConfigError
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.middleware.idempotency import Once
 from watchstep_services.api.middleware.work_slots import Working, WorkSlots
-from watchstep_services.api.schemas.paging import Order, Paged, PageOutput
+from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
-from watchstep_services.core.store_location import Registration
+from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.models import StoreRow
 from watchstep_services.service.context import Service
-from watchstep_services.stores.checking import Checked, check_store, failed
+from watchstep_services.stores.checking import TriedStep, check_store, failed
 from watchstep_services.tenancy.locations import checked
 from watchstep_services.tenancy.stores import change_store, find_store, register_store, remove_store
 
@@ -44,9 +44,9 @@ class StoreChange(BaseModel):
     check: bool = Field(True, description="Try it first, and refuse it where something cannot be done.")
 
     @property
-    def registration(self) -> Registration:
+    def registration(self) -> StoreRegistration:
         """As it is kept."""
-        return Registration(self.url, self.role_arn, self.external_id, self.region, self.endpoint)
+        return StoreRegistration(self.url, self.role_arn, self.external_id, self.region, self.endpoint)
 
 
 class StoreInput(StoreChange):
@@ -100,7 +100,7 @@ class StoreCheck(BaseModel):
 def list_stores(service: Served, paging: Paged) -> StoreList:
     """All of them, by name."""
     with service.database.read() as session:
-        rows, following = paging.fetch(session, StoreRow, (), Order(StoreRow.name))
+        rows, following = paging.fetch(session, StoreRow, (), ListOrder(StoreRow.name))
         return StoreList(stores=[_shown(row) for row in rows], next_page_token=following)
 
 
@@ -150,13 +150,13 @@ def post_store_check(store: str, service: Served, slots: Working) -> StoreCheck:
         return check_output(check_store(registration))
 
 
-def check_output(steps: list[Checked]) -> StoreCheck:
+def check_output(steps: list[TriedStep]) -> StoreCheck:
     """What was tried, as the API shows it."""
     shown = [CheckStep(name=step.name, ok=step.ok, detail=step.detail, mend=step.mend) for step in steps]
     return StoreCheck(ok=failed(steps) is None, steps=shown)
 
 
-def _tried(service: Service, slots: WorkSlots, body: StoreChange) -> Registration:
+def _tried(service: Service, slots: WorkSlots, body: StoreChange) -> StoreRegistration:
     registration = checked(body.registration, service.settings.local_stores)
     if not body.check:
         return registration

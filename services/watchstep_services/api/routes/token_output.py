@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy import ColumnElement
 
 from watchstep_services.api.middleware.access import service_of
-from watchstep_services.api.schemas.paging import Order, PageOutput, Paging
+from watchstep_services.api.schemas.paging import ListOrder, PageOutput, Paging
 from watchstep_services.auth.token_register import Revoked, find_token, state_of, that_work
 from watchstep_services.auth.tokens import ends_ns, id_of
 from watchstep_services.db.clock import read_clock
@@ -78,7 +78,7 @@ def listed(
         paging: which page.
         active: only those that can be used now.
     """
-    newest = (Order(Token.created_ns, descending=True), Order(Token.id))
+    newest = (ListOrder(Token.created_ns, descending=True), ListOrder(Token.id))
     with service.database.read() as session:
         now = read_clock(session)
         rows, following = paging.fetch(

@@ -22,8 +22,8 @@ from watchstep_services.api.routes.token_output import (
     shown,
 )
 from watchstep_services.api.schemas.paging import Paged
-from watchstep_services.api.schemas.problems import RefusedError, documented
-from watchstep_services.auth.roles import Identity, Role
+from watchstep_services.api.schemas.problems import RequestRefusedError, documented
+from watchstep_services.auth.roles import AuthenticatedCaller, Role
 from watchstep_services.auth.token_register import (
     MAX_LIFETIME,
     TokenRequest,
@@ -153,9 +153,11 @@ def delete_project_token(
     return revoked(request, revoke(service.database, id, project, caller.who, keep_made=keep_made))
 
 
-def _make(service: Service, caller: Identity, request: TokenRequest, response: Response) -> TokenMade:
+def _make(
+    service: Service, caller: AuthenticatedCaller, request: TokenRequest, response: Response
+) -> TokenMade:
     try:
         token = create_for(service.database, request, caller)
     except TooMuchError as error:
-        raise RefusedError(403, error.what, error.mend) from error
+        raise RequestRefusedError(403, error.what, error.mend) from error
     return made(service, token, response)

@@ -120,7 +120,7 @@ class ControlData(BaseModel):
     )
 
 
-class Announced(BaseModel):
+class AnnouncementResponse(BaseModel):
     """The answer to an announcement."""
 
     control: ControlData
@@ -346,7 +346,7 @@ class RuleList(BaseModel):
     rules: list[RuleSummary]
 
 
-class Health(BaseModel):
+class ServiceHealth(BaseModel):
     """Whether the service works."""
 
     status: str

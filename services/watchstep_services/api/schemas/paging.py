@@ -32,7 +32,7 @@ class PageOutput(BaseModel):
 
 
 @dataclass(frozen=True)
-class Order:
+class ListOrder:
     """A column that a list is ordered by. All of them together are unique, and none changes: only then are pages stable."""
 
     column: InstrumentedAttribute[Any]
@@ -54,7 +54,11 @@ class Paging:
     _response: Response
 
     def fetch(
-        self, session: Session, entity: type[Row], conditions: Iterable[ColumnElement[bool]], *orders: Order
+        self,
+        session: Session,
+        entity: type[Row],
+        conditions: Iterable[ColumnElement[bool]],
+        *orders: ListOrder,
     ) -> tuple[list[Row], str | None]:
         """One page of rows, and the token of the next; the answer gets a ``Link`` header as well.
 
@@ -62,7 +66,7 @@ class Paging:
             session: the transaction.
             entity: whose rows.
             conditions: all must hold.
-            orders: see `Order`; the columns belong to the entity.
+            orders: see `ListOrder`; the columns belong to the entity.
 
         Raises:
             ConfigError: the token is not one of this list.
@@ -101,7 +105,7 @@ class Paging:
         self._response.headers["link"] = f'<{url.path}?{url.query}>; rel="next"'
         return token
 
-    def _place(self, orders: Sequence[Order]) -> tuple[int | str, ...]:
+    def _place(self, orders: Sequence[ListOrder]) -> tuple[int | str, ...]:
         assert self.after is not None
         kinds = tuple(order.column.type.python_type for order in orders)
         if tuple(type(part) for part in self.after) != kinds:
@@ -109,7 +113,7 @@ class Paging:
         return self.after
 
 
-def _behind(orders: Sequence[Order], place: Sequence[Any]) -> ColumnElement[bool]:
+def _behind(orders: Sequence[ListOrder], place: Sequence[Any]) -> ColumnElement[bool]:
     """Rows after a place, by lexical order."""
     cases = []
     for depth, order in enumerate(orders):

@@ -92,7 +92,7 @@ class Problem(BaseModel):
     mend: str = Field(description="What to do about it.")
 
 
-class RefusedError(WatchstepError):
+class RequestRefusedError(WatchstepError):
     """A request that is not granted.
 
     Args:
@@ -167,7 +167,7 @@ def _watchstep(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, WatchstepError)
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
     headers: Mapping[str, str] | None = {"retry-after": "1"} if isinstance(error, BusyError) else None
-    if isinstance(error, RefusedError):
+    if isinstance(error, RequestRefusedError):
         status, headers = error.status, error.headers
     return problem(status, type(error).__name__.removesuffix("Error"), error.what, error.mend, headers)
 

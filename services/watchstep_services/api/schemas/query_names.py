@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 from starlette.types import Scope
 
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 
 _PREFIX = "/v1/"
 _STREAMS = "text/event-stream"
@@ -32,7 +32,7 @@ def check_query(scope: Scope, route: Route) -> None:
         takes = (
             f"use one of: {', '.join(sorted(known))}" if known else "leave it out: this address takes none"
         )
-        raise RefusedError(422, f"query parameter {unknown[0][:80]!r}: not known here", takes)
+        raise RequestRefusedError(422, f"query parameter {unknown[0][:80]!r}: not known here", takes)
 
 
 def known_names(route: Route) -> frozenset[str] | None:

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 
 from watchstep_services.core.rule_addresses import without_addresses
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import Event, Run
+from watchstep_services.db.models import EventRow, RunRow
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,26 @@ class Wanted:
 def read_after(database: Database, project: str, after: int, wanted: Wanted, limit: int) -> list[Sent]:
     """The next events after a number, in order."""
     chosen = (
-        select(Event.number, Event.run_id, Event.type, Event.event)
-        .join(Run, Run.id == Event.run_id)
-        .where(Run.project == project, Event.number > after)
+        select(EventRow.number, EventRow.run_id, EventRow.type, EventRow.event)
+        .join(RunRow, RunRow.id == EventRow.run_id)
+        .where(RunRow.project == project, EventRow.number > after)
     )
     if wanted.run_id is not None:
-        chosen = chosen.where(Event.run_id == wanted.run_id)
+        chosen = chosen.where(EventRow.run_id == wanted.run_id)
     if wanted.types:
-        chosen = chosen.where(Event.type.in_(wanted.types))
+        chosen = chosen.where(EventRow.type.in_(wanted.types))
     with database.read() as session:
-        rows = session.execute(chosen.order_by(Event.number).limit(limit)).all()
+        rows = session.execute(chosen.order_by(EventRow.number).limit(limit)).all()
     return [Sent(number, run_id, kind, encode(number, kind, event)) for number, run_id, kind, event in rows]
 
 
 def last_number(database: Database, project: str) -> int:
     """The number of a project's newest event; 0 where it has none."""
-    newest = select(func.max(Event.number)).join(Run, Run.id == Event.run_id).where(Run.project == project)
+    newest = (
+        select(func.max(EventRow.number))
+        .join(RunRow, RunRow.id == EventRow.run_id)
+        .where(RunRow.project == project)
+    )
     with database.read() as session:
         return session.execute(newest).scalar_one() or 0
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from watchstep_services.api.schemas.problems import RefusedError
+from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.api.streaming.tail import Tail
 from watchstep_services.service.context import Service
 
@@ -53,7 +53,7 @@ class Streams:
             ("this process", settings.event_streams, self.open),
         ):
             if count >= limit or self._closing.is_set():
-                raise RefusedError(
+                raise RequestRefusedError(
                     429,
                     f"{count} event streams of {name} are open",
                     "close some, or follow all runs of a project by one stream",

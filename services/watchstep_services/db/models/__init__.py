@@ -3,18 +3,18 @@
 from watchstep_services.db.models.access import Token
 from watchstep_services.db.models.alert_life import (
     AlertGroup,
+    AlertInstanceRow,
     GroupMember,
     Incident,
     Muted,
     Silence,
-    Standing,
 )
 from watchstep_services.db.models.api_requests import ApiRequest, ProjectRule
 from watchstep_services.db.models.backtests import Backtest, BacktestResult
 from watchstep_services.db.models.base import NAME_LENGTH, Base, ClockMark
 from watchstep_services.db.models.baselines import PinnedBaseline, RunSummaryRow
-from watchstep_services.db.models.journal import Seal, Segment, Tick
-from watchstep_services.db.models.outbox import Action, ActionTry, Event
+from watchstep_services.db.models.journal import Segment, TickRow, WatermarkRow
+from watchstep_services.db.models.outbox import ActionRow, ActionTry, EventRow
 from watchstep_services.db.models.projects import (
     BackendRow,
     JobHolder,
@@ -25,16 +25,17 @@ from watchstep_services.db.models.projects import (
 )
 from watchstep_services.db.models.receivers import ReceiverRow, ReceiverSecret, RoutingTree
 from watchstep_services.db.models.retention import RetentionPolicy, Upkeep
-from watchstep_services.db.models.rules import Alert, FindingRow, Memory, RuleConfigRow
-from watchstep_services.db.models.runs import Attempt, Job, Run
+from watchstep_services.db.models.rules import AlertRow, FindingRow, RuleConfigRow, RuleStateRow
+from watchstep_services.db.models.runs import Attempt, BoundJobRow, RunRow
 from watchstep_services.db.models.stops import AuditEntry, StopGrant
 
 __all__ = [
     "NAME_LENGTH",
-    "Action",
+    "ActionRow",
     "ActionTry",
-    "Alert",
     "AlertGroup",
+    "AlertInstanceRow",
+    "AlertRow",
     "ApiRequest",
     "Attempt",
     "AuditEntry",
@@ -42,14 +43,13 @@ __all__ = [
     "Backtest",
     "BacktestResult",
     "Base",
+    "BoundJobRow",
     "ClockMark",
-    "Event",
+    "EventRow",
     "FindingRow",
     "GroupMember",
     "Incident",
-    "Job",
     "JobHolder",
-    "Memory",
     "Muted",
     "PinnedBaseline",
     "Project",
@@ -61,15 +61,15 @@ __all__ = [
     "RetentionPolicy",
     "RoutingTree",
     "RuleConfigRow",
-    "Run",
+    "RuleStateRow",
+    "RunRow",
     "RunSummaryRow",
-    "Seal",
     "Segment",
     "Silence",
-    "Standing",
     "StopGrant",
     "StoreRow",
-    "Tick",
+    "TickRow",
     "Token",
     "Upkeep",
+    "WatermarkRow",
 ]

@@ -6,7 +6,7 @@ from sqlalchemy import ForeignKey, String, select
 from sqlalchemy.orm import Mapped, column_property, mapped_column
 
 from watchstep_services.db.models.base import NAME_LENGTH, Base
-from watchstep_services.db.models.runs import Run
+from watchstep_services.db.models.runs import RunRow
 
 _OVER = ("completed", "failed", "stopped")
 
@@ -36,10 +36,10 @@ class Token(Base):
     revoked_by: Mapped[str] = mapped_column(String(256), default="")
     last_used_ns: Mapped[int | None] = mapped_column(default=None)
 
-    run: Mapped[str | None] = column_property(select(Run.run).where(Run.id == run_id).scalar_subquery())
+    run: Mapped[str | None] = column_property(select(RunRow.run).where(RunRow.id == run_id).scalar_subquery())
     """The name of its only run; None where it has none."""
 
     run_over_ns: Mapped[int | None] = column_property(
-        select(Run.ended_ns).where(Run.id == run_id, Run.state.in_(_OVER)).scalar_subquery()
+        select(RunRow.ended_ns).where(RunRow.id == run_id, RunRow.state.in_(_OVER)).scalar_subquery()
     )
     """When its only run ended; None while that may go on, as one may that is only lost."""

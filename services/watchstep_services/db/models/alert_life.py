@@ -14,7 +14,7 @@ INCIDENT_LENGTH = 16
 WHO_LENGTH = 256
 
 
-class Standing(Base):
+class AlertInstanceRow(Base):
     """Where an alert stands over all attempts of a run: one row for a fingerprint, from the first time that it fired.
 
     ``config_id`` and ``attempt`` are those that made it fire last; ``episode`` counts how often it began to fire.

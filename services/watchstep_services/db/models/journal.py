@@ -37,7 +37,7 @@ class Segment(Base):
     traceparent: Mapped[str] = mapped_column(String(55), default="", server_default="")
 
 
-class Tick(Base):
+class TickRow(Base):
     """One evaluation that judged: the journal's end after it, and the clock that its rules were given.
 
     ``ended``: no row came, and the attempt had ended, so that silence was not judged.
@@ -53,7 +53,7 @@ class Tick(Base):
     ended: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
 
 
-class Seal(Base):
+class WatermarkRow(Base):
     """All steps up to this one are sealed since this tick."""
 
     __tablename__ = "seals"

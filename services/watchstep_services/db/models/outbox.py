@@ -11,7 +11,7 @@ from watchstep_services.db.models.base import Base, RowId
 from watchstep_services.db.sealed_addresses import AddressJson
 
 
-class Event(Base):
+class EventRow(Base):
     """A CloudEvent that was published. Within a project, numbers follow the order of commits (`database.event_order`)."""
 
     __tablename__ = "events"
@@ -25,7 +25,7 @@ class Event(Base):
     created_ns: Mapped[int]
 
 
-class Action(Base):
+class ActionRow(Base):
     """The outbox: what an event causes. The key makes it happen once."""
 
     __tablename__ = "actions"

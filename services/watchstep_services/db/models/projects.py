@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import ForeignKey, String, Text
 from sqlalchemy.orm import Mapped, mapped_column, relationship
 
-from watchstep_services.core.store_location import Registration, StorePlace
+from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 
 
@@ -28,9 +28,9 @@ class StoreRow(Base):
     updated_ns: Mapped[int]
 
     @property
-    def registration(self) -> Registration:
+    def registration(self) -> StoreRegistration:
         """How it is reached."""
-        return Registration(self.url, self.role_arn, self.external_id, self.region, self.endpoint)
+        return StoreRegistration(self.url, self.role_arn, self.external_id, self.region, self.endpoint)
 
 
 class ProjectStore(Base):

@@ -27,7 +27,7 @@ class RuleConfigRow(Base):
     granted_stop: Mapped[bool] = mapped_column(Boolean)
 
 
-class Memory(Base):
+class RuleStateRow(Base):
     """What a rule config remembers of one attempt: a `RuleMemory` as JSON text, and the health that was last told of."""
 
     __tablename__ = "rule_memories"
@@ -39,7 +39,7 @@ class Memory(Base):
     told_health: Mapped[str] = mapped_column(String(16), default="", server_default="")
 
 
-class Alert(Base):
+class AlertRow(Base):
     """Where the alert of a rule config stands on one attempt; its finding, and what is said of it to people."""
 
     __tablename__ = "alerts"

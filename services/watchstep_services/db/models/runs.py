@@ -10,7 +10,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 
 
-class Run(Base):
+class RunRow(Base):
     """A run: where it stands, the fence around its evaluation, and when it is next looked at.
 
     ``holder``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
@@ -83,7 +83,7 @@ class Attempt(Base):
     journal_due_ns: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
-class Job(Base):
+class BoundJobRow(Base):
     """The job of one attempt, bound at launch or by an operator."""
 
     __tablename__ = "jobs"

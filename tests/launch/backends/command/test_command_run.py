@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from watchstep_launch.backends.command.subprocess_run import Answer, TimedOutError, run
+from watchstep_launch.backends.command.subprocess_run import CommandResult, TimedOutError, run
 
 HANGS_SECONDS = 60.0
 """After which a call counts as one that does not return."""
 
 
 @contextmanager
-def left_behind(folder: Path, then: str, seconds: float) -> Iterator[Future[Answer]]:
+def left_behind(folder: Path, then: str, seconds: float) -> Iterator[Future[CommandResult]]:
     """A command whose child, in a session of its own, holds both outputs until the block is left."""
     pipe = folder / "pipe"
     os.mkfifo(pipe)
@@ -32,7 +32,7 @@ def left_behind(folder: Path, then: str, seconds: float) -> Iterator[Future[Answ
 
 def test_a_command_has_ended_though_its_child_holds_its_outputs(tmp_path: Path) -> None:
     with left_behind(tmp_path, "echo running; echo odd >&2; exit 7", HANGS_SECONDS) as answer:
-        assert answer.result(HANGS_SECONDS / 2) == Answer(7, b"running\n", "odd\n")
+        assert answer.result(HANGS_SECONDS / 2) == CommandResult(7, b"running\n", "odd\n")
 
 
 def test_a_command_is_ended_in_time_though_its_child_holds_its_outputs(tmp_path: Path) -> None:
@@ -62,7 +62,9 @@ def test_no_process_that_descends_from_a_command_outlives_its_time(tmp_path: Pat
 def test_a_command_that_closes_its_outputs_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(TimedOutError):
         run(["sh", "-c", "exec >&- 2>&-; exec sleep 600"], 0.5, tmp_path, {})
-    assert run(["sh", "-c", "exec >&- 2>&-; exit 3"], HANGS_SECONDS, tmp_path, {}) == Answer(3, b"", "")
+    assert run(["sh", "-c", "exec >&- 2>&-; exit 3"], HANGS_SECONDS, tmp_path, {}) == CommandResult(
+        3, b"", ""
+    )
 
 
 def test_no_more_of_an_output_is_kept_than_is_returned(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep_launch.backends.kubernetes import logs as kubernetes_logs
-from watchstep_launch.backends.kubernetes.errors import RefusedError
+from watchstep_launch.backends.kubernetes.errors import KubernetesRefusedError
 from watchstep_launch.backends.kubernetes.logs import read_logs
 
 
@@ -27,7 +27,7 @@ class Kept:
     def stream(self, path: str, **query: str) -> Iterator[Iterator[bytes]]:
         name = path.split("/")[-2]
         if name in self.gone:
-            raise RefusedError(404, "NotFound", "gone")
+            raise KubernetesRefusedError(404, "NotFound", "gone")
         since = query.get("sinceTime", "")[:19]
         data = b"".join(time.encode() + b" " + line for time, line in self.logs[name] if time[:19] >= since)
         yield (data[start : start + self.piece] for start in range(0, len(data), self.piece))

@@ -17,7 +17,7 @@ from tests.rules.builtin.sagemaker.trials import Classifier, Saved, dense, judge
 from tests.rules.runs import all_at_once
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 
 MakeModel = Callable[[], nn.Module]
 
@@ -467,5 +467,5 @@ def test_where_the_recorder_did_not_measure_the_rule_says_what_to_do(tmp_path: P
             hook, Saved()
         )
     said = all_at_once(RuleConfig(rule=rule), open_run(hook.run_url).rows())
-    assert said.memory.health is Health.ERROR
+    assert said.memory.health is RuleHealth.ERROR
     assert "Hook(rules=" in said.memory.problem

@@ -17,7 +17,7 @@ from tests.rules.builtin.sagemaker.definitions import Array, Verdict
 from tests.rules.runs import all_at_once
 from watchstep import CaptureConfig, Hook, open_run
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_rules.engine.judge import Health
+from watchstep_rules.engine.judge import RuleHealth
 
 EVERY_STEP = CaptureConfig(overhead_budget=None)
 
@@ -71,7 +71,7 @@ def judged(
         train(hook, saved)
     assert not hook.health["faults"]
     said = all_at_once(RuleConfig(rule=rule, params=params), open_run(hook.run_url).rows())
-    assert said.memory.health is not Health.ERROR, said.memory.problem
+    assert said.memory.health is not RuleHealth.ERROR, said.memory.problem
     return {(finding.step, finding.tensor) for finding in said.findings}, saved
 
 

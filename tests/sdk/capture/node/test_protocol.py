@@ -15,7 +15,7 @@ from watchstep.capture.node import messages
 from watchstep.capture.node.handing import Handing
 from watchstep.capture.node.leading import Leading
 from watchstep.capture.node.messages import Message
-from watchstep.capture.upload.outgoing import Blocks, Doubt, Outgoing, Place
+from watchstep.capture.upload.outgoing import Blocks, Doubt, Outgoing, SegmentPlace
 from watchstep.format.layout import SegmentKey, WriterId
 
 RANKS = st.integers(0, 2)
@@ -153,9 +153,9 @@ class Node(RuleBasedStateMachine):
         if isinstance(message, messages.Welcome):
             handing.join(message.writer, message.seq, message.term, message.notice)
             handing.sent = rank.unsure[0] if rank.unsure else rank.made
-        elif isinstance(message, messages.Announced):
+        elif isinstance(message, messages.ObjectStarted):
             handing.hear_notice(message.notice)
-        elif isinstance(message, messages.Stored):
+        elif isinstance(message, messages.ObjectStored):
             rank.acknowledge(handing.hear_stored(message.key, message.blocks))
         elif isinstance(message, messages.Term):
             handing.hear_term(message.term)
@@ -171,7 +171,7 @@ class Node(RuleBasedStateMachine):
             return
         for number in [number for number in rank.unsure if number >= rank.handing.sent]:
             step = 1000 * int(rank.name[1:]) + number  # so that two objects of one number have two names
-            self.leading.take(rank.name, Outgoing(Place(number, step, step, 1), b"x"))
+            self.leading.take(rank.name, Outgoing(SegmentPlace(number, step, step, 1), b"x"))
             rank.handing.sent = number + 1
 
     @rule()
@@ -187,11 +187,11 @@ class Node(RuleBasedStateMachine):
         ]:
             for rank in self.followers():
                 if rank not in gone:
-                    rank.line.append(messages.Announced(batch.notice))
+                    rank.line.append(messages.ObjectStarted(batch.notice))
             for rank in gone:
                 self.lose(rank)  # sending failed
             batch = batch.under(self.new_term(), {rank.name for rank in gone})
-        self.tell(messages.Announced(batch.notice))
+        self.tell(messages.ObjectStarted(batch.notice))
         self.leading.begin(batch)
         self.leader.handing.hear_notice(batch.notice)
 
@@ -204,7 +204,7 @@ class Node(RuleBasedStateMachine):
         if batch is not None:
             batch = batch.under(self.new_term())
             for rank in self.followers()[:1]:
-                rank.line.append(messages.Announced(batch.notice))
+                rank.line.append(messages.ObjectStarted(batch.notice))
             self.kill(self.ranks.index(self.leader))
 
     @rule(answered=st.booleans())
@@ -217,7 +217,7 @@ class Node(RuleBasedStateMachine):
         if answered:
             self.leading.land(contained)
             self.leader.acknowledge(self.leader.handing.hear_stored(notice.key, contained))
-            self.tell(messages.Stored(notice.key, contained))
+            self.tell(messages.ObjectStored(notice.key, contained))
 
     @precondition(lambda self: self.late)
     @rule()

@@ -20,7 +20,7 @@ from watchstep.capture.service.client import ServiceClient, ServicePause
 from watchstep.errors import ServiceError
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import SegmentKey, WriterId
-from watchstep.platform.transport import RefusedError, ServiceAddress, UnreachableError
+from watchstep.platform.transport import ServiceAddress, ServiceRefusedError, UnreachableError
 
 KEY = SegmentKey(WriterId("a1", "node", "w0"), 0, 0, 3)
 
@@ -139,7 +139,7 @@ def test_a_refusal_says_when_to_come_again(
     service: Listening, refuses: tuple[int, str], after: float | None
 ) -> None:
     service.refuses = refuses
-    with pytest.raises(RefusedError) as refusal:
+    with pytest.raises(ServiceRefusedError) as refusal:
         ServiceClient(service.address, "vision").announce("r", KEY, {})
     assert (refusal.value.status, refusal.value.after_seconds) == (refuses[0], after)
 
@@ -149,7 +149,7 @@ def test_the_pause_after_a_refusal() -> None:
     pause = ServicePause(lambda: now[0], lambda: 0.0)
 
     def refused(status: int, after: float | None) -> None:
-        pause.failed(RefusedError(status, "", "no", "", after))
+        pause.failed(ServiceRefusedError(status, "", "no", "", after))
 
     def lasts() -> float:
         """Seconds until the service may be asked again."""
@@ -172,7 +172,7 @@ def test_the_pause_after_a_refusal() -> None:
     assert lasts() == 0, "which says nothing of who asks"
     for error in (
         UnreachableError("no answer", ""),
-        RefusedError(503, "", "starts", ""),
+        ServiceRefusedError(503, "", "starts", ""),
         ServiceError("something else", ""),
     ):
         pause.failed(error)

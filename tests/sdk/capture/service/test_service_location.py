@@ -14,7 +14,7 @@ import pytest
 
 import watchstep
 from tests.services.jobs import eventually
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.service.location import HOME, ServiceLocation, find_service, make_home
 from watchstep.capture.service.registration import LAUNCH, LaunchState
 from watchstep.errors import ConfigError
@@ -140,7 +140,7 @@ def test_a_pipe_in_place_of_the_note_is_a_fault_in_health(
 
 def test_a_recorder_that_looks_for_a_moved_service_reports_a_damaged_note(store: Path) -> None:
     place_of(store).write_text("damaged")
-    health = Health()
+    health = RecorderHealth()
     state = LaunchState(ServiceLocation.of("", store.as_uri()))
     assert state.recorder_address(health) is None
     assert "the note of a service" in health.as_data()["faults"]["service note"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from watchstep import Snapshots
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.snapshots.plan import Occasion, Reason
 from watchstep.capture.snapshots.writer import SnapshotWriter, TakenSnapshot
 from watchstep.errors import StoreError
@@ -25,7 +25,7 @@ class Written:
     """A writer, and what it says of itself."""
 
     def __init__(self, config: Snapshots) -> None:
-        self.health = Health()
+        self.health = RecorderHealth()
         self.writer = SnapshotWriter(config, 3, self.health)
         self.turn = threading.Event()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from watchstep.capture.health import Health
+from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
 from watchstep.capture.system.cgroup import allowed_cpus, cpu_group, memory_group
 from watchstep.capture.system.node import NodeCpu, NodeDisks, NodeMemory, NodeNetwork
@@ -218,7 +218,7 @@ def test_a_process_that_is_busy_is_told_as_that() -> None:
 
 def test_the_first_rank_of_a_machine_speaks_for_it() -> None:
     def names(local_rank: int) -> set[str]:
-        health = Health()
+        health = RecorderHealth()
         identity = Identity(
             "p", "r", "a", worker=4 + local_rank, world_size=8, local_size=4, local_rank=local_rank
         )

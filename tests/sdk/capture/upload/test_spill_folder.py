@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.capture.identity import Identity
-from watchstep.capture.upload.outgoing import Outgoing, Place
+from watchstep.capture.upload.outgoing import Outgoing, SegmentPlace
 from watchstep.capture.upload.spill import spill_roots
-from watchstep.capture.upload.spill_folder import About, Spilled, SpillFolder
+from watchstep.capture.upload.spill_folder import Spilled, SpillFolder, SpillOwner
 from watchstep.capture.upload.sync import named_spill_folders, spill_folders, sync
 from watchstep.errors import FormatError
 from watchstep.format.documents import AttemptDocument, EndDocument, RunDocument
 from watchstep.format.layout import WriterId
 
-ABOUT = About(
+ABOUT = SpillOwner(
     "s3://bucket/runs",
     Identity("p", "r", "a", 3, 8, "n"),
     RunDocument("p", "r", 1, rules=({"rule": "nan_or_inf"},)),
@@ -27,23 +27,23 @@ ABOUT = About(
 END = EndDocument(3, "failed", 7, 9, 2, "", "SIGTERM")
 
 numbers = st.integers(0, 10**18 - 1)
-places = st.builds(Place, numbers, numbers, numbers, numbers)
+places = st.builds(SegmentPlace, numbers, numbers, numbers, numbers)
 
 
 @given(places)
-def test_a_place_is_read_back_from_its_name(place: Place) -> None:
-    assert Place.parse(place.name) == place
+def test_a_place_is_read_back_from_its_name(place: SegmentPlace) -> None:
+    assert SegmentPlace.parse(place.name) == place
 
 
 @given(st.text())
 def test_other_names_are_no_places(name: str) -> None:
-    place = Place.parse(name)
+    place = SegmentPlace.parse(name)
     assert place is None or place.name == name
 
 
 def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    items = [Outgoing(Place(seq, seq, seq, 1), bytes([seq])) for seq in (11, 2, 100)]
+    items = [Outgoing(SegmentPlace(seq, seq, seq, 1), bytes([seq])) for seq in (11, 2, 100)]
     for item in items:
         folder.add(item)
     folder.add_end(END)
@@ -55,7 +55,7 @@ def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
 
 def test_the_writer_that_was_claimed_is_kept(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
-    claimed = About(**{**vars(ABOUT), "writer": WriterId("a", "n", "w3")})
+    claimed = SpillOwner(**{**vars(ABOUT), "writer": WriterId("a", "n", "w3")})
     folder.describe(claimed)
     assert folder.about() == claimed
 
@@ -89,7 +89,7 @@ def test_one_at_a_time_holds_it(tmp_path: Path) -> None:
 
 def test_it_is_its_owners_alone(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     modes = {entry.stat().st_mode & 0o077 for entry in [folder.path, *folder.path.iterdir()]}
     assert modes == {0}
 
@@ -162,7 +162,7 @@ def test_an_object_exchanged_for_a_link_after_the_listing_is_not_read(tmp_path: 
     secret = tmp_path / "secret"
     secret.write_text("of this user alone")
     folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     (entry,) = folder.entries()
     (folder.path / entry.name).unlink()
     (folder.path / entry.name).symlink_to(secret)
@@ -172,7 +172,7 @@ def test_an_object_exchanged_for_a_link_after_the_listing_is_not_read(tmp_path: 
 
 def test_a_folder_exchanged_for_a_link_is_not_read_or_written(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    spilled = folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    spilled = folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     folder.path.rename(tmp_path / "elsewhere")
     folder.path.symlink_to(tmp_path / "elsewhere")
     for use in (
@@ -190,7 +190,7 @@ def test_a_folder_exchanged_for_a_link_is_not_read_or_written(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["spill.json", "end.json", "lock", "0000000000-segment-0-0-0-1"])
 def test_a_file_of_another_user_is_not_used(tmp_path: Path, name: str) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
-    spilled = folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    spilled = folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     assert (folder.path / "0000000000-segment-0-0-0-1").is_file()
     folder.add_end(END)
     folder.let_go()
@@ -202,7 +202,7 @@ def test_a_file_of_another_user_is_not_used(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["spill.json", "end.json", "lock", "0000000000-segment-0-0-0-1"])
 def test_a_file_that_others_may_write_to_is_not_used(tmp_path: Path, name: str) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
-    spilled = folder.add(Outgoing(Place(0, 0, 0, 1), b"x"))
+    spilled = folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     folder.add_end(END)
     folder.let_go()
     (folder.path / name).chmod(0o666)

@@ -14,7 +14,7 @@ from watchstep import Bounds, CaptureConfig, Hook
 from watchstep.capture.record import Group, Record
 from watchstep.format.tensors import TensorInfo
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.measurement import Ready
+from watchstep.kernels.measurement import Completed
 
 _SECONDS = 60.0
 
@@ -51,7 +51,7 @@ def test_rows_are_counted_by_what_their_histograms_take() -> None:
         for width in (0, 18)
     )
     group = Group.of((TensorInfo("w", ("weights",), "weight"),))
-    sizes = [Record(0, "train", 0, 0, group, Ready(row)).bytes for row in (narrow, wide)]
+    sizes = [Record(0, "train", 0, 0, group, Completed(row)).bytes for row in (narrow, wide)]
     extra = sum(
         getattr(wide.histogram, name).nbytes - getattr(narrow.histogram, name).nbytes
         for name in ("bins", "counts")
