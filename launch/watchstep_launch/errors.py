@@ -10,7 +10,7 @@ class BackendError(WatchstepError):
 
 
 class SubmissionRejectedError(BackendError, ConfigError):
-    """The backend took no job, and none of it runs: mend what was submitted. Trying the same again is of no use."""
+    """The backend took no job, and none of it runs: correct what was submitted. Trying the same again is of no use."""
 
 
 class BackendDownError(BackendError):

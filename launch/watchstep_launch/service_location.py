@@ -118,4 +118,4 @@ def _another_starts(log: Path) -> bool:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return next((line for line in reversed(lines) if "mend:" not in line), "it said nothing")
+    return next((line for line in reversed(lines) if "hint:" not in line), "it said nothing")

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each names the thing, the value, and the mend."""
+"""The errors a user can meet. Each names the object, the value, and a hint."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 
 class WatchstepError(Exception):
-    """Something a user can mend.
+    """Something a user can correct.
 
     Args:
         what: the thing and its value, e.g. ``"store s3://ml/runs: access denied"``.
-        mend: what to do about it, one sentence.
+        hint: what to do about it, one sentence.
     """
 
-    def __init__(self, what: str, mend: str) -> None:
-        super().__init__(f"{what}\n  mend: {mend}")
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(f"{what}\n  hint: {hint}")
         self.what = what
-        self.mend = mend
+        self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by attributes, so that an error reaches the parent of a worker process whatever its constructor takes."""

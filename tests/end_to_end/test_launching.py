@@ -314,7 +314,7 @@ def test_a_service_that_answers_with_something_else_keeps_no_program_from_starti
         code, said = Launched(tmp_path, *options).end()
         assert code == 0, said
         assert "The program starts. The recorder registers the run" in said
-        assert "\n  mend: " in said
+        assert "\n  hint: " in said
         code, said = Launched(tmp_path, *options, "--require-service", run="required").end()
     assert code == 2, said
     assert "The program starts" not in said

@@ -133,7 +133,7 @@ def test_a_program_under_watchstep_run_starts_with_any_token(
     assert done.returncode == 7, done.stderr
     if role == "viewer":
         assert "may not record\n  The program starts and records. No rule judges it" in done.stderr
-        assert "mend: use a token of role recorder" in done.stderr
+        assert "hint: use a token of role recorder" in done.stderr
     else:
         assert "a recorder token may not bind a job" in done.stderr
         assert "watchstep attach --job local:" in done.stderr

@@ -11,8 +11,8 @@ from watchstep.reading.compacted import PartLostError
 
 def test_an_error_says_what_and_how_to_mend_it() -> None:
     error = errors.StoreError("store s3://ml/runs: access denied", "check the credentials")
-    assert (error.what, error.mend) == ("store s3://ml/runs: access denied", "check the credentials")
-    assert str(error) == "store s3://ml/runs: access denied\n  mend: check the credentials"
+    assert (error.what, error.hint) == ("store s3://ml/runs: access denied", "check the credentials")
+    assert str(error) == "store s3://ml/runs: access denied\n  hint: check the credentials"
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_an_error_says_what_and_how_to_mend_it() -> None:
 )
 def test_one_except_clause_catches_them_all(kind: type[errors.WatchstepError]) -> None:
     with pytest.raises(errors.WatchstepError):
-        raise kind("what", "mend")
+        raise kind("what", "hint")
 
 
 def test_a_missing_object_is_a_store_error_and_a_bad_name_a_config_error() -> None:

@@ -36,7 +36,7 @@ QUICK = CaptureConfig(bounds=Bounds(flush_seconds=0.01, control_seconds=0.01))
 def test_wrong_arguments_are_told_before_training(tmp_path: Path, arguments: dict[str, str]) -> None:
     with pytest.raises((ConfigError, BadNameError, RuleError)) as told:
         Hook(**{"store_url": str(tmp_path), **arguments})  # type: ignore[arg-type]
-    assert "mend:" in str(told.value)
+    assert "hint:" in str(told.value)
 
 
 def test_the_environment_settles_what_arguments_leave_open(

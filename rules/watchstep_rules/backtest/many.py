@@ -53,7 +53,7 @@ class Failed:
 
     location: str
     what: str
-    mend: str
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def judge_run(location: str, task: Task, store: Store | None = None) -> Replayed
         sets = [task.configs, *(variation.configs for variation in task.variations)]
         outcomes = backtest_sets(location if store is None else open_run(store), sets)
     except WatchstepError as error:
-        return Failed(location, error.what, error.mend)
+        return Failed(location, error.what, error.hint)
     except Exception as error:  # noqa: BLE001 - told with the run's name; the others go on
         return Failed(location, f"run {location}: {type(error).__name__}: {error}", "report this as a bug")
     damaged = outcomes[0].damaged

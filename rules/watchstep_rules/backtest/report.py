@@ -64,7 +64,7 @@ def _setting(name: str, value: Any) -> Setting:
 def result_as_data(result: Replayed | Failed, findings: int = 100) -> dict[str, Any]:
     """One run's result; so many findings of each rule config on each attempt."""
     if isinstance(result, Failed):
-        return {"location": result.location, "what": result.what, "mend": result.mend}
+        return {"location": result.location, "what": result.what, "hint": result.hint}
     fired = [None if first is None else vars(first) for first in result.fired]
     return {**_run(result.outcome, findings), "fired": fired}
 
@@ -76,7 +76,7 @@ def result_from_data(held: dict[str, Any]) -> Replayed | Failed:
         ValueError, KeyError, TypeError: it is none.
     """
     if "what" in held:
-        return Failed(str(held["location"]), str(held["what"]), str(held["mend"]))
+        return Failed(str(held["location"]), str(held["what"]), str(held["hint"]))
     attempts = [
         AttemptOutcome(
             str(attempt["attempt"]),

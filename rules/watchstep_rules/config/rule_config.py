@@ -266,7 +266,7 @@ class RuleConfig(_Model):
         try:
             find_rule(value)
         except RuleError as error:
-            raise ValueError(f"{error.what}; {_hint(value) or error.mend}") from error
+            raise ValueError(f"{error.what}; {_hint(value) or error.hint}") from error
         return value
 
     @field_validator("params")

@@ -96,7 +96,7 @@ def missing(library: str, extra: str, error: ImportError) -> NoReturn:
         ImportError: always.
     """
     raise ImportError(
-        f"{library} is not installed, or cannot be imported ({error})\n  mend: pip install 'watchstep[{extra}]'"
+        f"{library} is not installed, or cannot be imported ({error})\n  hint: pip install 'watchstep[{extra}]'"
     ) from error
 
 

@@ -502,7 +502,7 @@ def _refusal(url: str, answer: BaseHTTPResponse) -> ServiceRefusedError:
     hint = "see that the URL is that of a Watchstep service"
     try:
         problem = json.loads(_read(answer, _MAX_PROBLEM))
-        kind, what, hint = str(problem.get("type", "")), str(problem["detail"]), str(problem["mend"])
+        kind, what, hint = str(problem.get("type", "")), str(problem["detail"]), str(problem["hint"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         pass
     after = retry_after(answer.headers.get("Retry-After", ""))

@@ -137,7 +137,7 @@ def get_document(store: Store, key: str, limit: int) -> bytes:
     except StoreError as error:
         if not store.is_local:
             raise
-        raise FormatError(error.what, error.mend) from error
+        raise FormatError(error.what, error.hint) from error
 
 
 DAMAGED = "damaged"

@@ -252,7 +252,7 @@ def _refuse_stopped(launch: AttemptLaunch, control: ControlDocument) -> None:
         return
     sys.stderr.write(
         f"watchstep: run {launch.run} was stopped ({printable(control.tombstone)}) and does not start again.\n"
-        "  mend: start it under a new run id, or let it by 'watchstep runs allow-restart "
+        "  hint: start it under a new run id, or let it by 'watchstep runs allow-restart "
         f"{launch.project}/{launch.run}'\n"
     )
     raise SystemExit(EXIT_TOMBSTONE)
@@ -340,7 +340,7 @@ def _register(
         refusal = answer.job_refusal
         sys.stderr.write(
             f"watchstep: {printable(refusal.what)}: the run is judged, and a stop asks the program alone, which no job's end follows\n"
-            f"  mend: {printable(refusal.mend)}; 'watchstep attach --job local:{os.getpid()}' does it now\n"
+            f"  hint: {printable(refusal.hint)}; 'watchstep attach --job local:{os.getpid()}' does it now\n"
         )
     return None
 
@@ -366,8 +366,8 @@ def _encoded(state: LaunchState) -> str:
 
 
 def _warn(error: Exception, consequence: str) -> None:
-    what, mend = (error.what, error.mend) if isinstance(error, WatchstepError) else (str(error), "")
-    hint = f"\n  mend: {printable(mend)}" if mend else ""
+    what, hint = (error.what, error.hint) if isinstance(error, WatchstepError) else (str(error), "")
+    hint = f"\n  hint: {printable(hint)}" if hint else ""
     sys.stderr.write(f"watchstep: {printable(what)}\n  {consequence}.{hint}\n")
 
 

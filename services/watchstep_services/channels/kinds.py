@@ -50,6 +50,6 @@ def send(receiver: Receiver, letter: Letter, outside: Outside) -> AttemptResult:
     """Send a letter to a receiver, once.
 
     Raises:
-        WatchstepError: what the owner of the receiver can mend; it is tried again.
+        WatchstepError: what the owner of the receiver can correct; it is tried again.
     """
     return _SENDERS[type(receiver)](receiver, letter, outside)

@@ -1,4 +1,4 @@
-"""All checks, in the order in which one wants to mend what they find."""
+"""All checks, in the order in which one wants to correct what they find."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def _broker(settings: Settings) -> Iterator[CheckFinding]:
 def _variables() -> Iterator[CheckFinding]:
     unknown = list(unknown_variables(os.environ))
     for name, meant in unknown:
-        mend = f"did you mean {meant}?" if meant else "remove it; docs/settings.md has those that there are"
-        yield CheckFinding(f"variable {name}", "failed", "no such setting", mend)
+        hint = f"did you mean {meant}?" if meant else "remove it; docs/settings.md has those that there are"
+        yield CheckFinding(f"variable {name}", "failed", "no such setting", hint)
     if not unknown:
         yield CheckFinding("settings", "ok", "every WATCHSTEP_ variable is known")
     asked = any(os.environ.get(name) for name in tracing.ENDPOINTS)

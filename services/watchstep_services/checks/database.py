@@ -42,8 +42,8 @@ def _schema(database: Database, settings: Settings) -> CheckFinding:
         return CheckFinding(
             "database schema", "warning", str(found), "the next process that starts brings it up to date"
         )
-    mend = "run 'watchstep database upgrade'" if found.is_known else "start the later version of Watchstep"
-    return CheckFinding("database schema", "failed", str(found), mend)
+    hint = "run 'watchstep database upgrade'" if found.is_known else "start the later version of Watchstep"
+    return CheckFinding("database schema", "failed", str(found), hint)
 
 
 def _rights(database: Database, settings: Settings) -> CheckFinding:

@@ -18,21 +18,21 @@ class CheckFinding:
         what: what was tried.
         state: ``warning``: it works, and may not be what is meant; ``failed``: it does not work.
         detail: what was found.
-        mend: what to do about it.
+        hint: what to do about it.
     """
 
     what: str
     state: State
     detail: str
-    mend: str = ""
+    hint: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
 
 
-def failed(what: str, error: Exception, mend: str = "") -> CheckFinding:
+def failed(what: str, error: Exception, hint: str = "") -> CheckFinding:
     """A check that raised."""
     if isinstance(error, WatchstepError):
-        return CheckFinding(what, "failed", error.what, error.mend)
-    return CheckFinding(what, "failed", f"{type(error).__name__}: {error}".split("\n", 1)[0][:500], mend)
+        return CheckFinding(what, "failed", error.what, error.hint)
+    return CheckFinding(what, "failed", f"{type(error).__name__}: {error}".split("\n", 1)[0][:500], hint)

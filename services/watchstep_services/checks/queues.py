@@ -51,10 +51,10 @@ def _found(queue: str, takers: int, waiting: int, *, workers: bool) -> CheckFind
             what, "ok", f"{waiting} wait, {takers} {'worker takes' if takers == 1 else 'workers take'}"
         )
     if workers:
-        mend = (
+        hint = (
             "those that run are of an earlier version, or take from chosen queues: start a `watchstep worker`"
         )
-        return CheckFinding(what, "warning", f"{waiting} wait, and no worker takes from it", mend)
+        return CheckFinding(what, "warning", f"{waiting} wait, and no worker takes from it", hint)
     if waiting:
         return CheckFinding(
             what, "warning", f"{waiting} wait, and no worker answers", "start a `watchstep worker`"

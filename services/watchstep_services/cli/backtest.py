@@ -91,7 +91,7 @@ def _named(runs: Sequence[str], store: str) -> tuple[list[str], list[Failed]]:
         try:
             found |= dict.fromkeys(locations(run, store))
         except WatchstepError as error:
-            failed.append(Failed(run, error.what, error.mend))
+            failed.append(Failed(run, error.what, error.hint))
     return list(found), failed
 
 

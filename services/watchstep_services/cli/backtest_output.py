@@ -164,4 +164,4 @@ def show_failed(out: Console, results: Sequence[Replayed | Failed]) -> None:
     for result in results:
         if isinstance(result, Failed):
             out.print(f"not judged: {result.what}", soft_wrap=True)
-            out.print(f"  mend: {result.mend}", soft_wrap=True)
+            out.print(f"  hint: {result.hint}", soft_wrap=True)

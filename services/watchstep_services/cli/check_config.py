@@ -24,8 +24,8 @@ def check_config(
     if as_json:
         echo_json(json.dumps({"ok": not failing, "checks": [each.as_data() for each in found]}))
     else:
-        shown = table("check", "state", "found", "mend")
+        shown = table("check", "state", "found", "hint")
         for each in found:
-            shown.add_row(each.what, each.state, each.detail, each.mend)
+            shown.add_row(each.what, each.state, each.detail, each.hint)
         show(shown)
     raise typer.Exit(1 if failing else 0)

@@ -16,7 +16,7 @@ def lines_of(event: dict[str, Any]) -> list[str]:
     if kind == "stop.done":
         return [f"{head}{data['detail']}"]
     if kind == "stop.would_have":
-        return [f"{head}would have been stopped: {data['reason']}", f"  {data['mend']}"]
+        return [f"{head}would have been stopped: {data['reason']}", f"  {data['hint']}"]
     if kind == "rule.no_data":
         return [f"{head}rule {data['name']} has judged nothing up to step {data['step']}: it has no data"]
     if kind not in ("alert.firing", "alert.revised", "alert.resolved"):

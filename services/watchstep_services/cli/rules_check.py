@@ -57,7 +57,7 @@ def _checked(path: Path) -> CheckResult:
     except RuleError as error:
         text = error.what.removeprefix(f"rule file {path}: ")
         line = _LINE.search(text)
-        return CheckResult([Remark("error", int(line[1]) if line else 1, "", f"{text}; {error.mend}")], ())
+        return CheckResult([Remark("error", int(line[1]) if line else 1, "", f"{text}; {error.hint}")], ())
 
 
 def _isolations(configs: tuple[RuleConfig, ...]) -> list[str]:

@@ -63,7 +63,7 @@ def check_store(name: Name, service: At = "", local: On = DEFAULT_STORE) -> None
         echo(f"{step['name']:12} {'ok' if step['ok'] else step['detail']}")
     wrong = next((step for step in tried["steps"] if not step["ok"]), None)
     if wrong is not None:
-        raise StoreError(f"store {name}: {wrong['name']}: {wrong['detail']}", wrong["mend"])
+        raise StoreError(f"store {name}: {wrong['name']}: {wrong['detail']}", wrong["hint"])
 
 
 @stores.command("remove")

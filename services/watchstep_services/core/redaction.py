@@ -120,8 +120,8 @@ Error = TypeVar("Error", bound=WatchstepError)
 
 def redacted(error: Error) -> Error:
     """The same error without secrets, to be told to somebody."""
-    error.what, error.mend = redact(error.what), redact(error.mend)
-    error.args = (f"{error.what}\n  mend: {error.mend}",)
+    error.what, error.hint = redact(error.what), redact(error.hint)
+    error.args = (f"{error.what}\n  hint: {error.hint}",)
     return error
 
 

@@ -103,7 +103,7 @@ def try_webhook(service: Service, due: DueAction) -> AttemptResult:
     except ValueError as error:
         return AttemptResult("failed", f"the address cannot be used: {error}")
     except AddressRefusedError as error:
-        return AttemptResult("failed", f"{error.what} ({error.mend})")
+        return AttemptResult("failed", f"{error.what} ({error.hint})")
 
 
 _KINDS = {"stop": try_stop, MIRROR: try_mirror, "webhook": try_webhook, NOTIFY: try_notify}
@@ -205,7 +205,7 @@ def _try(service: Service, due: DueAction) -> AttemptResult:
     try:
         return _KINDS[due.kind](service, due)
     except WatchstepError as error:
-        return AttemptResult("error", f"{error.what} ({error.mend})", due.stage)
+        return AttemptResult("error", f"{error.what} ({error.hint})", due.stage)
     except Exception as error:  # noqa: BLE001 - told with the action; it must not keep others from their turn
         _log.exception("action %d (%s) failed", due.id, due.kind)
         return AttemptResult("error", f"{type(error).__name__}: {error}", due.stage)

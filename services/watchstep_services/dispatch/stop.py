@@ -241,7 +241,7 @@ def _go_on_without_store(
         return _told_of(refused, _press(service, due, target, TERMINATED))
     detail = (
         f"{refused.what}; the workers are asked by the answers to their announcements alone, and job {_named(target)}"
-        f" itself after {service.settings.grace_seconds:g} s ({refused.mend})"
+        f" itself after {service.settings.grace_seconds:g} s ({refused.hint})"
     )
     return AttemptResult("error", detail, ASKED, due.now_ns + _POLL_NS)
 

@@ -96,7 +96,7 @@ def _would_have(
         "attempt": place.attempt,
         "because": why,
         "cause": cause.event.id,
-        "mend": _mend(place, why, told),
+        "hint": _mend(place, why, told),
         **{name: told[name] for name in ("reason", "step", "digest", "rule_config", "finding", "evidence")},
     }
     event = make_event("watchstep.stop.would_have", place.base_url, place.named, place.now_ns, data)

@@ -53,12 +53,12 @@ def deliver(receiver: Receiver, notification: Notification, outside: Outside) ->
     """Put a notification into the receiver's words and send it, once.
 
     Raises:
-        WatchstepError: what the receiver's owner can mend.
+        WatchstepError: what the receiver's owner can correct.
     """
     try:
         return kinds.send(receiver, letter_of(notification, receiver.templates), outside)
     except AddressRefusedError as error:
-        return AttemptResult("failed", f"{error.what} ({error.mend})")
+        return AttemptResult("failed", f"{error.what} ({error.hint})")
 
 
 def letter_of(notification: Notification, templates: Templates) -> Letter:

@@ -192,17 +192,17 @@ class Bulkhead:
         thread = threading.Thread(
             target=context.run, args=(self._do_now, store, work, came), name="watchstep-store", daemon=True
         )
-        mend = "see whether it can be reached from here; it is tried again"
+        hint = "see whether it can be reached from here; it is tried again"
         with self._lock:
             if sum(self._urgent[left] == store for left in self._left) >= _MOST_LEFT:
-                raise StoreError(f"store {store.url}: has not answered for a while", mend)
+                raise StoreError(f"store {store.url}: has not answered for a while", hint)
             self._urgent[thread] = store
             thread.start()
         wait([came], seconds)
         with self._lock:
             if came.cancel():
                 self._left.add(thread)
-                raise StoreError(f"store {store.url}: no answer for {seconds:g} s", mend)
+                raise StoreError(f"store {store.url}: no answer for {seconds:g} s", hint)
         return came.result()
 
     def close(self) -> None:

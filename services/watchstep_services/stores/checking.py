@@ -25,13 +25,13 @@ class TriedStep:
         name: what: ``role``, ``list``, ``write``, ``read``, ``create_once`` or ``delete``.
         ok: whether it can be done.
         detail: what is wrong; empty where nothing is.
-        mend: what to do about it.
+        hint: what to do about it.
     """
 
     name: str
     ok: bool
     detail: str = ""
-    mend: str = ""
+    hint: str = ""
 
 
 def check_store(registration: StoreRegistration, prefix: str = "", project: str = TRIED) -> list[TriedStep]:
@@ -45,7 +45,7 @@ def check_store(registration: StoreRegistration, prefix: str = "", project: str 
         try:
             what()
         except WatchstepError as error:
-            done.append(TriedStep(name, False, error.what, error.mend))
+            done.append(TriedStep(name, False, error.what, error.hint))
             return False
         done.append(TriedStep(name, True))
         return True

@@ -64,7 +64,7 @@ def test_the_service_stops_it_through_the_backend_of_that_name(
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"'gpu-west': not registered for project 'default'") as refused:
         replace(estimator, backend_name="gpu-west").fit(run="refused")
-    assert "gpu-east" in refused.value.mend
+    assert "gpu-east" in refused.value.hint
     assert double.objects("Job", NAMESPACE) == []
 
     job = estimator.fit(run="named", wait=False)

@@ -78,12 +78,12 @@ def test_a_wrong_file_names_the_place_and_the_mend(text: str, place: str) -> Non
     line = "" if place.startswith("not valid") else "line 1: "
     with pytest.raises(RuleError, match=r"^rule file my/rules.yaml: " + re.escape(line + place)) as caught:
         parse(text, "my/rules.yaml")
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(
-        RuleError, match=r"nothing.yaml: cannot be read .*No such file.*\n  mend: check the path"
+        RuleError, match=r"nothing.yaml: cannot be read .*No such file.*\n  hint: check the path"
     ):
         load(tmp_path / "nothing.yaml")
     with pytest.raises(RuleError, match="cannot be read"):
@@ -195,7 +195,7 @@ def test_what_does_not_fit_together_is_refused(text: str, fault: str) -> None:
         parse(rules + text, "rules.yaml") if "circle" not in fault else parse(
             text + "\n" + rules, "rules.yaml"
         )
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_all_faults_are_counted_and_the_first_has_its_line() -> None:

@@ -31,7 +31,7 @@ def test_no_expression_takes_long(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "mend"),
+    ("pattern", "hint"),
     [
         ("a{99999999999}", "repeats more than 1000 times"),
         ("a{2,99999999999}", "repeats more than 1000 times"),
@@ -46,9 +46,9 @@ def test_no_expression_takes_long(pattern: str) -> None:
     ],
 )
 def test_what_cannot_be_used_says_what_can(
-    pattern: str, mend: str, capfd: pytest.CaptureFixture[str]
+    pattern: str, hint: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = {"rules": [{"rule": "nan_or_inf", "tensors": {"include": pattern}}]}
-    with pytest.raises(RuleError, match=mend):
+    with pytest.raises(RuleError, match=hint):
         rule_file.check(data, "mine")
     assert capfd.readouterr().err == ""

@@ -94,7 +94,7 @@ def test_what_is_left_out_asks_nothing() -> None:
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(FormatError, match=r"control document: .*\n  mend: let the service write it anew"):
+    with pytest.raises(FormatError, match=r"control document: .*\n  hint: let the service write it anew"):
         ControlDocument.decode(data)
 
 

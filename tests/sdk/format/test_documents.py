@@ -41,7 +41,7 @@ def test_values_that_are_not_json_are_kept_as_text() -> None:
 def test_a_later_schema_is_refused_with_its_own_mend() -> None:
     data = json.loads(documents.encode(RUN)) | {"schema": 2}
     with pytest.raises(
-        FormatError, match=r"p/r/run.json: schema 2, .*\n  mend: read the run with a newer watchstep"
+        FormatError, match=r"p/r/run.json: schema 2, .*\n  hint: read the run with a newer watchstep"
     ):
         documents.decode(RunDocument, json.dumps(data).encode(), "p/r/run.json")
 
@@ -49,7 +49,7 @@ def test_a_later_schema_is_refused_with_its_own_mend() -> None:
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"3", b"[]", b"{}", b'"schema"', b"[" * 50_000])
 @pytest.mark.parametrize("kind", [RunDocument, AttemptDocument, EndDocument])
 def test_other_bytes_are_refused(kind: type[RunDocument], data: bytes) -> None:
-    with pytest.raises(FormatError, match=r"d: not a document of this kind .*\n  mend: "):
+    with pytest.raises(FormatError, match=r"d: not a document of this kind .*\n  hint: "):
         documents.decode(kind, data, "d")
 
 

@@ -24,7 +24,7 @@ def test_a_name_that_could_leave_its_place_is_refused_with_its_kind_and_a_mend(n
     with pytest.raises(BadNameError) as caught:
         layout.check_name("run", name)
     assert caught.value.what.startswith(f"run name {name!r}")
-    assert "letters, digits" in caught.value.mend
+    assert "letters, digits" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["a", "7", "run-2.1_b", "a" * 128])

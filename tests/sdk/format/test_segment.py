@@ -61,7 +61,7 @@ def with_column(name: str, values: Any, kind: Any = None) -> bytes:
 
 
 def refused(data: bytes) -> str:
-    with pytest.raises(FormatError, match=r"segment run/seg: .*\n  mend: ") as caught:
+    with pytest.raises(FormatError, match=r"segment run/seg: .*\n  hint: ") as caught:
         segment.decode(data, "run/seg")
     return caught.value.what
 
@@ -111,7 +111,7 @@ def test_to_look_into_histograms_that_were_not_read_says_what_to_do() -> None:
         together(BLOCK, light),
     ):
         assert len(block.statistics.histogram) == len(block)
-        with pytest.raises(ConfigError, match=r"histogram\.bins: .* not read\n  mend: .*histograms=True"):
+        with pytest.raises(ConfigError, match=r"histogram\.bins: .* not read\n  hint: .*histograms=True"):
             _ = block.statistics.histogram.bins
     assert len(concatenate([light.take(rows[:0]), BLOCK]).statistics.histogram.bins)
     with pytest.raises(ValueError, match="a segment holds histograms"):
@@ -151,7 +151,7 @@ def test_columns_of_later_versions_are_left_out() -> None:
 
 def test_a_later_schema_is_refused_with_its_own_mend() -> None:
     with pytest.raises(
-        FormatError, match=r"schema 2, this version reads up to 1\n  mend: read it with a newer"
+        FormatError, match=r"schema 2, this version reads up to 1\n  hint: read it with a newer"
     ):
         segment.decode(written(TABLE, watchstep='{"schema": 2}'), "s")
 

@@ -66,7 +66,7 @@ def raw(header: Any, body: bytes = bytes(28)) -> bytes:
 
 
 def refused(data: bytes) -> str:
-    with pytest.raises(FormatError, match=r"snapshot snap: .*\n  mend: ") as caught:
+    with pytest.raises(FormatError, match=r"snapshot snap: .*\n  hint: ") as caught:
         opened(data)
     return caught.value.what
 
@@ -223,7 +223,7 @@ def test_a_tensor_that_the_writer_left_out_is_told_with_the_reason() -> None:
     metadata = missing_metadata(["c", "d"])
     held = opened(raw({**GOOD, "__metadata__": metadata}))
     assert (held.missing, held.missing_names) == (2, ("c", "d"))
-    with pytest.raises(NotFoundError, match=r"no memory for 2 tensors\n  mend: raise Snapshots.memory_bytes"):
+    with pytest.raises(NotFoundError, match=r"no memory for 2 tensors\n  hint: raise Snapshots.memory_bytes"):
         held.read("c")
     with pytest.raises(NotFoundError, match="see its tensors for the names"):
         held.read("e")
@@ -243,7 +243,7 @@ def test_a_snapshot_that_is_deleted_after_it_was_opened_is_told(folder_store: St
     folder_store.delete("snap")
     for read in (lambda: held.read("a"), lambda: open_snapshot(folder_store, "snap")):
         with pytest.raises(
-            NotFoundError, match=r"snap: not there, or not any more\n  mend: list the snapshots"
+            NotFoundError, match=r"snap: not there, or not any more\n  hint: list the snapshots"
         ):
             read()
 

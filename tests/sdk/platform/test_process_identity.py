@@ -64,6 +64,6 @@ def test_a_system_without_proc_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", missing)
     for ask in (boot_id, lambda: ProcessIdentity.of(os.getpid())):
         with pytest.raises(
-            ConfigError, match=r"cannot be told apart on this system .*\n  mend: run local jobs on Linux"
+            ConfigError, match=r"cannot be told apart on this system .*\n  hint: run local jobs on Linux"
         ):
             ask()

@@ -139,7 +139,7 @@ def test_a_run_that_cannot_be_read(
     record(tmp_path, 1)
     with pytest.raises(error, match=says) as told:
         open_run(url.format(store=tmp_path))
-    assert "mend:" in str(told.value)
+    assert "hint:" in str(told.value)
 
 
 def test_what_was_not_recorded_is_told_by_name(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_what_is_refused_is_told(tmp_path: Path, text: str) -> None:
     run = open_run(small_run(tmp_path))
     with pytest.raises(ConfigError, match="SQL") as told:
         run.sql(text)
-    assert "mend:" in str(told.value)
+    assert "hint:" in str(told.value)
 
 
 def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_a_relative_path_and_a_home_path_are_folders(tmp_path: Path, monkeypatch
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(MissingStoreError, match=r"nowhere: no such folder\n  mend: check the path"):
+    with pytest.raises(MissingStoreError, match=r"nowhere: no such folder\n  hint: check the path"):
         Store.open(tmp_path / "nowhere")
 
 
@@ -265,7 +265,7 @@ def test_a_denied_folder_is_told_as_denied(folder_store: Store, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("obstore.put", deny)
-    with pytest.raises(StoreError, match=r"access denied, cannot write 'a'\n  mend: check the credentials"):
+    with pytest.raises(StoreError, match=r"access denied, cannot write 'a'\n  hint: check the credentials"):
         folder_store.put("a", b"")
 
 
@@ -312,7 +312,7 @@ def test_a_half_written_file_is_never_visible(folder_store: Store, monkeypatch: 
 def test_a_url_that_names_no_store_is_told(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         Store.open(url)
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_missing_bucket_is_told(s3: S3) -> None:
@@ -330,7 +330,7 @@ def test_a_missing_bucket_is_told(s3: S3) -> None:
     )
     for act in acts:
         with pytest.raises(
-            MissingStoreError, match=r"store s3://nowhere/runs: no such bucket\n  mend: create the bucket"
+            MissingStoreError, match=r"store s3://nowhere/runs: no such bucket\n  hint: create the bucket"
         ):
             act()
 
@@ -386,7 +386,7 @@ def test_missing_credentials_are_told(s3_store: Store, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("obstore.put", ask)
     with pytest.raises(
-        StoreError, match=r"no credentials found, cannot write 'a'\n  mend: set AWS_ACCESS_KEY_ID"
+        StoreError, match=r"no credentials found, cannot write 'a'\n  hint: set AWS_ACCESS_KEY_ID"
     ):
         s3_store.put("a", b"")
 

@@ -233,10 +233,10 @@ def test_what_was_stopped_does_not_start_again(tmp_path: Path) -> None:
     )
     done = run_program(tmp_path, "print('started')")
     assert (done.returncode, done.stdout) == (87, "")
-    first, mend = done.stderr.splitlines()
+    first, hint = done.stderr.splitlines()
     assert "NaN at step 2" in first
     assert first.isprintable()
-    assert mend.startswith("  mend: ")
+    assert hint.startswith("  hint: ")
 
 
 def test_without_a_service_rules_are_kept_with_the_run(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_bad_input_is_told_in_two_lines(
     done = watchstep(*arguments)
     assert done.returncode == 2
     assert says in done.stderr
-    assert "mend: " in done.stderr
+    assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

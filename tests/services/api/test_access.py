@@ -120,4 +120,4 @@ def test_a_refusal_says_why(api: Api, role: Role, project: str | None, said: str
     answer = api.call("POST", RUNS, {"run": "run-1"}, role=role, project=project)
     assert answer.status_code == 403
     assert said in answer.json()["detail"]
-    assert answer.json()["mend"]
+    assert answer.json()["hint"]

@@ -103,7 +103,7 @@ def test_a_rule_stops_once_an_operator_allows_it_and_no_longer(api: Api, folder_
         event["data"] for event in api.driven.events(run_id) if event["type"] == "watchstep.stop.would_have"
     ]
     assert would_have["because"] == "not_allowed"
-    assert "watchstep rules allow-stop mine --project vision" in would_have["mend"]
+    assert "watchstep rules allow-stop mine --project vision" in would_have["hint"]
     assert would_have["evidence"]["segments"]
     grants = f"{PROJECT}/stop-grants"
     body = {"rule": "mine", "reason": "a month of backtests"}

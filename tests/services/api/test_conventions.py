@@ -122,7 +122,7 @@ def test_an_answer_with_a_secret_is_not_kept(api: Api) -> None:
     first, again = made("a"), made("a")
     assert (first.status_code, again.status_code) == (201, 409)
     assert "shown only once" in again.json()["detail"]
-    assert "revoke it" in again.json()["mend"]
+    assert "revoke it" in again.json()["hint"]
     secret = first.json()["token"].split("_", 2)[2]
     with api.driven.service.database.read() as session:
         kept = session.execute(select(ApiRequest.body)).scalars().all()
@@ -257,7 +257,7 @@ def test_a_name_in_a_query_that_is_not_known_is_refused(api: Api) -> None:
         assert (refused.status_code, refused.headers["content-type"]) == (422, "application/problem+json"), (
             path
         )
-        assert known in refused.json()["mend"], refused.text
+        assert known in refused.json()["hint"], refused.text
     assert api.call("GET", "/v1/projects/vision/runs?limit=3", role="viewer").status_code == 200
     assert api.call("GET", "/v1/tokens?active=true", role="admin").status_code == 200
     for path in ("/healthz?probe=1", "/docs?x=1", "/metrics?x=1"):

@@ -82,7 +82,7 @@ def test_recording_is_counted_apart_and_says_that_nothing_is_lost(storage: Stora
     held = limits(storage)
     refused(lambda: held.take(identity(), "read"), 5)
     error = refused(lambda: held.take(identity(), "record"), 8)
-    assert "nothing is lost" in error.mend
+    assert "nothing is lost" in error.hint
 
 
 def test_a_limit_of_nought_is_none(storage: Storage) -> None:

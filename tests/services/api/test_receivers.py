@@ -79,7 +79,7 @@ def test_without_a_key_no_secret_is_kept(api: Api) -> None:
     secret = new_secret()
     answer = put(api, webhook(secret=secret))
     assert (answer.status_code, "WATCHSTEP_SECRET_KEY is not set" in answer.text) == (422, True)
-    assert "watchstep receivers new-key" in answer.json()["mend"]
+    assert "watchstep receivers new-key" in answer.json()["hint"]
     assert secret not in answer.text
     assert put(api, webhook()).status_code == 200
 
@@ -249,7 +249,7 @@ def test_one_that_a_later_version_wrote_is_told_and_keeps_nobody_else_from_being
     assert "loft" not in keyed.call("GET", f"{AT}/later").text
     for path in ("test", "preview"):
         refused = keyed.call("POST", f"{AT}/later/{path}", {})
-        assert (refused.status_code, "run the version" in refused.json()["mend"]) == (409, True)
+        assert (refused.status_code, "run the version" in refused.json()["hint"]) == (409, True)
     with keyed.driven.service.database.read() as session:
         found = routes_of(keyed.driven.service, session, PROJECT, {}, ("good", "later"))
     assert "good" in {route.receiver for route in found}

@@ -236,7 +236,7 @@ def test_bad_input_is_told(api: Api, method: str, path: str, body: Any, status: 
     problem = answer.json()
     assert problem["status"] == status
     assert said in problem["detail"]
-    assert problem["mend"]
+    assert problem["hint"]
     assert "Traceback" not in answer.text
 
 

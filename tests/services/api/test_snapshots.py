@@ -83,7 +83,7 @@ def test_what_is_too_large_is_refused_with_the_mend(kept: Api, folder_store: Sto
     small = Api(Client(create_app(driven.service)), driven)
     Recording(folder_store).store.put(key(20).path, save({"big": np.zeros(300_000, np.float64)}))
     refused = ask(small, "/a1/0/20/train/tensor?name=big")
-    assert (refused.status_code, "Range" in refused.json()["mend"]) == (413, True)
+    assert (refused.status_code, "Range" in refused.json()["hint"]) == (413, True)
     assert ask(small, "/a1/0/20/train/summary?name=big").status_code == 413
     piece = ask(small, "/a1/0/20/train/tensor?name=big", range="bytes=1000000-1000999")
     assert piece.content == bytes(1000)

@@ -239,7 +239,7 @@ def test_an_archived_project_takes_no_announcements(shared: Api) -> None:
     shared.call("PATCH", "/v1/projects/a", {"archived": True}, role="admin")
     refused = shared.call("POST", path, said, role="recorder", project="a")
     assert (refused.status_code, refused.json()["detail"]) == (409, "project 'a': archived")
-    assert "admin" in refused.json()["mend"]
+    assert "admin" in refused.json()["hint"]
     assert shared.driven.segments(1) == {}
     assert shared.call("POST", path.replace("/r/", "/unknown/"), said, role="recorder").status_code == 404
     assert shared.call("POST", "/v1/projects/a/runs/r/stop", {"attempt": "a1"}).status_code == 202

@@ -109,7 +109,7 @@ def test_only_admins(api: Api, role: Role) -> None:
 )  # fmt: skip
 def test_what_cannot_be_made_is_told(api: Api, changes: dict[str, Any]) -> None:
     answer = api.call("POST", ALL, {**BODY, **changes}, role="admin")
-    assert (answer.status_code, answer.json()["mend"] != "") == (422, True)
+    assert (answer.status_code, answer.json()["hint"] != "") == (422, True)
 
 
 def test_the_id_is_in_the_token(api: Api) -> None:

@@ -101,8 +101,8 @@ def test_everything_that_is_wrong_is_told_at_once(
     assert {name for name, each in found.items() if each["state"] == "failed"} == {
         "database", "broker 127.0.0.1:1/0", f"store {tmp_path / 'absent'}", "rules", "variable WATCHSTEP_SWEEP_SECOND",
     }  # fmt: skip
-    assert all(each["mend"] for each in found.values() if each["state"] == "failed")
-    assert "WATCHSTEP_SWEEP_SECONDS" in found["variable WATCHSTEP_SWEEP_SECOND"]["mend"]
+    assert all(each["hint"] for each in found.values() if each["state"] == "failed")
+    assert "WATCHSTEP_SWEEP_SECONDS" in found["variable WATCHSTEP_SWEEP_SECOND"]["hint"]
     assert "hunter2" not in json.dumps(found)
 
 
@@ -125,7 +125,7 @@ def test_rights_that_are_missing(
         assert "INSERT" in found["database rights"]["detail"]
         assert found["database schema"]["state"] == "ok"
         environment.setenv("WATCHSTEP_MIGRATE", "at_start")
-        assert "CREATE" in checks(capsys)[1]["database rights"]["mend"]
+        assert "CREATE" in checks(capsys)[1]["database rights"]["hint"]
 
 
 def test_the_schema_is_told_upgraded_and_taken_back(

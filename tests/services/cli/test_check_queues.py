@@ -79,4 +79,4 @@ def test_a_queue_that_no_worker_takes_from_is_told(broker: Broker, tmp_path: Pat
 def test_a_broker_that_is_gone_is_told() -> None:
     (seen,) = check_queues(load_settings(broker_url="redis://127.0.0.1:1/0"))
     assert (seen.what, seen.state) == ("queues", "failed")
-    assert seen.mend
+    assert seen.hint

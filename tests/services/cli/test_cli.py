@@ -58,7 +58,7 @@ def test_bad_input_ends_a_process_with_2_and_two_lines(store: Path) -> None:
     done = started_anew("runs", "show", "nope", "--store", store)
     assert (done.returncode, done.stdout) == (2, "")
     assert "run 'nope'" in done.stderr
-    assert "mend: " in done.stderr
+    assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -118,7 +118,7 @@ def test_bad_input_is_told_in_two_lines(store: Path, arguments: list[str], says:
     done = typed(*arguments, *extra)
     assert done.returncode == 2
     assert says in done.stderr
-    assert "mend: " in done.stderr
+    assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -215,7 +215,7 @@ def test_serve_says_what_fires_and_why(tmp_path: Path) -> None:
         [without] = [line for line in shown.stdout.splitlines() if line.startswith("no data: ")]
         assert "class_imbalance" in without.removeprefix("no data: ").split(", ")
         missing = typed("runs", "alerts", "vision/well", "--store", tmp_path)
-        assert (missing.returncode, "mend: " in missing.stderr) == (2, True)
+        assert (missing.returncode, "hint: " in missing.stderr) == (2, True)
 
 
 def test_serve_says_what_each_rule_does_and_which_cannot_be_evaluated(tmp_path: Path) -> None:

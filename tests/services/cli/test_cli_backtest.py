@@ -124,7 +124,7 @@ def test_what_cannot_be_done_is_told(store: Path, rules: Path, arguments: list[s
     done = typed("rules", "backtest", *arguments, "--store", store, "--rules", rules)
     assert done.returncode == 2
     assert said in done.stderr
-    assert "mend:" in done.stderr
+    assert "hint:" in done.stderr
 
 
 def test_a_service_judges_its_own_runs(store: Path, rules: Path) -> None:

@@ -41,4 +41,4 @@ def test_export(store: Path) -> None:
     assert list((store / "events").rglob("events.out.tfevents.*"))
     again = typed("export", "--tensorboard", store / "events", "a", "--store", store)
     assert again.returncode == 2
-    assert "mend:" in again.stderr
+    assert "hint:" in again.stderr

@@ -113,7 +113,7 @@ def test_no_command_writes_what_a_terminal_acts_on(
         monkeypatch.setenv("COLUMNS", "200")
     done = typed(*(word.format(store=store) if word == "{store}" else word for word in COMMANDS[name]))
     assert "Traceback" not in done.stderr
-    assert not done.returncode or done.returncode == 1 or "mend: " in done.stderr
+    assert not done.returncode or done.returncode == 1 or "hint: " in done.stderr
     shown = _COLOURS.sub("", done.stdout) + _COLOURS.sub("", done.stderr)
     for line in shown.split("\n"):
         assert line.isprintable(), ascii(line)

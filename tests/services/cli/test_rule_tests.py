@@ -35,7 +35,7 @@ def test_what_a_user_can_mend(tmp_path: Path) -> None:
     for arguments in (["/no/tests.yaml"], []):
         done = typed("rules", "test", *arguments)
         assert done.returncode == 2
-        assert "mend: " in done.stderr
+        assert "hint: " in done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -110,7 +110,7 @@ def test_a_rule_shows_what_it_does_by_default(name: str, words: str) -> None:
 def test_of_an_unknown_rule_what_was_meant_comes_first() -> None:
     done = CliRunner().invoke(app, ["rules", "show", "nan_or_if"])
     assert isinstance(done.exception, RuleError)
-    first, *rest = done.exception.mend.splitlines()
+    first, *rest = done.exception.hint.splitlines()
     assert first.startswith("did you mean nan_or_inf")
     assert rest
     assert max(map(len, rest)) <= 100

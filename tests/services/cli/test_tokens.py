@@ -57,7 +57,7 @@ def test_a_store_names_its_service(tmp_path: Path) -> None:
         assert seen(service.database, token) is None
     with pytest.raises(ConfigError, match="no such file") as refused:
         tokens("list", "--store", str(tmp_path / "other"))
-    assert "--store" in refused.value.mend
+    assert "--store" in refused.value.hint
 
 
 def test_ids_stay_whole_in_a_narrow_terminal(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ def test_what_is_none_stays_readable(text: str) -> None:
 
 
 def test_an_error_stays_the_error_that_it_is() -> None:
-    error = redacted(ConfigError("url redis://:hunter2@redis: no", "mend password=hunter2"))
-    assert (error.what, error.mend) == (f"url redis://:{HIDDEN}@redis: no", f"mend password={HIDDEN}")
+    error = redacted(ConfigError("url redis://:hunter2@redis: no", "hint password=hunter2"))
+    assert (error.what, error.hint) == (f"url redis://:{HIDDEN}@redis: no", f"hint password={HIDDEN}")
     assert "hunter2" not in str(error)
 
 

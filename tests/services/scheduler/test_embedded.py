@@ -233,7 +233,7 @@ def test_a_store_that_its_home_remembers_is_not_made_anew(settings: Settings, tm
             store.mkdir()
         with (
             pytest.raises(
-                MissingStoreError, match=r"mend: bring the folder back; .* remove .*store-identity"
+                MissingStoreError, match=r"hint: bring the folder back; .* remove .*store-identity"
             ),
             EmbeddedService(settings),
         ):

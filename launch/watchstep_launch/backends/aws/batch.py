@@ -73,7 +73,7 @@ class AwsBatch(AwsBatchSettings):
             answer = self.aws().call("batch", "submit_job", once=True, **asked)
         except AwsCallError as error:
             raise SubmissionRejectedError(
-                f"AWS Batch took no job: {error}", "mend the backend's settings or the launch"
+                f"AWS Batch took no job: {error}", "correct the backend's settings or the launch"
             ) from error
         except BackendDownError as error:
             return self._looked_for(name, error)

@@ -264,10 +264,11 @@ def _label(stream: str) -> str:
 
 
 def _rejected(error: AwsCallError) -> SubmissionRejectedError:
-    mend = {
+    hint = {
         "ResourceInUse": "launch it under another name",
         "ResourceLimitExceeded": "ask AWS for a higher quota, or take another instance type",
     }
     return SubmissionRejectedError(
-        f"SageMaker took no job: {error}", mend.get(error.code, "mend the backend's settings or the launch")
+        f"SageMaker took no job: {error}",
+        hint.get(error.code, "correct the backend's settings or the launch"),
     )

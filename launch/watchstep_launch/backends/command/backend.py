@@ -108,12 +108,12 @@ class Command(BackendModel):
         except TimedOutError as error:
             return self._found_again(launch.name, error)
         except ConfigError as error:
-            raise SubmissionRejectedError(error.what, error.mend) from error
+            raise SubmissionRejectedError(error.what, error.hint) from error
         if answer.code:
             self._refuse_if_away(answer)
             raise SubmissionRejectedError(
                 f"{command[0]} refused {launch.name or launch.command[0]!r}: {answer.said}",
-                "mend what it names",
+                "correct what it names",
             )
         found = re.search(self.id_pattern, answer.text)
         if found is None or not _ID.fullmatch(found[1]):
@@ -242,9 +242,9 @@ class Command(BackendModel):
             if not found.code and _ID.fullmatch(found.text.strip()):
                 return self._handle(found.text.strip())
             if not found.code and not found.text.strip():
-                raise BackendDownError(f"{error.what}; no job {name!r} was begun", error.mend) from error
+                raise BackendDownError(f"{error.what}; no job {name!r} was begun", error.hint) from error
         raise BackendDownError(
-            f"{error.what}; a job {name!r} may have begun", f"look for it, and {error.mend}"
+            f"{error.what}; a job {name!r} may have begun", f"look for it, and {error.hint}"
         ) from error
 
     def _started(self, answer: CommandResult) -> str:

@@ -35,7 +35,7 @@ def submit(client: KubernetesClient, launch: Launch, settings: KubernetesSetting
     try:
         asked = manifest(launch, settings)
     except ConfigError as error:
-        raise SubmissionRejectedError(error.what, error.mend) from error
+        raise SubmissionRejectedError(error.what, error.hint) from error
     kind = settings.runs_as
     made = _created(client, asked, path_of(kind, settings.namespace), settings)
     if launch.secrets:
@@ -160,5 +160,5 @@ def _rejected(error: KubernetesRefusedError, settings: KubernetesSettings) -> Su
         )
     return SubmissionRejectedError(
         f"Kubernetes took no {kind}: {error.said}",
-        "mend the backend's options or the launch, and submit again",
+        "correct the backend's options or the launch, and submit again",
     )

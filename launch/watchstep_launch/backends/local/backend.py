@@ -167,7 +167,7 @@ class Local(BackendModel):
         except ProcessLookupError:
             return self.status(job)  # it ended by itself in between
         except ConfigError as error:
-            raise BackendError(error.what, error.mend) from error
+            raise BackendError(error.what, error.hint) from error
         except PermissionError as error:
             raise BackendError(
                 f"process {identity.pid} may not be signalled ({error})",

@@ -209,7 +209,7 @@ class Ray(BackendModel):
 
 def _rejected(why: str) -> SubmissionRejectedError:
     return SubmissionRejectedError(
-        f"Ray took no job: {why}", "mend the backend's options or the launch, and submit again"
+        f"Ray took no job: {why}", "correct the backend's options or the launch, and submit again"
     )
 
 

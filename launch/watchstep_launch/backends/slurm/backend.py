@@ -82,13 +82,13 @@ class Slurm(BackendModel):
             script = batch_script(launch, self.nodes * self.tasks_per_node, self.tasks_per_node)
             check_environment(launch.secrets)
         except ConfigError as error:
-            raise SubmissionRejectedError(error.what, error.mend) from error
+            raise SubmissionRejectedError(error.what, error.hint) from error
         try:
             said = run(("sbatch", *self._options(launch)), script, dict(launch.secrets))
         except CommandFailedError as error:
             raise SubmissionRejectedError(
                 f"Slurm took no job: {error.said}",
-                "mend the backend's options or the launch, and submit again",
+                "correct the backend's options or the launch, and submit again",
             ) from error
         except BackendDownError as error:
             return self._found_by_name(launch.name, error)

@@ -45,8 +45,8 @@ _REFUSED = (
 class CommandFailedError(BackendError):
     """A command of Slurm's said no, for a reason that its caller may know: ``said`` is what it wrote."""
 
-    def __init__(self, what: str, mend: str, said: str) -> None:
-        super().__init__(what, mend)
+    def __init__(self, what: str, hint: str, said: str) -> None:
+        super().__init__(what, hint)
         self.said = said
 
 

@@ -220,7 +220,7 @@ def _started(program: Runnable) -> Child:
     except DeadError:
         raise
     except RuleError as error:
-        raise DeadError(error.what, error.mend) from error
+        raise DeadError(error.what, error.hint) from error
 
 
 POOL = Pool()

@@ -175,7 +175,7 @@ def judged(
             raise
         except DeadError as error:
             step = windows[len(outcomes)].step
-            outcomes.append(RuleError(f"SQL at step {step}: {error.what.removeprefix('SQL: ')}", error.mend))
+            outcomes.append(RuleError(f"SQL at step {step}: {error.what.removeprefix('SQL: ')}", error.hint))
     return outcomes
 
 
@@ -193,7 +193,7 @@ def _judge(
         if left <= 0:
             child.close()
             error = out_of_time("SQL")
-            raise DeadError(error.what, error.mend)
+            raise DeadError(error.what, error.hint)
         reply = child.receive(time.monotonic() + left, left, FrameLimits(SHORT.document, MAX_FINDINGS))
         match reply.document:
             case {"refused": str(reason), "over": str(over)}:
@@ -220,8 +220,8 @@ def _odd(child: Child, what: str) -> DeadError:
 
 def _failed(step: int, reason: str, over: str) -> RuleError:
     param = {"memory": "params.memory_mb", "seconds": "params.seconds"}.get(over)
-    mend = f"make the query or its window smaller, or raise {param}" if param else "correct the query"
-    return RuleError(f"SQL at step {step}: {reason}", mend)
+    hint = f"make the query or its window smaller, or raise {param}" if param else "correct the query"
+    return RuleError(f"SQL at step {step}: {reason}", hint)
 
 
 def rows_as_table(rows: Block, query: CheckedQuery) -> pa.Table:

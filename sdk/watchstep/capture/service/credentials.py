@@ -99,7 +99,7 @@ def open_recorded(
         if checked_scheme(url) in {"s3", "s3a"} and not _has_own():
             raise StoreError(
                 f"store {url}: no credentials: {error.what}",
-                f"{error.mend}; or give the program its own, and unset {CREDENTIALS}",
+                f"{error.hint}; or give the program its own, and unset {CREDENTIALS}",
             ) from error
         if told is not None:
             told("credentials", error)

@@ -120,7 +120,7 @@ def _sync_held(folder: SpillFolder) -> Synced:
             done, size = done + 1, size + held.size
         _sync_end(folder, store, writer, about.base or 0)
     except (WatchstepError, OSError) as error:
-        reason = f"{error.what}; mend: {error.mend}" if isinstance(error, WatchstepError) else str(error)
+        reason = f"{error.what}; hint: {error.hint}" if isinstance(error, WatchstepError) else str(error)
         return Synced(folder.path, run, done, size, len(entries) - done, reason)
     folder.remove()
     return Synced(folder.path, run, done, size)

@@ -112,11 +112,11 @@ class TooOftenError(RequestRefusedError):
     Args:
         seconds: after which it may come again.
         what: who asks too often.
-        mend: what to do about it.
+        hint: what to do about it.
     """
 
-    def __init__(self, seconds: int, what: str, mend: str) -> None:
-        super().__init__(429, what, mend, {"retry-after": str(seconds)})
+    def __init__(self, seconds: int, what: str, hint: str) -> None:
+        super().__init__(429, what, hint, {"retry-after": str(seconds)})
 
 
 class RateLimits:

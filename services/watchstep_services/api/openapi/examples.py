@@ -55,7 +55,7 @@ _WORDS: dict[str, str] = {
     "title": "NotFound",
     "env": "WATCHSTEP_RECEIVER_ONCALL",
     "detail": "run vision/resnet50-17: not known",
-    "mend": "register it first, or check the name",
+    "hint": "register it first, or check the name",
 }
 _NUMBERS: dict[str, int] = {
     "step": 1200,

@@ -49,6 +49,6 @@ def run_sql(
         except PartLostError as error:
             lost = error
         except StartError as error:
-            raise RequestRefusedError(503, error.what, error.mend, {"retry-after": "1"}) from error
+            raise RequestRefusedError(503, error.what, error.hint, {"retry-after": "1"}) from error
     assert lost is not None
     raise lost

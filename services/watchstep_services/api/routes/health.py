@@ -33,7 +33,7 @@ async def readyz(request: Request, service: Served) -> ServiceHealth:
     try:
         await to_thread.run_sync(_check, service, limiter=threads)
     except WatchstepError as error:
-        raise RequestRefusedError(503, error.what, error.mend) from error
+        raise RequestRefusedError(503, error.what, error.hint) from error
     return ServiceHealth(status="ok")
 
 

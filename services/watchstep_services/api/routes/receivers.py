@@ -205,7 +205,7 @@ def test_receiver(project: str, name: str, body: TestInput, service: Served, slo
         try:
             tried = deliver(receiver, notification, outside)
         except WatchstepError as error:
-            detail = f"{error.what} ({error.mend})"
+            detail = f"{error.what} ({error.hint})"
             return TestOutput(result="error", detail=detail, notification=notification.id)
     return TestOutput(result=tried.result, detail=tried.detail, notification=notification.id)
 
@@ -253,7 +253,7 @@ def _stored(service: Service, session: Session, project: str, name: str) -> Rece
         row = session.get_one(ReceiverRow, (project, name))
         return ReceiverOutput(
             name=name, kind=row.kind, origin="project", written_by=row.written_by, written_ns=row.written_ns,
-            receiver={}, problem=f"{error.what}: {error.mend}",
+            receiver={}, problem=f"{error.what}: {error.hint}",
         )  # fmt: skip
 
 
@@ -284,5 +284,5 @@ def _require(service: Service, session: Session, named: tuple[str, str], if_matc
 
 def _refused(error: WatchstepError) -> RequestRefusedError:
     return RequestRefusedError(
-        403 if isinstance(error, writing.ForbiddenError) else 409, error.what, error.mend
+        403 if isinstance(error, writing.ForbiddenError) else 409, error.what, error.hint
     )

@@ -29,7 +29,7 @@ def get_rule(name: str) -> RuleOutput:
     try:
         rule = find_rule(name)
     except RuleError as error:
-        raise NotFoundError(error.what, error.mend) from error
+        raise NotFoundError(error.what, error.hint) from error
     return RuleOutput(
         name=rule.name,
         summary=rule.summary,

@@ -76,7 +76,7 @@ def post_run_token(
     try:
         token = create_for_run(service.database, request, caller)
     except TooMuchError as error:
-        raise RequestRefusedError(403, error.what, error.mend) from error
+        raise RequestRefusedError(403, error.what, error.hint) from error
     return made(service, token, response)
 
 

@@ -85,7 +85,7 @@ class CheckStep(BaseModel):
     name: str = Field(description="role, list, write, read, create_once or delete.")
     ok: bool
     detail: str = Field(description="What is wrong.")
-    mend: str = Field(description="What to do about it.")
+    hint: str = Field(description="What to do about it.")
 
 
 class StoreCheck(BaseModel):
@@ -152,7 +152,7 @@ def post_store_check(store: str, service: Served, slots: Working) -> StoreCheck:
 
 def check_output(steps: list[TriedStep]) -> StoreCheck:
     """What was tried, as the API shows it."""
-    shown = [CheckStep(name=step.name, ok=step.ok, detail=step.detail, mend=step.mend) for step in steps]
+    shown = [CheckStep(name=step.name, ok=step.ok, detail=step.detail, hint=step.hint) for step in steps]
     return StoreCheck(ok=failed(steps) is None, steps=shown)
 
 
@@ -164,7 +164,7 @@ def _tried(service: Service, slots: WorkSlots, body: StoreChange) -> StoreRegist
         problem = failed(check_store(registration))
     if problem is not None:
         raise ConfigError(
-            f"{problem.name}: {problem.detail}", f"{problem.mend}; or register it with check: false"
+            f"{problem.name}: {problem.detail}", f"{problem.hint}; or register it with check: false"
         )
     return registration
 

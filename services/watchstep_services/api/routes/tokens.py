@@ -159,5 +159,5 @@ def _make(
     try:
         token = create_for(service.database, request, caller)
     except TooMuchError as error:
-        raise RequestRefusedError(403, error.what, error.mend) from error
+        raise RequestRefusedError(403, error.what, error.hint) from error
     return made(service, token, response)

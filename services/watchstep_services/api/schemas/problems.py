@@ -51,7 +51,7 @@ TYPES: dict[str, ProblemType] = {
     ),
     "changed": ProblemType(412, "The thing is not the one that `If-Match` names."),
     "too-large": ProblemType(
-        413, "The request is too large, or its answer would be: `mend` says how to ask for less."
+        413, "The request is too large, or its answer would be: `hint` says how to ask for less."
     ),
     "too-long": ProblemType(414, "The address is too long."),
     "large-headers": ProblemType(431, "The headers are too many or too large."),
@@ -89,7 +89,7 @@ class Problem(BaseModel):
     title: str = Field(description="The kind of problem, for people.")
     status: int
     detail: str = Field(description="What is wrong: the thing and its value.")
-    mend: str = Field(description="What to do about it.")
+    hint: str = Field(description="What to do about it.")
 
 
 class RequestRefusedError(WatchstepError):
@@ -98,12 +98,12 @@ class RequestRefusedError(WatchstepError):
     Args:
         status: of the answer.
         what: the thing and its value.
-        mend: what to do about it.
+        hint: what to do about it.
         headers: of the answer.
     """
 
-    def __init__(self, status: int, what: str, mend: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(what, mend)
+    def __init__(self, status: int, what: str, hint: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(what, hint)
         self.status = status
         self.headers = headers
 
@@ -144,10 +144,10 @@ def install(app: FastAPI) -> None:
 
 
 def problem(
-    status: int, title: str, what: str, mend: str, headers: Mapping[str, str] | None = None
+    status: int, title: str, what: str, hint: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """An answer that tells a problem."""
-    held = Problem(type=type_of(status), title=title, status=status, detail=redact(what), mend=redact(mend))
+    held = Problem(type=type_of(status), title=title, status=status, detail=redact(what), hint=redact(hint))
     content = held.model_dump()
     return JSONResponse(content, status, headers=headers or _HEADERS.get(status), media_type=MEDIA_TYPE)
 
@@ -169,7 +169,7 @@ def _watchstep(_request: Request, error: Exception) -> JSONResponse:
     headers: Mapping[str, str] | None = {"retry-after": "1"} if isinstance(error, BusyError) else None
     if isinstance(error, RequestRefusedError):
         status, headers = error.status, error.headers
-    return problem(status, type(error).__name__.removesuffix("Error"), error.what, error.mend, headers)
+    return problem(status, type(error).__name__.removesuffix("Error"), error.what, error.hint, headers)
 
 
 def _invalid(_request: Request, error: Exception) -> JSONResponse:

@@ -180,7 +180,7 @@ def test_what_sagemaker_would_not_take_is_named(
             bench.backend.submit(launch)
     with pytest.raises(SubmissionRejectedError) as refused:
         bench.backend.submit(replace(plain, secrets={"WATCHSTEP_TOKEN": "x" * 513}))
-    assert "Secrets Manager" in refused.value.mend
+    assert "Secrets Manager" in refused.value.hint
     with pytest.raises(SubmissionRejectedError, match="role: is not set"):
         SageMaker().submit(plain)
     with pytest.raises(SubmissionRejectedError, match="S3 took no code"):

@@ -106,7 +106,7 @@ def test_a_cluster_without_kubeflow_says_what_to_install(
     double.installed = False
     with pytest.raises(SubmissionRejectedError, match="not installed") as caught:
         backend.submit(launch(tmp_path, TOLD))
-    assert "Kubeflow Trainer" in caught.value.mend
+    assert "Kubeflow Trainer" in caught.value.hint
     with pytest.raises(JobNotFoundError):
         backend.reattach("trainjob/anything")
     assert backend.jobs() == []

@@ -75,7 +75,7 @@ def test_what_cannot_be_submitted_says_why_and_leaves_nothing(
     for settings, name, why in refused:
         with pytest.raises(SubmissionRejectedError, match=why) as told:
             Ray(address=ray_cluster.address, **settings).submit(marker(tmp_path, name))
-        assert told.value.mend
+        assert told.value.hint
     assert Ray(address=ray_cluster.address).jobs() == []
     assert not (tmp_path / "began").exists()
 
