@@ -15,7 +15,7 @@ from watchstep_services.runs.claim import Claim
 KILL, PAUSE = "kill", "pause"
 _OVER = frozenset(
     {
-        "evaluate.fenced", "evaluate.committed", "evaluate.let_go", "dispatch.recorded", "evaluate.claiming", "dispatch.claiming", "sweep.found",
+        "evaluate.fenced", "evaluate.committed", "evaluate.released", "dispatch.recorded", "evaluate.claiming", "dispatch.claiming", "sweep.found",
         "announce.accepting",
     }
 )  # fmt: skip

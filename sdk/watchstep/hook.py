@@ -18,7 +18,7 @@ from watchstep.capture.recorder import Guarding, StepGuard
 from watchstep.capture.service.client import ServiceClient
 from watchstep.capture.service.credentials import lent, open_recorded
 from watchstep.capture.service.registration import LaunchState, RunRegistration
-from watchstep.capture.session import Session, obey, start_sampling
+from watchstep.capture.session import Session, apply_control, start_sampling
 from watchstep.capture.shutdown import notebook, process_end
 from watchstep.capture.shutdown.ending import Ending
 from watchstep.capture.stop.barrier import StopTalk
@@ -408,7 +408,7 @@ class Hook:
     def close(self) -> None:
         """Write what is left, say how the run ended, and stop recording. Waits for the store, but within bounds."""
         self._ending.end()
-        self._let_go()
+        self._release()
 
     def __enter__(self) -> Hook:  # noqa: PYI034 - Self comes with Python 3.11
         return self
@@ -420,7 +420,7 @@ class Hook:
             self.close()
         else:
             self._ending.end("failed", process_end.described(error))
-            self._let_go()
+            self._release()
 
     def _is_planned_exit(self, error: BaseException) -> bool:
         """Whether an exception only ends the program: because it was asked to stop, by whatever code, or by code 0."""
@@ -436,7 +436,7 @@ class Hook:
         """For another process, or a file: a `CopiedHook`, which records nothing."""
         return CopiedHook, ()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """The program may keep a closed hook for what it tells; the models and optimizers need not stay with it."""
         self._watches, self._given = [], None
         process_end.ended()
@@ -458,4 +458,4 @@ class Hook:
         return opened.child(run_prefix(project, run)).gated(self._gate)
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
-        obey(self._session, self._stop_talk, document, attempt)
+        apply_control(self._session, self._stop_talk, document, attempt)

@@ -25,7 +25,7 @@ ON_STOP_WORDS = ("ignore", "raise", "stop", "checkpoint")
 """What a launcher can say of a stop; "stop" is another word for "raise"."""
 
 
-def said_of_stops() -> str:
+def on_stop_from_environment() -> str:
     """What the environment says a stop does; empty where it says nothing; raises `ConfigError`."""
     said = os.environ.get(ON_STOP, "")
     if said and said not in ON_STOP_WORDS:
@@ -39,7 +39,7 @@ def checked_on_stop(on_stop: Any, checkpoint_seconds: float) -> OnStop:
     Where the environment says "checkpoint", a program's function saves one, and the training ends then; without a function it ends
     once the program has noted one that it saved, or after `checkpoint_seconds`.
     """
-    said = said_of_stops()
+    said = on_stop_from_environment()
     if on_stop is None:
         if said == "checkpoint":
             return AwaitsCheckpoint(checkpoint_seconds)

@@ -85,7 +85,7 @@ class Session:
         )
 
 
-def obey(session: Session, stop_talk: StopTalk, document: ControlDocument, attempt: str) -> None:
+def apply_control(session: Session, stop_talk: StopTalk, document: ControlDocument, attempt: str) -> None:
     """Take over what a newer document asks of an attempt. On whatever thread heard of it; never waits."""
     if document.stop is not None and document.stop.attempt == attempt:
         stop_talk.hear(document.stop, attempt)

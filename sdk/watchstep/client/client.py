@@ -152,7 +152,7 @@ class Client:
         """Keep a run whole, whatever the project's policy says, until it is let go."""
         self._transport.call("PUT", f"{self._of(run)}/hold", body={"reason": reason})
 
-    def let_go(self, run: str) -> None:
+    def release(self, run: str) -> None:
         """Let the project's policy decide of a run again."""
         self._transport.call("DELETE", f"{self._of(run)}/hold")
 

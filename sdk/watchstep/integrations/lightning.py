@@ -33,7 +33,7 @@ class KeptCheckpoints:
         trainer.save_checkpoint = self._saved
         trainer.strategy.remove_checkpoint = self._removed
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The fit is over. What may be the last good checkpoint still then stays."""
         self._delete_what_may_be()
         for held, name in ((self._trainer, "save_checkpoint"), (self._strategy, "remove_checkpoint")):
@@ -183,7 +183,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
     @kept_from_training
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The fit is over, stopped or not."""
-        self._let_go(trainer)
+        self._release(trainer)
         self._recording.end()
 
     @kept_from_training
@@ -194,7 +194,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
     @kept_from_training
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The fit ends by an exception, which may be `StopTraining`."""
-        self._let_go(trainer)
+        self._release(trainer)
         self._recording.end(exception)
 
     def _begin_pass(self) -> None:
@@ -222,7 +222,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
             folder = Path(trainer.default_root_dir) / "watchstep"
             trainer.save_checkpoint(folder / f"{hook.run}-{trainer.global_step}.ckpt")
 
-    def _let_go(self, trainer: Any) -> None:
+    def _release(self, trainer: Any) -> None:
         """What the program set for the Trainer holds for its next fit."""
         if self._least is not None:
             loop = trainer.fit_loop
@@ -230,7 +230,7 @@ class WatchstepCallback(Callback):  # type: ignore[misc]
             self._least = None
         self._last = {}
         if self._kept is not None:
-            self._kept.let_go()
+            self._kept.release()
             self._kept = None
 
 

@@ -17,7 +17,7 @@ from watchstep.errors import ConfigError
 from watchstep.format.control import StopRequest
 from watchstep.format.tensors import Mode
 from watchstep.hook import Hook
-from watchstep.hook_arguments import said_of_stops
+from watchstep.hook_arguments import on_stop_from_environment
 from watchstep.stopping import Noted, StopTraining
 
 
@@ -140,7 +140,7 @@ class CallbackRecording:
             raise ConfigError("hook= beside other arguments", "give them to the Hook that you make")
         self.hook = hook
         self.asked: StopRequest | None = None
-        self.ends_program = on_stop is None and said_of_stops() == "checkpoint"
+        self.ends_program = on_stop is None and on_stop_from_environment() == "checkpoint"
         self.on_stop = _checked(on_stop)
         self._own = hook is None
         self._store_url = store_url
@@ -283,7 +283,7 @@ def kept_from_training(method: _Method) -> _Method:
 def _checked(on_stop: OnStop | None) -> OnStop:
     if on_stop is None:  # what a launcher says; a trainer has a better way to stop than an exception
         ways: dict[str, OnStop] = {"raise": "stop", "stop": "stop", "checkpoint": "checkpoint"}
-        return ways.get(said_of_stops(), "ignore")
+        return ways.get(on_stop_from_environment(), "ignore")
     if on_stop not in {"ignore", "stop", "checkpoint", "raise"}:
         raise ConfigError(f"on_stop={on_stop!r}", 'use "ignore", "stop", "checkpoint" or "raise"')
     return on_stop

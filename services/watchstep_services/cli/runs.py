@@ -35,7 +35,7 @@ app.command("allow-restart")(runs_control.allow_restart)
 app.command("snapshot")(runs_control.snapshot)
 app.command("cadence")(runs_control.cadence)
 app.command("hold")(runs_control.hold)
-app.command("let-go")(runs_control.let_go)
+app.command("release")(runs_control.release)
 app.command("delete")(runs_control.delete)
 
 StoreOption = Annotated[

@@ -1,4 +1,4 @@
-"""``watchstep runs snapshot``, ``cadence``, ``allow-restart``, ``hold``, ``let-go`` and ``delete``: what is asked of a run."""
+"""``watchstep runs snapshot``, ``cadence``, ``allow-restart``, ``hold``, ``release`` and ``delete``: what is asked of a run."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def hold(
     console().print(f"{run}: held")
 
 
-def let_go(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: ServiceOption = "") -> None:
-    """Let the project's policy decide of a run again. Token: WATCHSTEP_TOKEN, of an operator."""
+def release(run: RunArgument, store: StoreOption = DEFAULT_STORE, service: ServiceOption = "") -> None:
+    """Release the hold on a run: its project's policy applies again. Token: WATCHSTEP_TOKEN, of an operator."""
     client, name = _asked(run, store, service)
-    client.let_go(name)
+    client.release(name)
     console().print(f"{run}: let go")
 
 

@@ -26,7 +26,7 @@ POINTS = (
     "evaluate.writing",
     "evaluate.committed",
     "evaluate.fenced",
-    "evaluate.let_go",
+    "evaluate.released",
     "lifecycle.writing",
     "lifecycle.written",
     "journal.writing",
@@ -47,7 +47,7 @@ POINTS = (
 _listener: Listener | None = None
 
 
-def reach(name: str, subject: object = None) -> None:
+def failpoint(name: str, subject: object = None) -> None:
     """Say that a point is reached.
 
     Args:

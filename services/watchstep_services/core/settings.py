@@ -126,7 +126,9 @@ class Settings(BaseSettings):
     )
     lease_seconds: float = Field(30.0, gt=0, description="How long one evaluation may hold a run.")
     gap_seconds: float = Field(60.0, ge=0, description="How long a missing segment is waited for.")
-    seal_seconds: float = Field(60.0, ge=0, description="How long a silent worker holds up a step's seal.")
+    allowed_lateness_seconds: float = Field(
+        60.0, ge=0, description="How long a silent worker holds up a step's seal."
+    )
     silent_seconds: float = Field(300.0, gt=0, description="After so long without a sign a run is lost.")
     grace_seconds: float = Field(
         30.0,

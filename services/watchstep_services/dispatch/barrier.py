@@ -18,7 +18,7 @@ from sqlalchemy import func, select
 
 from watchstep.format.control import ControlDocument, StopAnswer, StopRequest, find_answers
 from watchstep_services.core.due_action import AttemptResult, DueAction
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import RunRow, Segment
@@ -219,10 +219,10 @@ def _asked(service: Service, target: StopTarget) -> StopRequest | None:
 def _put(service: Service, target: StopTarget, before: StopRequest, after: StopRequest) -> None:
     with service.database.write() as session:
         ask(session, target.run.id, lambda held: held.with_stop(after) if held.stop == before else held)
-    reach("control.in_database", target.run.id)
+    failpoint("control.in_database", target.run.id)
     try:
         # Now; should that fail, the action that was asked for sees to it.
         at_store(service, target, lambda run_store: mirror(service, target.run.id, run_store))
     except REFUSED:
         return
-    reach("control.on_store", target.run.id)
+    failpoint("control.on_store", target.run.id)

@@ -23,7 +23,7 @@ from watchstep_services.channels.webhook import webhook_headers
 from watchstep_services.core.due_action import AttemptResult, DeliveryKey, DueAction
 from watchstep_services.core.egress import AddressRefusedError, parse_address
 from watchstep_services.core.events import make_event
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.telemetry import logs, metrics, tracing
 from watchstep_services.db.clock import now_ns, read_clock
@@ -187,17 +187,17 @@ def dispatch(service: Service, action_id: int) -> AttemptResult | None:
     Returns:
         What came of it; None where it is not due or another worker has it.
     """
-    reach("dispatch.claiming", action_id)
+    failpoint("dispatch.claiming", action_id)
     due = _claim(service, action_id)
     if due is None:
         return None
-    reach("dispatch.claimed", due)
+    failpoint("dispatch.claimed", due)
     with trying(due) as seen:
         tried = _try(service, due)
         seen.came_to(tried)
-    reach("dispatch.sent", due)
+    failpoint("dispatch.sent", due)
     _record(service, due, tried)
-    reach("dispatch.recorded", due)
+    failpoint("dispatch.recorded", due)
     return tried
 
 
@@ -286,7 +286,7 @@ def _record(service: Service, due: DueAction, tried: AttemptResult) -> None:
             _audit(session, row, tried, now)
         if tried.facts is not None:
             _tell(service, session, row, tried)
-        reach("dispatch.writing", due)
+        failpoint("dispatch.writing", due)
 
 
 def _must_go_on(session: Session, row: ActionRow) -> bool:

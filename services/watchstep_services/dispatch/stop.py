@@ -20,7 +20,7 @@ from watchstep.format.checkpoints import last_good
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep_launch.backend import JobStatus
 from watchstep_services.core.due_action import AttemptResult, DueAction
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ActionRow, Attempt, EventRow
@@ -292,11 +292,11 @@ def _press(service: Service, due: DueAction, target: StopTarget, stage: int) -> 
         return AttemptResult(
             "waiting", "", due.stage
         )  # another worker has taken it over: nothing of this is recorded
-    reach("stop.signalling", due)
+    failpoint("stop.signalling", due)
     after: JobStatus = (
         target.backend.stop(target.job) if stage == TERMINATED else target.backend.kill(target.job)
     )
-    reach("stop.signalled", due)
+    failpoint("stop.signalled", due)
     if after.is_over:
         return _over(service, due, target, stage)
     verb = "asked to end (SIGTERM)" if stage == TERMINATED else "killed (SIGKILL)"

@@ -14,7 +14,7 @@ from watchstep.stopping import EXIT_STOPPED
 from watchstep.store.store import Store
 from watchstep_launch.backend import Backend, JobHandle, JobStatus
 from watchstep_launch.errors import BackendDownError, BackendError
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.models import Attempt, Project, RunRow
 from watchstep_services.runs import attempts
@@ -219,14 +219,14 @@ def write_control(service: Service, target: StopTarget, stop: StopRequest) -> Co
     """
     with service.database.write() as session:
         change(session, target.run.id, lambda document: _with(document, stop))
-    reach("control.in_database", target.run.id)
+    failpoint("control.in_database", target.run.id)
     try:
         control = at_store(service, target, lambda run_store: mirror(service, target.run.id, run_store))
     except REFUSED:
         with service.database.write() as session:
             ask(session, target.run.id, lambda document: document)
         raise
-    reach("control.on_store", target.run.id)
+    failpoint("control.on_store", target.run.id)
     return control
 
 

@@ -28,7 +28,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, defer
 
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.db.clock import clock_expression, now_ns
 from watchstep_services.db.models import (
     Attempt,
@@ -172,7 +172,7 @@ def _commit_in_steps(service: Service, held: Claim, outcome: EvaluationOutcome) 
             tell_health(session, place, judged, memory, sealed)
             told[judged.row.id] = memory.told_health
         actions = publish(service, session, place, outcome.judged, sealed)
-        reach("evaluate.writing", held)
+        failpoint("evaluate.writing", held)
         return Committed(actions, hints != held.hints, told)
 
 
@@ -399,7 +399,7 @@ def commit_quietly(
 ) -> int | None:
     """Write it if the claim still stands; the hints that have come, or None where nothing was written."""
     values = _values(service, held, outcome, read)
-    reach("evaluate.writing", held)
+    failpoint("evaluate.writing", held)
     with service.database.bare() as connection:
         row = connection.execute(_statement(connection.dialect), values).one_or_none()
     return None if row is None else int(row[0])

@@ -18,7 +18,7 @@ from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_rules.engine.history import History, joined, trimmed
 from watchstep_rules.engine.lookback import Lookback
 from watchstep_rules.engine.rule_inputs import JudgingProgress
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import Attempt
@@ -36,7 +36,7 @@ from watchstep_services.evaluation.collect import (
 from watchstep_services.evaluation.commit import EvaluationOutcome, commit
 from watchstep_services.evaluation.context import read_context
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
-from watchstep_services.evaluation.keeping import kept
+from watchstep_services.evaluation.keeping import keep_lease
 from watchstep_services.evaluation.observation import Observation, came_to, observing
 from watchstep_services.evaluation.plan import Gap, ended_ranks
 from watchstep_services.evaluation.seals import AttemptProgress, WriterProgress
@@ -123,7 +123,7 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
     if held is None:
         return Evaluation("busy")
     seen.claimed(held)
-    reach("evaluate.claimed", held)
+    failpoint("evaluate.claimed", held)
     collected = None
     try:
         if not _answers(service, held):
@@ -135,10 +135,10 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
             service.database, held.project, rule_seconds, service.usual_time, lambda: absent.seconds
         )
         noted = service.hanging_stores.noted(held.place.registration)
-        with kept(service, held), guard.watching(), on_behalf_of(held.project), time_limits, noted:
+        with keep_lease(service, held), guard.watching(), on_behalf_of(held.project), time_limits, noted:
             source = RunSource(run_store_of(service, held), guard, absent)
             collected = _collect(service, held, source)
-            reach("evaluate.read", held)
+            failpoint("evaluate.read", held)
             postponed = collected.is_large and not service.large_turn.take(held.project)
             if collected.is_large and not postponed:
                 large.callback(service.large_turn.release)
@@ -149,20 +149,20 @@ def _evaluate(service: Service, held: Claim | None, seen: Observation, large: Ex
             return Evaluation("idle", _postpone(service, held, RETRY_SECONDS))
         if not collected.attempt:
             more = release(service.database, held, _due(service, held, collected))
-            reach("evaluate.let_go", held)
+            failpoint("evaluate.released", held)
             return Evaluation("idle", more)
-        reach("evaluate.judged", held)
+        failpoint("evaluate.judged", held)
         with seen.committing(held, outcome):
             done = commit(service, held, outcome)
     except FencedError:
         done = None
     except BaseException as error:
-        _let_go(service, held, error, collected)
+        _release(service, held, error, collected)
         raise
     if done is None:
-        reach("evaluate.fenced", held)
+        failpoint("evaluate.fenced", held)
         return Evaluation("fenced")
-    reach("evaluate.committed", held)
+    failpoint("evaluate.committed", held)
     seen.committed(held, outcome)
     key = (held.run_id, outcome.collected.attempt)
     service.histories.put(key, outcome.cursor, history.lookback, history.rows)
@@ -195,7 +195,7 @@ class _Kept:
     steady: bool
 
 
-def _let_go(service: Service, held: Claim, error: BaseException, collected: Collected | None) -> None:
+def _release(service: Service, held: Claim, error: BaseException, collected: Collected | None) -> None:
     """Note why an evaluation failed, and let the run go. An attempt that failed comes after the others from now on."""
     attempt = "" if collected is None else collected.attempt
     retry_ns = nanoseconds(_RETRY_SECONDS)
@@ -245,7 +245,7 @@ def _judge(
 
     progress = _progress(service, held, attempt, collected)
     # While more waits to be read, a worker is not silent: it is only not read yet.
-    patience = _NEVER if collected.more else nanoseconds(service.settings.seal_seconds)
+    patience = _NEVER if collected.more else nanoseconds(service.settings.allowed_lateness_seconds)
     blocks = [block if depth.histograms else block.without_histograms() for _, block in collected.blocks]
     parts = list(enumerate(blocks, held.journal))
     arrived = joined(parts, History.empty()).block
@@ -298,7 +298,7 @@ def _attempt_to_seal(service: Service, held: Claim, failing: frozenset[str]) -> 
             select(Attempt).where(Attempt.run_id == held.run_id, Attempt.sealed < Attempt.largest)
         ).scalars()
         found = sorted((row for row in rows if row.writers), key=lambda row: row.attempt in failing)
-    patience = nanoseconds(service.settings.seal_seconds)
+    patience = nanoseconds(service.settings.allowed_lateness_seconds)
     nothing = Collected("", cursors.decode(held.cursor))
     for row in found:
         if seals.decide(_progress(service, held, row, nothing), held.now_ns, patience):
@@ -352,7 +352,7 @@ def _due(
     moments += [_gap_due(service, held, gap) for gap in collected.waiting]
     moments += _later_seals(service, held, collected)
     if progress is not None:
-        sealing = seals.due_ns(progress, nanoseconds(settings.seal_seconds))
+        sealing = seals.due_ns(progress, nanoseconds(settings.allowed_lateness_seconds))
         moments += [] if sealing is None else [sealing]
     ticking = _tick_due(service, held, collected.attempt, judged)
     moments += [] if ticking is None else [ticking]
@@ -384,7 +384,9 @@ def _later_seals(service: Service, held: Claim, collected: Collected) -> list[in
     """When deadlines let steps of other attempts be sealed."""
     nothing = Collected("", cursors.decode(held.cursor))
     due = [
-        seals.due_ns(_progress(service, held, row, nothing), nanoseconds(service.settings.seal_seconds))
+        seals.due_ns(
+            _progress(service, held, row, nothing), nanoseconds(service.settings.allowed_lateness_seconds)
+        )
         for row in collected.attempts.values()
         if row.sealed < row.largest and row.attempt != collected.attempt
     ]

@@ -18,7 +18,7 @@ from watchstep.format import journal
 from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
 from watchstep.format.layout import journal_part
 from watchstep.reading.journal import read_part
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import now_ns
@@ -116,9 +116,9 @@ def _write_part(service: Service, due: Unwritten) -> bool:
         return False
     part = JournalPart(due.attempt, row.journal_parts, evaluations)
     try:
-        reach("journal.writing", due)
+        failpoint("journal.writing", due)
         part = _put(service, due, part, row.ticks)
-        reach("journal.on_store", due)
+        failpoint("journal.on_store", due)
     except FormatError:
         _note(service, part, due, row.journal_parts, row.ticks)
         raise
@@ -126,7 +126,7 @@ def _write_part(service: Service, due: Unwritten) -> bool:
         _put_off(service, due)
         raise
     _note(service, part, due, part.number + 1, part.evaluations[-1].tick + 1)
-    reach("journal.noted", due)
+    failpoint("journal.noted", due)
     return True
 
 

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def kept(service: Service, held: Claim) -> Iterator[None]:
+def keep_lease(service: Service, held: Claim) -> Iterator[None]:
     """Renew a claim three times in each lease, from a thread, until the block ends.
 
     A claim that is another's by now is left to them; the block finds out at its commit.

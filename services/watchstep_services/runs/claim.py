@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import BigInteger, bindparam, case, or_, select, update
 from sqlalchemy.orm import Session
 
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.db.clock import now_ns
@@ -67,7 +67,7 @@ class Claim:
 
 def claim(database: Database, run_id: int, lease_ns: int) -> Claim | None:
     """Claim a run; None where another holds it, or there is none."""
-    reach("evaluate.claiming", run_id)
+    failpoint("evaluate.claiming", run_id)
     return _claimed(database, _CLAIM, {"run_id": run_id, "lease_ns": lease_ns})
 
 
@@ -86,7 +86,7 @@ def claim_longest_due(database: Database, run_id: int, worker: str, lease_ns: in
         worker: its name.
         lease_ns: how long it is held.
     """
-    reach("evaluate.claiming", run_id)
+    failpoint("evaluate.claiming", run_id)
     named = {"asked_id": run_id, "worker": worker, "lease_ns": lease_ns}
     return _claimed(database, _CLAIM_LONGEST_DUE, named)
 

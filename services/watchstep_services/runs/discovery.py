@@ -17,7 +17,7 @@ from watchstep.format import documents, layout
 from watchstep.format.documents import AttemptDocument, EndDocument
 from watchstep.format.layout import SegmentKey
 from watchstep.store.store import ObjectEntry, Store
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import read_clock
@@ -110,13 +110,13 @@ def discover(
         known = _known(service, run_id)
     run_store = service.stores.of_run(place, run.run)
     found = _list(_Documents(run_store, run_id, service.refused_documents), known)
-    reach("discover.listed", run_id)
+    failpoint("discover.listed", run_id)
     found.segments.update(read)
     gap_ns = 0 if forget_at_once else nanoseconds(service.settings.gap_seconds)
     chosen, left = _chosen(known, found)
     fresh, forgotten = _record(service, (run_id, held), chosen, left, found, known.at_ns - gap_ns)
     service.listing_times.put(run_id, time.monotonic() - began)
-    reach("discover.recorded", run_id)
+    failpoint("discover.recorded", run_id)
     return Listing(fresh or (forget_at_once and forgotten > 0), complete=not left)
 
 

@@ -16,7 +16,7 @@ from watchstep.stopping import EXIT_STOPPED
 from watchstep_launch.backend import OVER, JobState, JobStatus
 from watchstep_launch.errors import BackendError
 from watchstep_services.core.events import make_event
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ActionRow, Attempt, BoundJobRow, RunRow, Segment
@@ -137,8 +137,8 @@ def advance_run(service: Service, run_id: int) -> RunState:
         _end_replaced(service, session, run, now)
         state = _state_of(service, session, run, status, gone_for, now)
         _change(service, run, state, now, session)
-        reach("lifecycle.writing", run_id)
-    reach("lifecycle.written", run_id)
+        failpoint("lifecycle.writing", run_id)
+    failpoint("lifecycle.written", run_id)
     return state
 
 

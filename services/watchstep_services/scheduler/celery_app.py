@@ -14,7 +14,7 @@ from dataclasses import replace
 from celery.signals import worker_process_shutdown
 
 from watchstep.errors import WatchstepError
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import load_settings
 from watchstep_services.retention.upkeep import UpkeepThreads
 from watchstep_services.scheduler import celery_processes, work
@@ -92,9 +92,9 @@ def sweep() -> None:
     known = find_due(mine)
     _hand_out(mine, known)
     found = look_for_work(mine)
-    reach("sweep.found", found)
+    failpoint("sweep.found", found)
     _hand_out(mine, found.without(known))
-    reach("sweep.handed_out", found)
+    failpoint("sweep.handed_out", found)
 
 
 def _hand_out(mine: Service, found: Work) -> None:

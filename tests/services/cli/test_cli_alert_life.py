@@ -112,7 +112,7 @@ def test_what_is_asked_of_a_run(folder: Path) -> None:
     assert "as its workers choose" in watchstep(folder, "runs", "cadence", run)
     assert "new attempts may start" in watchstep(folder, "runs", "allow-restart", run, "--reason", "mended")
     assert "held" in watchstep(folder, "runs", "hold", run, "--reason", "for the paper")
-    assert "let go" in watchstep(folder, "runs", "let-go", run)
+    assert "let go" in watchstep(folder, "runs", "release", run)
     with pytest.raises(ConfigError, match="not COLLECTION=STEPS"):
         watchstep(folder, "runs", "cadence", run, "weights=often")
     with pytest.raises(ServiceRefusedError, match="administer"):  # the token of `serve` is an operator's

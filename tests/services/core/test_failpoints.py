@@ -23,7 +23,7 @@ from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction
 from watchstep_services.api.routes.announcements import announce
 from watchstep_services.api.schemas.models import AnnouncementInput
-from watchstep_services.core.failpoints import POINTS, listening, reach
+from watchstep_services.core.failpoints import POINTS, failpoint, listening
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import ActionRow, Attempt, BoundJobRow, RunRow
 from watchstep_services.db.schema import upgrade
@@ -36,7 +36,7 @@ from watchstep_services.scheduler.sweep import sweep
 
 _HANDED_OUT_BY_CELERY = {"sweep.found", "sweep.handed_out"}
 _ONLY_PAUSED = {"evaluate.fenced"}
-_ONLY_IDLE = {"evaluate.let_go"}  # nothing was found, and nothing is held any more
+_ONLY_IDLE = {"evaluate.released"}  # nothing was found, and nothing is held any more
 DIED_AT = [point for point in POINTS if point not in _HANDED_OUT_BY_CELERY | _ONLY_PAUSED | _ONLY_IDLE]
 
 
@@ -250,7 +250,7 @@ def test_a_life_without_a_death_reaches_every_point(place: Place) -> None:
 
 
 def test_a_point_is_nothing_where_nobody_listens() -> None:
-    reach("evaluate.claimed")
+    failpoint("evaluate.claimed")
 
 
 @pytest.mark.parametrize("point", ["evaluate.claimed", "evaluate.read", "evaluate.judged"])

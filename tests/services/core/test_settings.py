@@ -10,7 +10,7 @@ from watchstep_services.core.settings import load_settings
 
 def test_defaults() -> None:
     settings = load_settings()
-    assert (settings.port, settings.grace_seconds, settings.seal_seconds) == (0, 30.0, 60.0)
+    assert (settings.port, settings.grace_seconds, settings.allowed_lateness_seconds) == (0, 30.0, 60.0)
     assert settings.resolved_database_url.startswith("sqlite:///")
     assert settings.listing_ns(local=True) < settings.listing_ns(local=False)
 

@@ -110,7 +110,12 @@ def live_service(
         store = Store.open(tmp_path / f"store-{number}", create=True)
         recording = Recording(store).begin(world_size=2)
         service = make_service(
-            sqlite_factory(number), store, RULES, seal_seconds=30.0, gap_seconds=1e9, max_segments=3
+            sqlite_factory(number),
+            store,
+            RULES,
+            allowed_lateness_seconds=30.0,
+            gap_seconds=1e9,
+            max_segments=3,
         )
         driven = Driven(service)
         live = Live(driven, driven.register())

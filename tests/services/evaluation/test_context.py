@@ -106,7 +106,7 @@ def test_a_rule_that_waits_for_all_workers_reports_steps_that_it_could_not_judge
     sqlite: Database, folder_store: Store
 ) -> None:
     waits = RuleConfig(rule="loss_not_decreasing", name="waits")
-    driven = Driven(make_service(sqlite, folder_store, (waits,), seal_seconds=36000.0))
+    driven = Driven(make_service(sqlite, folder_store, (waits,), allowed_lateness_seconds=36000.0))
     recording = Recording(folder_store).begin(world_size=2)
     run_id = driven.register()
     first = recording.write(0, 0, 9)

@@ -7,7 +7,7 @@ from watchstep.store.store import Store
 from watchstep_services.core.failpoints import listening
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.models import RunRow
-from watchstep_services.evaluation.keeping import kept
+from watchstep_services.evaluation.keeping import keep_lease
 from watchstep_services.runs.claim import Claim, claim
 
 LEASE = 0.3
@@ -44,7 +44,7 @@ def test_a_claim_that_another_has_taken_is_not_renewed(driven: Driven, folder_st
     second = claim(driven.service.database, run_id, nanoseconds(3600.0))
     assert second is not None
     taken = lease_of(driven, run_id)
-    with kept(driven.service, first):
+    with keep_lease(driven.service, first):
         pass
     assert lease_of(driven, run_id) == taken
 

@@ -42,7 +42,7 @@ def step(driven: Driven, run_id: int, recording: Recording, seq: int, *ill: Any)
     driven.announce(run_id, recording.write(seq, 4 * seq, 4 * seq + 3, *ill))
 
 
-def let_go(driven: Driven, run_id: int) -> None:
+def release(driven: Driven, run_id: int) -> None:
     """As if the lease had ended."""
     with driven.service.database.write() as session:
         session.get_one(RunRow, run_id).lease_until_ns = 0
@@ -88,7 +88,7 @@ def test_a_process_whose_commit_was_lost_asks_the_database(driven: Driven, folde
     with failpoints.listening(die), pytest.raises(ConnectionError):
         driven.evaluate(run_id)
     assert driven.memories() == kept
-    let_go(driven, run_id)
+    release(driven, run_id)
     driven.settle(run_id)
     assert driven.alerts(run_id)["mine"][:2] == ("firing", 9)
     assert [held[2] for held in driven.memories()] == [
@@ -116,7 +116,7 @@ def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven, 
 
     def overtake(name: str, _what: Any) -> None:
         if name == "evaluate.judged" and not later:
-            let_go(driven, run_id)
+            release(driven, run_id)
             later.append(claim(driven.service.database, run_id, 10**12))
 
     with failpoints.listening(overtake):

@@ -78,7 +78,7 @@ def test_two_workers_seal_together_and_a_dead_one_is_passed(driven: Driven, fold
     driven.settle(run_id)
     assert driven.seals(run_id) == [(5, "passed")]
 
-    driven.with_settings(seal_seconds=0.0).settle(run_id)
+    driven.with_settings(allowed_lateness_seconds=0.0).settle(run_id)
     assert driven.seals(run_id) == [(5, "passed"), (7, "deadline")]
     assert {row[0]: row[3] for row in driven.memories()}.keys() == {1, 2, 3}
 

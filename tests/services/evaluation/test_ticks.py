@@ -24,7 +24,9 @@ STALLED = RuleConfig(rule="stalled_training", params={"threshold": 60.0})
 @pytest.fixture
 def watch(database: Database, folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> Watch:
     """A service whose ticks are the test's."""
-    driven = Driven(make_service(database, folder_store, (STALLED,), seal_seconds=1e9, silent_seconds=1e9))
+    driven = Driven(
+        make_service(database, folder_store, (STALLED,), allowed_lateness_seconds=1e9, silent_seconds=1e9)
+    )
     watch = Watch(driven)
     with database.read() as session:
         watch.start_ns = read_clock(session)

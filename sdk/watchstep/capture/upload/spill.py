@@ -159,7 +159,7 @@ class Spill:
         if folder is None:
             return
         if self._waiting:
-            folder.let_go()
+            folder.release()
         else:
             folder.remove()
 
@@ -168,7 +168,7 @@ class Spill:
         folder, self._folder = self._folder, None
         if folder is None:
             return ""
-        folder.let_go()
+        folder.release()
         return str(folder.path)
 
     def forget(self) -> None:

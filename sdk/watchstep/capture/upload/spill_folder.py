@@ -303,9 +303,9 @@ class SpillFolder:
             self.path.rmdir()
         except OSError:
             pass  # something of the user's own lies there, or it is gone already
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Leave the folder to others."""
         lock, self._lock = self._lock, -1
         if lock >= 0:

@@ -93,7 +93,7 @@ def sync(path: Path) -> Synced:
     try:
         return _sync_held(folder)
     finally:
-        folder.let_go()
+        folder.release()
 
 
 def _sync_held(folder: SpillFolder) -> Synced:

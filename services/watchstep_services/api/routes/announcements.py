@@ -15,7 +15,7 @@ from watchstep_services.api.lookup import hold_open_run
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.middleware.direct import Direct
 from watchstep_services.api.schemas.models import AnnouncementInput, AnnouncementResponse, ControlData
-from watchstep_services.core.failpoints import reach
+from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.records import RUNS, hint, put_segment
@@ -86,8 +86,8 @@ def _taken_in(service: Service, project: str, run: str, body: AnnouncementInput)
             hint(session, row.id, asked=True, also=said)
         else:
             session.execute(update(RUNS).where(RUNS.c.id == row.id).values(said))
-        reach("announce.accepting", row.id)
-    reach("announce.accepted", row.id)
+        failpoint("announce.accepting", row.id)
+    failpoint("announce.accepted", row.id)
     metrics.ANNOUNCEMENTS.labels("fresh" if fresh else "known").inc()
     if before is not None:
         metrics.recorder_said(before, body.health)

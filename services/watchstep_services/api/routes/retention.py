@@ -145,7 +145,7 @@ def hold_run(project: str, run: str, body: RunHold, service: Served, caller: Cal
 
 @router.delete("/runs/{run}/hold", summary="Let a run go")
 @permits("operate")
-def let_go(project: str, run: str, service: Served) -> Keeping:
+def release(project: str, run: str, service: Served) -> Keeping:
     """Let the project's policy decide again."""
     with service.database.write() as session:
         kept = _upkeep(session, find_run(session, project, run))

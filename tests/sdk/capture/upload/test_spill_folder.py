@@ -79,7 +79,7 @@ def test_names_that_would_leave_their_place_are_refused(tmp_path: Path) -> None:
 def test_one_at_a_time_holds_it(tmp_path: Path) -> None:
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
     assert SpillFolder.take(folder.path) is None
-    folder.let_go()
+    folder.release()
     taken = SpillFolder.take(folder.path)
     assert taken is not None
     taken.remove()
@@ -111,7 +111,7 @@ def test_a_root_that_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_folders_of_other_users_are_not_uploaded(tmp_path: Path) -> None:
     made = SpillFolder.make(tmp_path, "r", ABOUT)
-    made.let_go()
+    made.release()
     assert spill_folders(tmp_path) == [made.path]
     os.chown(made.path, 12345, 12345)
     assert spill_folders(tmp_path) == []
@@ -119,9 +119,9 @@ def test_folders_of_other_users_are_not_uploaded(tmp_path: Path) -> None:
 
 def test_a_root_that_looks_like_a_spill_folder_is_none_unless_it_is_named(tmp_path: Path) -> None:
     made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    made.let_go()
+    made.release()
     within = SpillFolder.make(made.path, "r", ABOUT)
-    within.let_go()
+    within.release()
     assert spill_folders(made.path) == [within.path]
     assert named_spill_folders(made.path) == [made.path]
     assert named_spill_folders(made.path.parent) == [made.path]
@@ -129,12 +129,12 @@ def test_a_root_that_looks_like_a_spill_folder_is_none_unless_it_is_named(tmp_pa
 
 def test_a_folder_that_others_may_write_to_is_not_uploaded(tmp_path: Path) -> None:
     made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    made.let_go()
+    made.release()
     made.path.chmod(0o777)
     assert named_spill_folders(made.path) == [made.path]
     assert "not this user's alone" in sync(made.path).why
     within = SpillFolder.make(tmp_path, "r", ABOUT)
-    within.let_go()
+    within.release()
     within.path.rename(made.path / "within")
     assert named_spill_folders(made.path) == [made.path / "within"]
 
@@ -142,7 +142,7 @@ def test_a_folder_that_others_may_write_to_is_not_uploaded(tmp_path: Path) -> No
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_named_folder_of_another_user_is_not_uploaded(tmp_path: Path) -> None:
     made = SpillFolder.make(tmp_path, "r", ABOUT)
-    made.let_go()
+    made.release()
     os.chown(made.path, 65534, 65534)
     assert named_spill_folders(made.path) == [made.path]
     assert "owner 65534" in sync(made.path).why
@@ -151,7 +151,7 @@ def test_a_named_folder_of_another_user_is_not_uploaded(tmp_path: Path) -> None:
 
 def test_a_link_to_a_spill_folder_is_not_one(tmp_path: Path) -> None:
     made = SpillFolder.make(tmp_path / "root", "r", ABOUT)
-    made.let_go()
+    made.release()
     link = tmp_path / "link"
     link.symlink_to(made.path)
     assert spill_folders(tmp_path) == []
@@ -193,7 +193,7 @@ def test_a_file_of_another_user_is_not_used(tmp_path: Path, name: str) -> None:
     spilled = folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     assert (folder.path / "0000000000-segment-0-0-0-1").is_file()
     folder.add_end(END)
-    folder.let_go()
+    folder.release()
     os.chown(folder.path / name, 65534, 65534)
     with pytest.raises((PermissionError, FormatError), match="65534"):
         _use(folder.path, spilled)
@@ -204,7 +204,7 @@ def test_a_file_that_others_may_write_to_is_not_used(tmp_path: Path, name: str) 
     folder = SpillFolder.make(tmp_path, "r", ABOUT)
     spilled = folder.add(Outgoing(SegmentPlace(0, 0, 0, 1), b"x"))
     folder.add_end(END)
-    folder.let_go()
+    folder.release()
     (folder.path / name).chmod(0o666)
     with pytest.raises((PermissionError, FormatError), match="mode 0666"):
         _use(folder.path, spilled)
@@ -218,7 +218,7 @@ def _use(path: Path, spilled: Spilled) -> None:
         taken.end()
         taken.read(spilled)
     finally:
-        taken.let_go()
+        taken.release()
 
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
