@@ -160,7 +160,7 @@ def recorder_token(found: FoundService, project: str, run: str, named: str = "")
     given = of_project or found.recorder.token
     _log.warning(
         "run %s/%s: its job is given %s (%s); %s",
-        project, run, _told(given, found, of_project), refusal.what, _mend(refusal),
+        project, run, _told(given, found, of_project), refusal.what, _hint(refusal),
     )  # fmt: skip
     return given
 
@@ -182,7 +182,7 @@ def _told(given: str, found: FoundService, of_project: str | None) -> str:
     return "the service's token for programs of this machine, which records every run"
 
 
-def _mend(refusal: ServiceRefusedError) -> str:
+def _hint(refusal: ServiceRefusedError) -> str:
     if isinstance(refusal, MissingError):
         return "update the service, which makes no tokens of single runs yet, or set WATCHSTEP_RECORDER_TOKEN to a recorder's"
     return "set WATCHSTEP_RECORDER_TOKEN to a recorder's, or launch with the token that registered the run, or an admin's"

@@ -66,7 +66,7 @@ def _compiled(pattern: str) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError("not a regular expression: half a surrogate pair stands in it") from error
     except re2.error as error:
-        raise ValueError(f"not a regular expression: {_in_words(error)}{_mend(pattern)}") from error
+        raise ValueError(f"not a regular expression: {_in_words(error)}{_hint(pattern)}") from error
 
 
 def _in_words(error: Exception) -> str:
@@ -75,7 +75,7 @@ def _in_words(error: Exception) -> str:
     return said.decode(errors="replace") if isinstance(said, bytes) else str(said)
 
 
-def _mend(pattern: str) -> str:
+def _hint(pattern: str) -> str:
     if "\\Z" in pattern:
         return "; write '\\z' for the end"
     if _AROUND.search(pattern):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from watchstep_services.channels.notification import Notification, NotifiedAlert
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.receiver import HttpAddress, Receiver
 from watchstep_services.channels.secret_fields import Secret
@@ -60,7 +60,7 @@ class AlertmanagerReceiver(Receiver):
         header_value(field, secret)
 
 
-def send(receiver: AlertmanagerReceiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(receiver: AlertmanagerReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Post the alerts once."""
     headers = {"Content-Type": "application/json"}
     if "authorization" in outside.secrets:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints
 
 from watchstep.errors import ConfigError
-from watchstep_services.channels.outside import Outside
+from watchstep_services.channels.outside import DeliveryContext
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.core.due_action import AttemptResult
 
@@ -52,7 +52,11 @@ def region_of(arn: str) -> str:
 
 
 def attempt(
-    receiver: AwsReceiver, outside: Outside, service: str, region: str, call: Callable[[Any], AttemptResult]
+    receiver: AwsReceiver,
+    outside: DeliveryContext,
+    service: str,
+    region: str,
+    call: Callable[[Any], AttemptResult],
 ) -> AttemptResult:
     """Make a client and call it.
 
@@ -96,7 +100,7 @@ def passes(code: str) -> bool:
     return _PASSING.search(code) is not None
 
 
-def _client(receiver: AwsReceiver, outside: Outside, service: str, region: str) -> Any:
+def _client(receiver: AwsReceiver, outside: DeliveryContext, service: str, region: str) -> Any:
     import boto3
     from botocore.config import Config
 

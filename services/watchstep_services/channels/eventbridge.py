@@ -18,7 +18,7 @@ from watchstep_services.channels.aws import (
     region_of,
 )
 from watchstep_services.channels.notification import Notification
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.core.due_action import AttemptResult
 
 SOURCE = "watchstep"
@@ -37,7 +37,7 @@ class EventBridgeReceiver(AwsReceiver):
     )
 
 
-def send(receiver: EventBridgeReceiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(receiver: EventBridgeReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Put the events once, those that a bus takes no notice of at first once more.
 
     Where some are not taken, all are sent again at the next try: each has an ``id`` in its detail.

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from watchstep_services.channels import alertmanager, eventbridge, mail, slack, sns, sqs, webhook
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.core.due_action import AttemptResult
 
-Sender = Callable[[Any, Letter, Outside], AttemptResult]
+Sender = Callable[[Any, Message, DeliveryContext], AttemptResult]
 """Sends a letter once.
 
 It never waits for long: ``outside.seconds`` is for all of it. What it returns says whether it is tried again. Whatever else
@@ -46,7 +46,7 @@ KINDS = tuple(_SENDERS)
 """All kinds."""
 
 
-def send(receiver: Receiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(receiver: Receiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Send a letter to a receiver, once.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from watchstep_services.channels.connecting import Cutoff, connect, tls_context
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.secret_fields import Secret
 from watchstep_services.core.due_action import AttemptResult
@@ -78,7 +78,7 @@ class EmailReceiver(Receiver):
         return (self.host,)
 
 
-def send(receiver: EmailReceiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(receiver: EmailReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Send the message once; to servers and people one that comes twice is the same, by its Message-ID."""
     content = message(receiver, letter).as_bytes(policy=SMTP_POLICY)
     with Cutoff(outside.seconds) as cutoff:
@@ -102,7 +102,7 @@ def send(receiver: EmailReceiver, letter: Letter, outside: Outside) -> AttemptRe
     )
 
 
-def message(receiver: EmailReceiver, letter: Letter) -> EmailMessage:
+def message(receiver: EmailReceiver, letter: Message) -> EmailMessage:
     """The message. Headers are made by `email`, which takes no line breaks, from words that have none."""
     told = letter.notification
     domain = receiver.sender.rpartition("@")[2]
@@ -123,7 +123,7 @@ def message(receiver: EmailReceiver, letter: Letter) -> EmailMessage:
     return made
 
 
-def _page(letter: Letter) -> str:
+def _page(letter: Message) -> str:
     colour = "#2e8b57" if letter.notification.status == "resolved" else "#d0312d"
     return (
         '<!doctype html><html><body style="font-family: sans-serif">'
@@ -143,7 +143,7 @@ def _short(text: str) -> str:
 class _Client(smtplib.SMTP):
     """Connects to checked addresses alone, and knows the name that a certificate must have."""
 
-    def __init__(self, receiver: EmailReceiver, outside: Outside, cutoff: Cutoff) -> None:
+    def __init__(self, receiver: EmailReceiver, outside: DeliveryContext, cutoff: Cutoff) -> None:
         self._receiver = receiver
         self._outside = outside
         self._cutoff = cutoff
@@ -161,7 +161,7 @@ class _Client(smtplib.SMTP):
             raise
 
 
-def _connect(receiver: EmailReceiver, outside: Outside, cutoff: Cutoff) -> smtplib.SMTP:
+def _connect(receiver: EmailReceiver, outside: DeliveryContext, cutoff: Cutoff) -> smtplib.SMTP:
     server = _Client(receiver, outside, cutoff)
     try:
         if receiver.security == "starttls":

@@ -12,7 +12,7 @@ from watchstep_services.core.egress import EgressPolicy
 
 
 @dataclass(frozen=True)
-class Outside:
+class DeliveryContext:
     """One try's way out.
 
     Attributes:
@@ -40,7 +40,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Letter:
+class Message:
     """A notification, put into words.
 
     Attributes:

@@ -10,7 +10,7 @@ from datetime import timezone
 import httpcore
 
 from watchstep_services.channels.connecting import CheckedBackend, Cutoff, tls_context
-from watchstep_services.channels.outside import Outside
+from watchstep_services.channels.outside import DeliveryContext
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import Address
 
@@ -39,7 +39,9 @@ class PostResponse:
     retry_after: str
 
 
-def try_post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> AttemptResult:
+def try_post(
+    outside: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes
+) -> AttemptResult:
     """Send one request, and say what came of it: by the status alone, for whoever names an address may not read what lies there.
 
     Args:
@@ -68,7 +70,7 @@ def try_post(outside: Outside, address: Address, headers: Mapping[str, str], bod
     return AttemptResult("failed", f"{said}; the receiver refuses the event, so it is not sent again")
 
 
-def post(outside: Outside, address: Address, headers: Mapping[str, str], body: bytes) -> PostResponse:
+def post(outside: DeliveryContext, address: Address, headers: Mapping[str, str], body: bytes) -> PostResponse:
     """Send one request; all of it, from looking the host up to the answer, is bounded by ``outside.seconds``.
 
     Raises:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from watchstep.errors import ConfigError
 from watchstep_services.channels.notification import NotifiedAlert
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.secret_fields import Secret
@@ -36,13 +36,13 @@ class SlackReceiver(Receiver):
         _address(secret)
 
 
-def send(_receiver: SlackReceiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(_receiver: SlackReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Post the message once."""
     body = json.dumps(message(letter)).encode()
     return try_post(outside, _address(outside.secret("url")), {"Content-Type": "application/json"}, body)
 
 
-def message(letter: Letter) -> dict[str, Any]:
+def message(letter: Message) -> dict[str, Any]:
     """The message: what, where, why, and how to see the evidence."""
     told = letter.notification
     blocks: list[dict[str, Any]] = [

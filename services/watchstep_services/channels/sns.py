@@ -16,7 +16,7 @@ from watchstep_services.channels.aws import (
     region_of,
 )
 from watchstep_services.channels.notification import Notification, within
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.core.due_action import AttemptResult
 
 MOST_SUBJECT = 99
@@ -52,7 +52,7 @@ class SnsReceiver(AwsReceiver):
         return self
 
 
-def send(receiver: SnsReceiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(receiver: SnsReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Publish once."""
     region = receiver.region or region_of(receiver.topic_arn or "")
     asked = (
@@ -104,12 +104,12 @@ def _length(text: str) -> int:
     return len(text) + sum(text.count(letter) for letter in _DOUBLE)
 
 
-def _sms(receiver: SnsReceiver, letter: Letter) -> dict[str, Any]:
+def _sms(receiver: SnsReceiver, letter: Message) -> dict[str, Any]:
     kind = {"AWS.SNS.SMS.SMSType": {"DataType": "String", "StringValue": "Transactional"}}
     return {"PhoneNumber": receiver.phone_number, "Message": sms(letter.title), "MessageAttributes": kind}
 
 
-def _topic(receiver: SnsReceiver, topic: str, letter: Letter) -> dict[str, Any]:
+def _topic(receiver: SnsReceiver, topic: str, letter: Message) -> dict[str, Any]:
     told = letter.notification
     # A subject is ASCII and begins with a letter, a digit or a mark.
     subject = unicodedata.normalize("NFKD", letter.title).encode("ascii", "ignore").decode()

@@ -14,7 +14,7 @@ from watchstep_services.channels.aws import (
     region_of,
 )
 from watchstep_services.channels.notification import within
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.channels.sns import attributes, fifo
 from watchstep_services.core.due_action import AttemptResult
 
@@ -30,7 +30,7 @@ class SqsReceiver(AwsReceiver):
     )
 
 
-def send(receiver: SqsReceiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(receiver: SqsReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Send the event once."""
     told = letter.notification
     account, name = receiver.queue_arn.split(":")[4:6]

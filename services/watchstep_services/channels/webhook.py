@@ -13,7 +13,7 @@ from pydantic import Field
 
 from watchstep.errors import ConfigError
 from watchstep_services.channels.notification import within
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.receiver import HttpAddress, Receiver
 from watchstep_services.channels.secret_fields import Secret
@@ -62,7 +62,7 @@ class WebhookReceiver(Receiver):
             signing_key(secret)
 
 
-def send(receiver: WebhookReceiver, letter: Letter, outside: Outside) -> AttemptResult:
+def send(receiver: WebhookReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
     """Post the event once."""
     body = within(letter.event, MOST_BYTES)
     keys = [

@@ -28,7 +28,7 @@ class _Ill(NamedTuple):
     rule: str
 
 
-class RuleTeller:
+class RuleProblems:
     """Says each time that a rule config of a run comes into error, and that it is well again.
 
     Runs that had ended before it is made are left alone; of the others, what is in error already is said.
@@ -99,7 +99,7 @@ TRIES = 3
 """So many failed tries are told, though more follow."""
 
 
-class WebhookTeller:
+class WebhookProblems:
     """Says of each webhook and notification that it has failed `TRIES` times, and that it is given up."""
 
     def __init__(self, database: Database) -> None:
@@ -145,7 +145,7 @@ class ConsoleOutput:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._failing = (RuleTeller(database), WebhookTeller(database))
+        self._failing = (RuleProblems(database), WebhookProblems(database))
         with database.read() as session:
             self._last = session.execute(select(func.max(EventRow.number))).scalar_one() or 0
 

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import WatchstepError
 from watchstep.format.control import ControlDocument
-from watchstep_services.channels.outside import Outside
+from watchstep_services.channels.outside import DeliveryContext
 from watchstep_services.channels.posting import try_post
 from watchstep_services.channels.webhook import webhook_headers
 from watchstep_services.core.due_action import AttemptResult, DeliveryKey, DueAction
@@ -95,7 +95,9 @@ def try_webhook(service: Service, due: DueAction) -> AttemptResult:
     """
     event = due.payload["event"]
     body = json.dumps(event).encode()
-    outside = Outside(reach_of(service.settings, due.project), service.settings.webhook_seconds, due.now_ns)
+    outside = DeliveryContext(
+        reach_of(service.settings, due.project), service.settings.webhook_seconds, due.now_ns
+    )
     try:
         address = parse_address(str(due.payload["url"]))
         headers = webhook_headers(str(event["id"]), due.now_ns, body, [])

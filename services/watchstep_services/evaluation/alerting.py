@@ -96,7 +96,7 @@ def _would_have(
         "attempt": place.attempt,
         "because": why,
         "cause": cause.event.id,
-        "hint": _mend(place, why, told),
+        "hint": _hint(place, why, told),
         **{name: told[name] for name in ("reason", "step", "digest", "rule_config", "finding", "evidence")},
     }
     event = make_event("watchstep.stop.would_have", place.base_url, place.named, place.now_ns, data)
@@ -106,7 +106,7 @@ def _would_have(
     note(session, "would_have", subject, f"rule {name}", place.now_ns, {"because": why, **told})
 
 
-def _mend(place: EventContext, why: Why, told: dict[str, Any]) -> str:
+def _hint(place: EventContext, why: Why, told: dict[str, Any]) -> str:
     name = told["judges"]["name"]
     if why == "dry_run":
         return f"leave 'dry_run' out of rule {name!r} to let it stop"

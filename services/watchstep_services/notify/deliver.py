@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 from watchstep.errors import NotFoundError
 from watchstep_services.channels import kinds
 from watchstep_services.channels.notification import Notification, as_cloud_event
-from watchstep_services.channels.outside import Letter, Outside
+from watchstep_services.channels.outside import DeliveryContext, Message
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.wording import Templates, word
 from watchstep_services.core.due_action import AttemptResult, DueAction
@@ -35,13 +35,13 @@ def try_notify(service: Service, due: DueAction) -> AttemptResult:
     return deliver(receiver, notification, outside)
 
 
-def outside_of(service: Service, session: Session, project: str, receiver: Receiver) -> Outside:
+def outside_of(service: Service, session: Session, project: str, receiver: Receiver) -> DeliveryContext:
     """The way out for a receiver, with its secrets opened.
 
     Raises:
         ConfigError: a secret cannot be read or opened.
     """
-    return Outside(
+    return DeliveryContext(
         reach=reach_of(service.settings, project),
         seconds=service.settings.webhook_seconds,
         now_ns=read_clock(session),
@@ -49,22 +49,22 @@ def outside_of(service: Service, session: Session, project: str, receiver: Recei
     )
 
 
-def deliver(receiver: Receiver, notification: Notification, outside: Outside) -> AttemptResult:
+def deliver(receiver: Receiver, notification: Notification, outside: DeliveryContext) -> AttemptResult:
     """Put a notification into the receiver's words and send it, once.
 
     Raises:
         WatchstepError: what the receiver's owner can correct.
     """
     try:
-        return kinds.send(receiver, letter_of(notification, receiver.templates), outside)
+        return kinds.send(receiver, message_of(notification, receiver.templates), outside)
     except AddressRefusedError as error:
         return AttemptResult("failed", f"{error.what} ({error.hint})")
 
 
-def letter_of(notification: Notification, templates: Templates) -> Letter:
+def message_of(notification: Notification, templates: Templates) -> Message:
     """A notification in words."""
     title, text = word(notification, templates)
-    return Letter(
+    return Message(
         notification=notification,
         title=title,
         text=text,

@@ -8,7 +8,7 @@ from typing import Any
 from tests.services.channels.samples import NOW, sample
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.notification import Notification
-from watchstep_services.channels.outside import Outside
+from watchstep_services.channels.outside import DeliveryContext
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import EgressPolicy
 from watchstep_services.notify.deliver import deliver
@@ -16,11 +16,13 @@ from watchstep_services.notify.deliver import deliver
 LOOPBACK = EgressPolicy(networks=(ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
 
 
-def outside(reach: EgressPolicy = LOOPBACK, seconds: float = 30.0, **secrets: str) -> Outside:
-    return Outside(reach, seconds, NOW, secrets)
+def outside(reach: EgressPolicy = LOOPBACK, seconds: float = 30.0, **secrets: str) -> DeliveryContext:
+    return DeliveryContext(reach, seconds, NOW, secrets)
 
 
-def send(config: dict[str, Any], way: Outside, notification: Notification | None = None) -> AttemptResult:
+def send(
+    config: dict[str, Any], way: DeliveryContext, notification: Notification | None = None
+) -> AttemptResult:
     """Send to a receiver that is written so."""
     receiver = RECEIVER.validate_python({"name": "r", **config})
     return deliver(receiver, notification or sample(), way)

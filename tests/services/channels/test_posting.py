@@ -19,7 +19,7 @@ from tests.services.channels.http_server import (
 )
 from tests.services.channels.samples import NOW
 from tests.services.channels.sending import LOOPBACK, outside
-from watchstep_services.channels.outside import Outside
+from watchstep_services.channels.outside import DeliveryContext
 from watchstep_services.channels.posting import LONGEST_PAUSE, try_post
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import AddressRefusedError, EgressPolicy, parse_address
@@ -33,7 +33,7 @@ def banner(handler: BaseHTTPRequestHandler) -> None:
 SECOND = 1_000_000_000
 
 
-def posted(url: str, way: Outside | None = None) -> AttemptResult:
+def posted(url: str, way: DeliveryContext | None = None) -> AttemptResult:
     return try_post(way or outside(), parse_address(url), {"Content-Type": "text/plain"}, b"hello")
 
 

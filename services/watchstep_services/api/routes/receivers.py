@@ -22,7 +22,7 @@ from watchstep_services.channels.receiver import Receiver
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ReceiverRow
 from watchstep_services.notify import samples, writing
-from watchstep_services.notify.deliver import deliver, letter_of, outside_of
+from watchstep_services.notify.deliver import deliver, message_of, outside_of
 from watchstep_services.notify.directory import (
     UnreadableReceiverError,
     find_receiver,
@@ -224,7 +224,7 @@ def preview_receiver(
         else:
             run = find_run(session, project, body.run)
             notification = samples.of_alert(service, session, run, body.name, at_ns)
-    letter = letter_of(notification, receiver.templates)
+    letter = message_of(notification, receiver.templates)
     return MessagePreviewOutput(title=letter.title, text=letter.text)
 
 
