@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,12 +17,17 @@ from watchstep.format.tensors import MODES, Mode
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.losses.loss_series import NOTHING
 from watchstep_rules.signals.ranges.robust import medians_of_known
-from watchstep_rules.signals.series import Flags, both
+from watchstep_rules.signals.series import Flags, both, probe
 from watchstep_rules.signals.tensor_selection import has_role, is_matrix_of, rows_where
 
 _MOST = 0.5
-_SAID = 3
+"""Share of the weights from which on "most weights" holds."""
+
+_REPORTS = 3
+"""Records that report an explosion that happened between two records."""
+
 _ROWS_AT_ONCE = 4096
+"""Rows whose windows are in memory at the same time."""
 
 
 class ExplodingGradientParams(Params):
@@ -46,43 +52,60 @@ class ExplodingGradientParams(Params):
 
 
 class GradientHistory(NamedTuple):
-    """What is kept of a series.
+    """The past of one layer's gradient on one worker and in one mode.
 
     Attributes:
-        seen: records so far, at most the warm-up.
-        peak: largest norm of the warm-up, findings left out.
-        hit: whether the last record was a finding.
+        records: number of records so far, at most the warm-up.
+        peak: largest norm of the warm-up, without findings.
+        exploded: whether the last record was a finding.
     """
 
-    seen: int = 0
+    records: int = 0
     peak: float = 0.0
-    hit: bool = False
+    exploded: bool = False
 
 
 class LargestNorm(NamedTuple):
-    """The largest norm of any layer so far, findings included, and its step."""
+    """A norm that no layer exceeded so far, and its step."""
 
     norm: float = 0.0
     step: int = 0
 
 
-class ExplodingGradientState(State):
-    """The past of each series, by ``tensor@worker/mode``, and by mode the largest norm of any, findings left out.
+class ModeHistory(NamedTuple):
+    """The past of all layers in one mode.
 
-    By mode also the largest norm of the first step, whether a loss was far above its first value when last seen, and
-    whether most weights were written over by their last update, whether both were so at once, and at how many records that is
-    still to be said; the height of the gradients; and by ``loss@worker/mode`` each loss's first value.
+    Attributes:
+        first: largest norm of the first step with gradients; None before it.
+        largest: largest norm of any layer, without findings.
+        peak: largest norm of any layer, with findings.
+        loss_high: whether a loss was far above its first value when it was last recorded.
+        overwritten: whether the last update of most weights was as large as the weights.
+        wrecked: whether there was a step with both.
+        reports_left: how many records still report an explosion that happened between two records.
+    """
+
+    first: float | None = None
+    largest: float = 0.0
+    peak: LargestNorm = LargestNorm()
+    loss_high: bool = False
+    overwritten: bool = False
+    wrecked: bool = False
+    reports_left: int = _REPORTS
+
+
+class ExplodingGradientState(State):
+    """The past of each series, and of each mode.
+
+    Attributes:
+        series: by ``tensor@worker/mode``.
+        modes: by mode.
+        first_losses: the first value of each loss, by ``loss@worker/mode``.
     """
 
     series: dict[str, GradientHistory] = Field(default_factory=dict)
-    largest: dict[str, float] = Field(default_factory=dict)
-    began: dict[str, float] = Field(default_factory=dict)
-    losses: dict[str, float] = Field(default_factory=dict)
-    risen: dict[str, bool] = Field(default_factory=dict)
-    overwritten: dict[str, bool] = Field(default_factory=dict)
-    wrecked: dict[str, bool] = Field(default_factory=dict)
-    left: dict[str, int] = Field(default_factory=dict)
-    height: dict[str, LargestNorm] = Field(default_factory=dict)
+    modes: dict[str, ModeHistory] = Field(default_factory=dict)
+    first_losses: dict[str, float] = Field(default_factory=dict)
 
 
 class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
@@ -117,7 +140,7 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
     """
 
     name = "exploding_gradient"
-    version = 4
+    version = 5
     summary = "a gradient's norm grows far beyond what its layer has had"
     needs = Needs(
         collections=("gradients", "losses", "updates"),
@@ -159,170 +182,292 @@ class ExplodingGradient(Rule[ExplodingGradientParams, ExplodingGradientState]):
         now: int,  # noqa: ARG002 - the contract's
     ) -> tuple[ExplodingGradientState, list[Finding]]:
         """Judge step by step, all layers of a step at once."""
-        losses, risen = _risen(params, state, block)
-        overwritten = _overwritten(params, state, block)
-        wrecked = both(state.wrecked, risen, overwritten)
+        first_losses, loss_high = _high_losses(params, state, block)
+        overwritten = _overwritten_weights(params, state, block)
+        wrecked = both({mode: past.wrecked for mode, past in state.modes.items()}, loss_high, overwritten)
+        signs = _Signs(loss_high, overwritten, wrecked)
+
         context, block = _gradients(context), _gradients(block)
-        past = _Past.of(state, block)
-        held = block.statistics
-        norm = l2(held)
-        whole = (held.nonfinite == 0) & np.isfinite(norm)
-        median = _trailing_medians(context, block, params.window)
-        limit, hit = np.full(len(block), np.inf), np.zeros(len(block), np.bool_)
-        diverges = np.zeros(len(block), np.bool_)
-        heights: dict[int, LargestNorm] = {}
-        for rows in _groups(sort_key(block.step, block.mode)):
-            name = MODES[block.mode[rows[0]]]
-            began = past.began.setdefault(name, float(np.where(whole[rows], norm[rows], 0.0).max()))
-            limit[rows] = past.limits(params, name, rows, median[rows])
-            here = int(block.step[rows[0]])
-            away = risen.at(name, here)
-            if began > 0 and away:
-                diverges[rows] = limit[rows] > params.growth * began
-                limit[rows] = np.minimum(limit[rows], params.growth * began)
-            shown = away or overwritten.at(name, here)
-            grew = past.largest.get(name, 0.0) >= params.loss_growth * began > 0
-            left = past.left.setdefault(name, _SAID) if grew and wrecked.at(name, here) else 0
-            past.left.update({name: left - 1} if left else {})
-            step_of = _Step(name, rows, norm[rows], whole[rows], limit[rows], shown, away, left > 0)
-            hit[rows] = past.follow(params, step_of)
-            past.rise(name, here, float(step_of.numbers.max()))
-            heights.update(dict.fromkeys(rows[hit[rows]].tolist(), past.height.get(name, LargestNorm())))
-        findings = []
-        for row in np.flatnonzero(hit).tolist():
-            value, bar = float(norm[row]) if whole[row] else math.inf, float(limit[row])
-            began, height = past.began[block.mode_name(row)], heights[row]
-            after = math.isfinite(value) and value <= bar and height.norm > began
-            findings.append(
-                self._aftermath(block, row, value, height, began)
-                if after
-                else self._finding(block, row, value, bar, diverges=bool(diverges[row]))
-            )
-        return past.as_state(state, losses, (risen, overwritten, wrecked)), findings
-
-    def _finding(self, block: Block, row: int, value: float, limit: float, *, diverges: bool) -> Finding:
-        name = block.info(row).name
-        if value == math.inf:
-            message = f"{name} has gone past what its number format holds, after steps that grew"
-        elif value <= limit:
-            message = f"norm of {name} is {value:.3g}, after one that its number format does not hold"
-        else:
-            since = "the first step's, and the loss has risen" if diverges else "what the layer had before"
-            message = f"norm of {name} is {value:.3g}, over {limit:.3g}, from {since}"
-        return finding_at(self.name, block, row, value=value, threshold=limit, message=message)
-
-    def _aftermath(self, block: Block, row: int, value: float, height: LargestNorm, began: float) -> Finding:
-        message = (
-            f"gradients had a norm of {height.norm:.3g} at step {height.step}, against {began:.3g} at the first: they wrote "
-            f"over weights, or the loss has not come back. That of {block.info(row).name} is {value:.3g} now"
+        layers = _Layers.of(state, block)
+        modes = dict(state.modes)
+        explosions: list[_Explosion] = []
+        for step in _steps(block, _trailing_medians(context, block, params.window), signs):
+            modes[step.mode], found = _judge(params, step, modes.get(step.mode, ModeHistory()), layers)
+            explosions += found
+        explosions.sort(key=lambda explosion: explosion.row)
+        after = ExplodingGradientState(
+            series={**state.series, **layers.histories()},
+            modes=signs.carried(modes),
+            first_losses=first_losses,
         )
-        return finding_at(self.name, block, row, value=height.norm, threshold=began, message=message)
+        return after, [self._finding(block, explosion) for explosion in explosions]
+
+    def _finding(self, block: Block, explosion: _Explosion) -> Finding:
+        report = _report(block.info(explosion.row).name, explosion)
+        return finding_at(
+            self.name,
+            block,
+            explosion.row,
+            value=report.value,
+            threshold=report.threshold,
+            message=report.message,
+        )
+
+
+class _Signs(NamedTuple):
+    """Signs of an explosion that losses and updates show, as of each step; `ModeHistory` says what they mean."""
+
+    loss_high: Flags
+    overwritten: Flags
+    wrecked: Flags
+
+    def carried(self, modes: dict[str, ModeHistory]) -> dict[str, ModeHistory]:
+        """The histories with the signs of the last step of each mode."""
+        return {
+            mode: modes.get(mode, ModeHistory())._replace(
+                loss_high=self.loss_high.last.get(mode, False),
+                overwritten=self.overwritten.last.get(mode, False),
+                wrecked=self.wrecked.last.get(mode, False),
+            )
+            for mode in sorted({*modes, *self.loss_high.last, *self.overwritten.last})
+        }
 
 
 class _Step(NamedTuple):
-    """The gradients of one step: the rows, their norms, whether these are numbers, and what they are held against.
+    """The gradients of one step in one mode, and the signs of an explosion at that step.
 
-    ``shown``: NaN is that of an explosion; ``away``: the loss is far above its first value; ``wrecked``: it was, after
-    updates that wrote over most weights.
+    Attributes:
+        mode: of the step.
+        number: of the step.
+        rows: the rows of the block, shape (n,).
+        norm: their norms.
+        finite: whether all elements and the norm are finite.
+        median: the median norm of each layer's last records, or NaN.
+        loss_high: see `ModeHistory`.
+        overwritten: see `ModeHistory`.
+        wrecked: see `ModeHistory`.
     """
 
-    mode: str
+    mode: Mode
+    number: int
     rows: NDArray[np.intp]
     norm: Floats
-    whole: NDArray[np.bool_]
-    limit: Floats
-    shown: bool
-    away: bool
+    finite: NDArray[np.bool_]
+    median: Floats
+    loss_high: bool
+    overwritten: bool
     wrecked: bool
 
-    @property
-    def numbers(self) -> Floats:
-        """The norms, zero for those that are none."""
-        return np.where(self.whole, self.norm, 0.0)
+    def largest(self, rows: NDArray[np.bool_]) -> float:
+        """The largest finite norm of some rows; 0 if there is none."""
+        return float(np.where(self.finite & rows, self.norm, 0.0).max())
+
+
+class _Explosion(NamedTuple):
+    """A row with a finding.
+
+    Attributes:
+        row: of the block.
+        norm: its norm; infinity if an element or the norm is not finite.
+        limit: the norm it may have.
+        diverges: whether the limit is that of a training that diverges from its first step.
+        first: largest norm of the first step.
+        peak: largest norm so far, with that of this step.
+    """
+
+    row: int
+    norm: float
+    limit: float
+    diverges: bool
+    first: float
+    peak: LargestNorm
+
+
+class _Report(NamedTuple):
+    """What a finding says."""
+
+    value: float
+    threshold: float
+    message: str
+
+
+def _judge(
+    params: ExplodingGradientParams, step: _Step, past: ModeHistory, layers: _Layers
+) -> tuple[ModeHistory, list[_Explosion]]:
+    """Judge one step by all cases; afterwards the histories include it."""
+    all_rows = np.ones(len(step.rows), np.bool_)
+    first = step.largest(all_rows) if past.first is None else past.first
+    outgrown, diverged = _outgrown_limit(params, step, past, layers), _diverged_limit(params, step, first)
+    limit = np.minimum(outgrown, diverged)
+    grew = past.largest >= params.loss_growth * first > 0
+    reports = grew and step.wrecked and past.reports_left > 0
+    exploded = (
+        (step.norm > limit)
+        | _overflowed(step)
+        | _continued(step, layers)
+        | np.full(len(step.rows), reports)  # an explosion between two records
+    )
+    layers.add(params, step, exploded)
+    peak = LargestNorm(step.largest(all_rows), step.number)
+    after = past._replace(
+        first=first,
+        largest=max(past.largest, step.largest(~exploded)),
+        peak=peak if peak.norm > past.peak.norm else past.peak,
+        reports_left=past.reports_left - reports,
+    )
+    explosions = [
+        _Explosion(
+            row=int(step.rows[place]),
+            norm=float(step.norm[place]) if step.finite[place] else math.inf,
+            limit=float(limit[place]),
+            diverges=bool(outgrown[place] > diverged),
+            first=first,
+            peak=after.peak,
+        )
+        for place in np.flatnonzero(exploded).tolist()
+    ]
+    return after, explosions
+
+
+def _outgrown_limit(
+    params: ExplodingGradientParams, step: _Step, past: ModeHistory, layers: _Layers
+) -> Floats:
+    """Case 1: a norm far above the layer's own past, and above all layers' past.
+
+    Infinity where there is no past to compare with.
+    """
+    series = layers.index[step.rows]
+    reference = np.fmax(layers.peak[series], step.median)
+    no_past = (layers.records[series] < params.warmup) | (reference == 0)
+    limit = np.where(
+        no_past,
+        params.growth * params.growth * past.largest,
+        np.maximum(params.growth * reference, past.largest),
+    )
+    return np.where(limit > 0, limit, np.inf)
+
+
+def _diverged_limit(params: ExplodingGradientParams, step: _Step, first: float) -> float:
+    """Case 2: a norm far above those of the first step, while the loss is far above its first value.
+
+    A training that diverges from its first steps has no sound past. Infinity where the loss is not high.
+    """
+    return params.growth * first if first > 0 and step.loss_high else math.inf
+
+
+def _overflowed(step: _Step) -> NDArray[np.bool_]:
+    """Case 3: NaN or infinity, after steps whose loss or updates show an explosion."""
+    return ~step.finite & (step.loss_high or step.overwritten)
+
+
+def _continued(step: _Step, layers: _Layers) -> NDArray[np.bool_]:
+    """Case 4: the layer's last record was a finding, and the loss has not come back, or the gradient is not finite."""
+    return layers.exploded[layers.index[step.rows]] & (~step.finite | step.loss_high)
+
+
+def _report(name: str, explosion: _Explosion) -> _Report:
+    """Say what the row itself shows; a norm below its limit is a finding for what happened before."""
+    if explosion.norm == math.inf:
+        return _report_overflow(name, explosion)
+    if explosion.norm > explosion.limit:
+        return _report_growth(name, explosion)
+    if explosion.peak.norm > explosion.first:
+        return _report_aftermath(name, explosion)
+    return _report_after_overflow(name, explosion)
+
+
+def _report_overflow(name: str, explosion: _Explosion) -> _Report:
+    message = f"{name} has gone past what its number format holds, after steps that grew"
+    return _Report(explosion.norm, explosion.limit, message)
+
+
+def _report_growth(name: str, explosion: _Explosion) -> _Report:
+    since = "the first step's, and the loss has risen" if explosion.diverges else "what the layer had before"
+    message = f"norm of {name} is {explosion.norm:.3g}, over {explosion.limit:.3g}, from {since}"
+    return _Report(explosion.norm, explosion.limit, message)
+
+
+def _report_aftermath(name: str, explosion: _Explosion) -> _Report:
+    peak = explosion.peak
+    message = (
+        f"gradients had a norm of {peak.norm:.3g} at step {peak.step}, against {explosion.first:.3g} at the first: they wrote "
+        f"over weights, or the loss has not come back. That of {name} is {explosion.norm:.3g} now"
+    )
+    return _Report(peak.norm, explosion.first, message)
+
+
+def _report_after_overflow(name: str, explosion: _Explosion) -> _Report:
+    message = f"norm of {name} is {explosion.norm:.3g}, after one that its number format does not hold"
+    return _Report(explosion.norm, explosion.limit, message)
 
 
 @dataclass
-class _Past:
-    """The state in columns, one entry for each series of a block; ``series`` is the entry of each row."""
+class _Layers:
+    """The histories of a block's series in columns; ``index`` is the entry of each row, the others are those of `GradientHistory`."""
 
     names: list[str]
-    series: NDArray[np.intp]
-    seen: NDArray[np.int64]
+    index: NDArray[np.intp]
+    records: NDArray[np.int64]
     peak: Floats
-    hit: NDArray[np.bool_]
-    largest: dict[str, float]
-    began: dict[str, float]
-    left: dict[str, int]
-    height: dict[str, LargestNorm]
+    exploded: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, state: ExplodingGradientState, block: Block) -> _Past:
-        _, first, series = np.unique(block.series_key(), return_index=True, return_inverse=True)
-        of = [block.catalogue[tensor].name for tensor in block.tensor[first].tolist()]
-        where = zip(of, block.worker[first].tolist(), block.mode[first].tolist(), strict=True)
-        names = [f"{name}@{worker}/{MODES[mode]}" for name, worker, mode in where]
-        new = GradientHistory()
-        held = [state.series.get(name, new) for name in names]
+    def of(cls, state: ExplodingGradientState, block: Block) -> _Layers:
+        """The histories before the block."""
+        _, first, index = np.unique(block.series_key(), return_index=True, return_inverse=True)
+        names = [
+            f"{block.catalogue[tensor].name}@{worker}/{MODES[mode]}"
+            for tensor, worker, mode in zip(
+                block.tensor[first].tolist(),
+                block.worker[first].tolist(),
+                block.mode[first].tolist(),
+                strict=True,
+            )
+        ]
+        histories = [state.series.get(name, GradientHistory()) for name in names]
         return cls(
             names,
-            series,
-            np.array([past.seen for past in held], np.int64),
-            np.array([past.peak for past in held], np.float64),
-            np.array([past.hit for past in held], np.bool_),
-            dict(state.largest),
-            dict(state.began),
-            dict(state.left),
-            dict(state.height),
+            index,
+            np.array([history.records for history in histories], np.int64),
+            np.array([history.peak for history in histories], np.float64),
+            np.array([history.exploded for history in histories], np.bool_),
         )
 
-    def limits(
-        self, params: ExplodingGradientParams, mode: str, rows: NDArray[np.intp], median: Floats
-    ) -> Floats:
-        """What the norms of one step are held against; infinity where there is nothing to hold them against."""
-        series, largest = self.series[rows], self.largest.get(mode, 0.0)
-        reference = np.fmax(self.peak[series], median)
-        fresh = (self.seen[series] < params.warmup) | (reference == 0)
-        limit = np.where(
-            fresh, params.growth * params.growth * largest, np.maximum(params.growth * reference, largest)
-        )
-        return np.where(limit > 0, limit, np.inf)
+    def add(self, params: ExplodingGradientParams, step: _Step, exploded: NDArray[np.bool_]) -> None:
+        """Include a step. A step has one row of each series, so that no index occurs twice."""
+        series = self.index[step.rows]
+        warming_up = self.records[series] < params.warmup
+        raises_peak = warming_up & step.finite & ~exploded
+        self.peak[series] = np.maximum(self.peak[series], np.where(raises_peak, step.norm, 0.0))
+        self.records[series] += warming_up
+        self.exploded[series] = exploded
 
-    def follow(self, params: ExplodingGradientParams, step: _Step) -> NDArray[np.bool_]:
-        """Which rows of one step are findings; afterwards the step is past."""
-        series, norm = self.series[step.rows], step.norm
-        goes_on = self.hit[series] & (~step.whole | step.away)
-        hit = (norm > step.limit) | (~step.whole & step.shown) | goes_on | step.wrecked
-        calm = np.where(step.whole & ~hit, norm, 0.0)
-        warming = self.seen[series] < params.warmup
-        self.peak[series] = np.maximum(self.peak[series], np.where(warming, calm, 0.0))
-        self.seen[series] += warming
-        self.hit[series] = hit
-        self.largest[step.mode] = max(self.largest.get(step.mode, 0.0), float(calm.max()))
-        return hit
+    def histories(self) -> dict[str, GradientHistory]:
+        """The histories by series."""
+        columns = zip(self.records.tolist(), self.peak.tolist(), self.exploded.tolist(), strict=True)
+        return dict(zip(self.names, (GradientHistory(*values) for values in columns), strict=True))
 
-    def rise(self, mode: str, step: int, norm: float) -> None:
-        """Keep the largest norm of a step if none was so large."""
-        if norm > self.height.get(mode, LargestNorm()).norm:
-            self.height[mode] = LargestNorm(norm, step)
 
-    def as_state(
-        self,
-        before: ExplodingGradientState,
-        losses: dict[str, float],
-        flags: tuple[Flags, Flags, Flags],
-    ) -> ExplodingGradientState:
-        kept = zip(self.names, self.seen.tolist(), self.peak.tolist(), self.hit.tolist(), strict=True)
-        risen, overwritten, wrecked = (each.last for each in flags)
-        return ExplodingGradientState(
-            series={**before.series, **{name: GradientHistory(*past) for name, *past in kept}},
-            largest=self.largest,
-            began=self.began,
-            losses=losses,
-            risen=risen,
-            overwritten=overwritten,
-            wrecked=wrecked,
-            left=self.left,
-            height=self.height,
+def _steps(block: Block, median: Floats, signs: _Signs) -> Iterator[_Step]:
+    """The steps of each mode, ascending."""
+    norm = l2(block.statistics)
+    finite = (block.statistics.nonfinite == 0) & np.isfinite(norm)
+    key = sort_key(block.step, block.mode)
+    order = np.argsort(key, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+        if not len(rows):
+            continue
+        mode, number = MODES[block.mode[rows[0]]], int(block.step[rows[0]])
+        yield _Step(
+            mode,
+            number,
+            rows,
+            norm[rows],
+            finite[rows],
+            median[rows],
+            loss_high=signs.loss_high.at(mode, number),
+            overwritten=signs.overwritten.at(mode, number),
+            wrecked=signs.wrecked.at(mode, number),
         )
 
 
@@ -330,59 +475,58 @@ def _gradients(block: Block) -> Block:
     return view(block, np.flatnonzero(rows_where(block, has_role, "gradient")))
 
 
-def _risen(
+def _high_losses(
     params: ExplodingGradientParams, state: ExplodingGradientState, block: Block
 ) -> tuple[dict[str, float], Flags]:
-    """The first value of each loss, and by mode whether some loss is many times that; a loss of NaN says nothing."""
-    first, risen = dict(state.losses), Flags(state.risen)
+    """The first value of each loss, and by mode whether some loss is many times its first; a loss of NaN does not count."""
+    first_losses = dict(state.first_losses)
+    loss_high = Flags({mode: past.loss_high for mode, past in state.modes.items()})
     rows = np.flatnonzero(rows_where(block, has_role, "loss") & (block.statistics.finite > 0))
-    now: dict[Mode, tuple[int, bool]] = {}
-    for row in map(int, rows[np.argsort(block.step[rows], kind="stable")]):
+    latest: dict[
+        Mode, tuple[int, bool]
+    ] = {}  # the step that was read last, and whether any of its losses is high
+    for row in rows[np.argsort(block.step[rows], kind="stable")].tolist():
         mode, step, size = block.mode_name(row), int(block.step[row]), abs(float(block.statistics.mean[row]))
-        began = first.setdefault(f"{block.info(row).name}@{block.worker[row]}/{mode}", size)
-        away = began > NOTHING and size >= params.loss_growth * began
-        before = now.get(mode, (-1, False))
-        now[mode] = (step, away or (before[0] == step and before[1]))
-        risen.see(mode, now[mode][0], flag=now[mode][1])
-    return first, risen
+        first = first_losses.setdefault(f"{block.info(row).name}@{block.worker[row]}/{mode}", size)
+        high = first > NOTHING and size >= params.loss_growth * first
+        earlier_step, earlier_high = latest.get(mode, (-1, False))
+        latest[mode] = step, high or (earlier_step == step and earlier_high)
+        loss_high.see(mode, step, flag=latest[mode][1])
+    return first_losses, loss_high
 
 
-def _overwritten(params: ExplodingGradientParams, state: ExplodingGradientState, block: Block) -> Flags:
-    """By mode, whether the last finite updates of most weights were as large as these."""
-    flags = Flags(state.overwritten)
-    wide = rows_where(block, is_matrix_of, "update")
-    ratio = block.probes.get("update_ratio", np.full(len(block), np.nan))
-    rows = np.flatnonzero(wide & np.isfinite(ratio) & (block.statistics.nonfinite == 0))
-    step, mode = block.step[rows], block.mode[rows]
-    _, first, place = np.unique(sort_key(step, mode), return_index=True, return_inverse=True)
-    step, mode = step[first], mode[first]
-    large = np.bincount(place, weights=ratio[rows] >= params.overwrites, minlength=len(step))
-    share = large / np.bincount(place, minlength=len(step))
-    for one, kind, most in zip(step.tolist(), mode.tolist(), (share >= _MOST).tolist(), strict=True):
-        flags.see(MODES[kind], one, flag=most)
-    return flags
-
-
-def _groups(label: NDArray[np.int64]) -> list[NDArray[np.intp]]:
-    """The places of each label, ascending, labels ascending."""
-    order = np.argsort(label, kind="stable")
-    return [rows for rows in np.split(order, np.flatnonzero(np.diff(label[order])) + 1) if len(rows)]
+def _overwritten_weights(
+    params: ExplodingGradientParams, state: ExplodingGradientState, block: Block
+) -> Flags:
+    """By mode, whether the last finite updates of most weights were at least as large as the weights."""
+    overwritten = Flags({mode: past.overwritten for mode, past in state.modes.items()})
+    ratio = probe(block, "update_ratio")
+    is_update = rows_where(block, is_matrix_of, "update")
+    rows = np.flatnonzero(is_update & np.isfinite(ratio) & (block.statistics.nonfinite == 0))
+    _, first, group = np.unique(
+        sort_key(block.step[rows], block.mode[rows]), return_index=True, return_inverse=True
+    )
+    large = np.bincount(group, weights=ratio[rows] >= params.overwrites, minlength=len(first))
+    most = large / np.bincount(group, minlength=len(first)) >= _MOST
+    for row, flag in zip(rows[first].tolist(), most.tolist(), strict=True):
+        overwritten.see(block.mode_name(row), int(block.step[row]), flag=flag)
+    return overwritten
 
 
 def _trailing_medians(context: Block, block: Block, window: int) -> Floats:
-    """For each row of the block, the median norm of up to ``window`` whole rows of its series before it, or NaN."""
-    rows_of_both = together(context, block)
-    held = rows_of_both.statistics
-    norm = np.where(held.nonfinite == 0, l2(held), np.nan)
-    key = sort_key(rows_of_both.tensor, rows_of_both.worker, rows_of_both.mode)
-    order = np.argsort(key, kind="stable")  # a series' rows of the context come first
-    starts = np.searchsorted(key[order], key[order])
+    """For each row of the block, the median norm of up to ``window`` finite rows of its series before it, or NaN."""
+    rows = together(context, block)
+    norm = np.where(rows.statistics.nonfinite == 0, l2(rows.statistics), np.nan)
+    key = sort_key(rows.tensor, rows.worker, rows.mode)
+    order = np.argsort(key, kind="stable")  # of a series, the rows of the context come first
+    series_start = np.searchsorted(key[order], key[order])
     ordered = norm[order]
-    judged = np.flatnonzero(order >= len(context))
+    of_block = np.flatnonzero(order >= len(context))
     medians = np.full(len(block), np.nan)
-    for first in range(0, len(judged), _ROWS_AT_ONCE):
-        part = judged[first : first + _ROWS_AT_ONCE]
-        before = part[:, None] + np.arange(-window, 0)
-        windows = np.where(before >= starts[part][:, None], ordered[np.maximum(before, 0)], np.nan)
-        medians[order[part] - len(context)] = medians_of_known(windows)
+    for first in range(0, len(of_block), _ROWS_AT_ONCE):
+        chunk = of_block[first : first + _ROWS_AT_ONCE]
+        earlier = chunk[:, None] + np.arange(-window, 0)
+        in_series = earlier >= series_start[chunk][:, None]
+        windows = np.where(in_series, ordered[np.maximum(earlier, 0)], np.nan)
+        medians[order[chunk] - len(context)] = medians_of_known(windows)
     return medians
