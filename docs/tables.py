@@ -291,7 +291,7 @@ def filled(text: str) -> str:
 
 def pages() -> list[Path]:
     """The pages that hold tables."""
-    return [page for page in sorted(FOLDER.glob("*.md")) if _PLACE.search(page.read_text(encoding="utf-8"))]
+    return [page for page in sorted(FOLDER.rglob("*.md")) if _PLACE.search(page.read_text(encoding="utf-8"))]
 
 
 SCHEMA = FOLDER / "rules.schema.json"

@@ -1,7 +1,7 @@
 """What runs jobs: the one protocol by which launchers start them and the service stops them.
 
 A backend holds no state that a job depends on: every method takes a handle that any process made, at any time
-before. See ``docs/estimator.md``, *A backend of your own*, and the tests that every backend passes,
+before. See ``docs/launch/estimator.md``, *A backend of your own*, and the tests that every backend passes,
 ``tests/launch/backends/backend_contract.py``.
 """
 

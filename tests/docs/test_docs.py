@@ -17,7 +17,8 @@ from watchstep_rules.testing import file as rule_tests
 from watchstep_services.channels import receiver_file
 
 ROOT = Path(tables.FOLDER).parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DECISIONS = ROOT / "docs" / "decisions"
+PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if DECISIONS not in page.parents)
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
@@ -91,7 +92,15 @@ def test_rule_files_are_valid(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name
+    "page",
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "infra" / "README.md",
+        *PAGES,
+        *DECISIONS.glob("*.md"),
+    ],
+    ids=lambda page: page.name,
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for target, _ in _LINK.findall(page.read_text(encoding="utf-8")):
@@ -100,7 +109,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_variable_of_the_recorder_is_documented() -> None:
-    held = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    held = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     for source in (ROOT / "sdk").rglob("*.py"):
         for name in re.findall(r'"(WATCHSTEP_[A-Z_]+)"', source.read_text(encoding="utf-8")):
             assert f"`{name}`" in held, f"{name} of {source.name}"

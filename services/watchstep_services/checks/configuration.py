@@ -47,7 +47,11 @@ def _broker(settings: Settings) -> Iterator[CheckFinding]:
 def _variables() -> Iterator[CheckFinding]:
     unknown = list(unknown_variables(os.environ))
     for name, meant in unknown:
-        hint = f"did you mean {meant}?" if meant else "remove it; docs/settings.md has those that there are"
+        hint = (
+            f"did you mean {meant}?"
+            if meant
+            else "remove it; docs/reference/settings.md has those that there are"
+        )
         yield CheckFinding(f"variable {name}", "failed", "no such setting", hint)
     if not unknown:
         yield CheckFinding("settings", "ok", "every WATCHSTEP_ variable is known")

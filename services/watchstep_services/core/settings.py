@@ -336,7 +336,7 @@ OF_OTHERS = frozenset(
         "TOKEN",
     )
 )
-"""What the recorder and the command line read; docs/settings.md has them too."""
+"""What the recorder and the command line read; docs/reference/settings.md has them too."""
 
 OPEN_ENDED = (f"{PREFIX}RECEIVER_",)
 """Beginnings of names that the user chooses."""

@@ -1,4 +1,4 @@
-"""Jobs of AWS Batch. See ``docs/aws-batch.md``."""
+"""Jobs of AWS Batch. See ``docs/launch/aws-batch.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training jobs of Amazon SageMaker. See ``docs/sagemaker.md``."""
+"""Training jobs of Amazon SageMaker. See ``docs/launch/sagemaker.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of a Kubernetes cluster: ``batch/v1`` Jobs, and Kubeflow's TrainJobs. See ``docs/kubernetes.md``."""
+"""Jobs of a Kubernetes cluster: ``batch/v1`` Jobs, and Kubeflow's TrainJobs. See ``docs/launch/kubernetes.md``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Kubernetes(KubernetesSettings):
     An identity is the object's UID. Every change names the UID of what it is meant for, and the server refuses it for
     another object with the same name.
 
-    It was tried on a stand-in that speaks the API as it is documented; see *What is unproven* in ``docs/kubernetes.md``.
+    It was tried on a stand-in that speaks the API as it is documented; see *What is unproven* in ``docs/launch/kubernetes.md``.
     """
 
     kind: ClassVar[str] = NAME

@@ -204,7 +204,7 @@ class KubernetesClient:
     ) -> CredentialsExpiredError:
         return kind(
             f"{self._where()}: refused ({why[:300]})",
-            "renew the credentials (kubectl auth whoami), or grant the rights that docs/kubernetes.md names",
+            "renew the credentials (kubectl auth whoami), or grant the rights that docs/launch/kubernetes.md names",
         )
 
     def _where(self) -> str:

@@ -1,4 +1,4 @@
-"""Jobs of a Ray cluster, by its Jobs API. See ``docs/ray.md``."""
+"""Jobs of a Ray cluster, by its Jobs API. See ``docs/launch/ray.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of a Slurm cluster, by its own commands. See ``docs/slurm.md``."""
+"""Jobs of a Slurm cluster, by its own commands. See ``docs/launch/slurm.md``."""
 
 from __future__ import annotations
 

@@ -171,7 +171,9 @@ class Python(Rule[PythonParams, PythonState]):
         with rule_time_charged(), POOL.child(params.program) as child:
             reason = why_not(child.isolation)
             if reason:
-                raise RuleError(f"{params.program.called}: {reason}", "see docs/python-rules.md, 'Isolation'")
+                raise RuleError(
+                    f"{params.program.called}: {reason}", "see docs/guides/python-rules.md, 'Isolation'"
+                )
             for part in _parts(block, params.about.merge):
                 request = {
                     "ask": "evaluate", "params": params.params, "version": state.version, "state": state.data, "now": now,
@@ -225,7 +227,7 @@ def _check_demand(program: SandboxedRule) -> None:
     """Where Python rules are refused, no process is started to find that out."""
     refused = why_not(Isolation(rlimits=True, no_new_privs=True, landlock=1, seccomp=True))
     if refused:
-        raise RuleError(f"{program.called}: {refused}", "see docs/python-rules.md, 'Isolation'")
+        raise RuleError(f"{program.called}: {refused}", "see docs/guides/python-rules.md, 'Isolation'")
 
 
 def _parts(block: Block, merge: Merge) -> list[Block]:

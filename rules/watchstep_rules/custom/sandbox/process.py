@@ -239,7 +239,9 @@ class Child:
             ) from error
         reason = self.program.refusal(reached)
         if reason:
-            raise RuleError(f"{self.program.called}: {reason}", "see docs/python-rules.md, 'Isolation'")
+            raise RuleError(
+                f"{self.program.called}: {reason}", "see docs/guides/python-rules.md, 'Isolation'"
+            )
         return reached
 
     def _dead(self, error: FrameError, seconds: float) -> DeadError:

@@ -18,7 +18,7 @@ from watchstep_launch.backends.aws.batch import AwsBatch
 from watchstep_launch.backends.aws.calls import Aws
 from watchstep_launch.backends.aws.sagemaker import SageMaker
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[4] / "docs" / "launch"
 TAG = {"aws:ResourceTag/watchstep": "1"}
 ANY = "*"
 

@@ -148,7 +148,7 @@ def test_parameters_and_defaults_are_amazons(one: AmazonsRule) -> None:
 
 def test_the_table_in_the_docs_says_of_each_what_it_takes_and_whether_it_differs() -> None:
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in tables.sagemaker().splitlines()[2:]}
-    page = (tables.FOLDER / "rules-sagemaker.md").read_text(encoding="utf-8")
+    page = (tables.FOLDER / "guides" / "rules-sagemaker.md").read_text(encoding="utf-8")
     assert tables.sagemaker() in page
     for one in AMAZONS_RULES:
         row = rows[one.name]
