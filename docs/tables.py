@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from docs.default_sources import SOURCES
 from watchstep.format.system_figures import FIGURES
+from watchstep.wrapper.migrate_command import parser as migrate_parser
 from watchstep.wrapper.run_command import parser as run_parser
 from watchstep.wrapper.sync_command import parser as sync_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
@@ -44,7 +45,11 @@ from watchstep_services.service.context import Service
 
 FOLDER = Path(__file__).parent
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- /table -->", re.DOTALL)
-_OWN_PARSERS = {"watchstep run": run_parser, "watchstep sync": sync_parser}
+_OWN_PARSERS = {
+    "watchstep run": run_parser,
+    "watchstep sync": sync_parser,
+    "watchstep migrate-store": migrate_parser,
+}
 _VARIABLES = {
     "WATCHSTEP_STORE": "Where runs lie; `./watchstep-runs` where neither it nor an argument is given.",
     "WATCHSTEP_PROJECT": "The project; `default` where it is not given.",

@@ -1,4 +1,4 @@
-"""The ``watchstep`` command. ``run``, ``sync`` and ``--version`` are the SDK's own; all else belongs to the packages above it."""
+"""The ``watchstep`` command. ``run``, ``sync``, ``migrate-store`` and ``--version`` are the SDK's own; all else belongs to the packages above it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def main() -> None:
             from watchstep.wrapper.sync_command import main as sync
 
             sync(arguments[1:])
+        if arguments[:1] == ["migrate-store"]:
+            from watchstep.wrapper.migrate_command import main as migrate_store
+
+            migrate_store(arguments[1:])
         _application()(arguments)
     except WatchstepError as error:
         sys.stderr.write(f"watchstep: {printable_lines(error)}\n")

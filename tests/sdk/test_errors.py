@@ -6,7 +6,7 @@ import pytest
 
 from watchstep import errors
 from watchstep.platform.transport import ServiceRefusedError
-from watchstep.reading.compacted import PartLostError
+from watchstep.reading.compacted import CompactedSegmentLostError
 
 
 def test_an_error_says_what_and_how_to_mend_it() -> None:
@@ -33,7 +33,7 @@ def test_a_missing_object_is_a_store_error_and_a_bad_name_a_config_error() -> No
     "error",
     [
         errors.ConfigError("store x: no such scheme", "use file:// or s3://"),
-        PartLostError("parts/1.parquet", "part parts/1.parquet: gone"),
+        CompactedSegmentLostError("parts/1.parquet", "part parts/1.parquet: gone"),
         ServiceRefusedError(429, "urn:watchstep:problem:rate", "too many requests", "wait", 3.0),
     ],
 )

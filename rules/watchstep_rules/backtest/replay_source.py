@@ -136,7 +136,7 @@ def _replayed(recorded: Recorded, fetcher: _Fetcher) -> Iterator[Arrival]:
     blocks: list[Block] = []
     for item in ahead(work, items(), readers_of(recorded.store)):
         if isinstance(item, JournalEvaluation):
-            yield Arrival(item.at_ns, item.sealed, tuple(blocks), item.ended)
+            yield Arrival(item.at_ns, item.watermark, tuple(blocks), item.ended)
             blocks = []
             continue
         block = fetcher.found_again(item) if isinstance(item, JournalSegment) else item

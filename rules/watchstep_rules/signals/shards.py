@@ -9,7 +9,7 @@ import numpy as np
 from watchstep.format.block import Block, LazyBlock, LazyStatistics, Places, sort_key, together, view
 from watchstep.format.statistics import Merge
 
-_FLAGS = ("changed", "was_held", "held_share", "after_held", "beside_held")
+_FLAGS = ("changed", "was_optimized", "optimized_share", "after_optimized", "weight_optimized")
 """Probes of parameters that no optimizer holds: what holds of one shard holds of the parameter."""
 
 

@@ -177,7 +177,7 @@ BUILT_IN = (
     tensors.CUSTOM,
     tensors.CHECKSUMS,
     tensors.BUFFERS,
-    tensors.UNHELD,
+    tensors.NOT_IN_OPTIMIZER,
     tensors.CONFUSION,
 )
 """Collections whose tensors are known without selectors; selectors make them smaller."""
@@ -194,12 +194,12 @@ ROLES = (
     "state",
     "checksum",
     "buffer",
-    "unheld",
+    "not_in_optimizer",
 )
 """Roles of what can be selected."""
 
 STATE_ROLES = frozenset({"momentum", "second_moment", "state"})
-_ASKED_FOR = STATE_ROLES | {"input", "buffer", "unheld"}
+_ASKED_FOR = STATE_ROLES | {"input", "buffer", "not_in_optimizer"}
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ PROBES = (
     "gradient_cosine",
     "class_counts",
     "unit_spread",
-    "kept_gradients",
+    "stale_gradients",
     "token_shares",
 )
 """Figures that cannot be had from the row, in columns of their own.
@@ -345,8 +345,8 @@ PROBES = (
 weight. ``gradient_cosine``: cosine of the angle to the gradient that was measured before. ``class_counts``: of labels that
 are classes, over all batches looked at so far: ``labels_counted``, ``classes``, ``largest_class``, ``smallest_class``, and
 which that is, ``rarest_class``. ``unit_spread``: of weights whose units are alike, how far they are apart,
-``unit_spread``, and how far they have come since the first look, ``unit_movement``. ``kept_gradients``: the metric
-``gradients:kept``, 1 at steps whose gradients hold those of before the last step. ``token_shares``: of an embedding's output,
+``unit_spread``, and how far they have come since the first look, ``unit_movement``. ``stale_gradients``: the metric
+``gradients:stale``, 1 at steps whose gradients hold those of before the last step. ``token_shares``: of an embedding's output,
 the shares of some tokens, ``token_share``, and of the most frequent one, ``top_token_share``, in what it was given.
 """
 
@@ -365,7 +365,7 @@ def _default_collections() -> dict[str, Cadence | Collection]:
     fixed = {
         tensors.CHECKSUMS: Cadence(every=100),  # replicas compare the same steps
         tensors.BUFFERS: Cadence(every=25),  # small, and what they tell shows slowly
-        tensors.UNHELD: Cadence(every=25),
+        tensors.NOT_IN_OPTIMIZER: Cadence(every=25),
     }
     left = [name for name in BUILT_IN if name not in {*every_step, *fixed, tensors.OPTIMIZER_STATE}]
     return {

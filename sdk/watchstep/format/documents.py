@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from watchstep.errors import FormatError
 from watchstep.format.bounded_json import parse_json
-from watchstep.format.layout import SCHEMA_VERSION
+from watchstep.format.layout import SCHEMA_VERSION, check_schema
 
 MAX_BYTES = 4 * 1024 * 1024
 _MAX_MEMORY = 128 * 1024 * 1024
@@ -126,7 +126,7 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         name: what to call it in an error.
 
     Raises:
-        FormatError: the bytes are something else, or of a later schema.
+        FormatError: the bytes are something else, or of another schema.
     """
     try:
         held = parse_json(data, _MAX_MEMORY)
@@ -134,11 +134,7 @@ def decode(kind: type[Document], data: bytes, name: str) -> Document:
         if "rules" in known:
             known["rules"] = tuple(dict(rule) for rule in known["rules"])
         _check_types(kind, known)
-        if known.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
-            raise FormatError(
-                f"{name}: schema {known['schema']}, this version reads up to {SCHEMA_VERSION}",
-                "read the run with a newer watchstep",
-            )
+        check_schema(name, known.get("schema", SCHEMA_VERSION))
         return kind(**known)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(

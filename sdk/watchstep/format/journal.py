@@ -1,4 +1,4 @@
-"""The journal: in which order a service judged the segments of an attempt, by which clock, and what was sealed.
+"""The journal: in which order a service judged the segments of an attempt, by which clock, and up to which step.
 
 Rules judge the same rows in the same order with the same ticks alike. So what a rule would have said of a finished run
 follows from the journal and the rows. It is written in parts, each whole and never changed.
@@ -14,7 +14,7 @@ from typing import Any
 
 from watchstep.errors import BadNameError, FormatError
 from watchstep.format.bounded_json import parse_json
-from watchstep.format.layout import SCHEMA_VERSION, SegmentKey, WriterId, check_name
+from watchstep.format.layout import SCHEMA_VERSION, SegmentKey, WriterId, check_name, check_schema
 
 MAX_BYTES = 64 * 1024 * 1024
 """A larger part is none."""
@@ -61,14 +61,14 @@ class JournalEvaluation:
     Attributes:
         tick: its number; ascending within a run, of which an attempt has some.
         at_ns: the clock that rules were given, nanoseconds since the epoch.
-        sealed: the last sealed step after it; -1 for none.
+        watermark: the last step that was complete after it; -1 for none.
         ended: no row came and the attempt had ended, so that silence was not judged.
         segments: what arrived, in order.
     """
 
     tick: int
     at_ns: int
-    sealed: int
+    watermark: int
     ended: bool
     segments: tuple[JournalSegment, ...]
 
@@ -111,7 +111,7 @@ def encode(part: JournalPart) -> bytes:
             place = writers.setdefault(key.writer, len(writers))
             ranks = None if entry.ranks is None else [[r.rank, r.first, r.last, r.rows] for r in entry.ranks]
             segments.append([place, key.seq, key.first, key.last, ranks])
-        evaluations.append([held.tick, held.at_ns, held.sealed, held.ended, segments])
+        evaluations.append([held.tick, held.at_ns, held.watermark, held.ended, segments])
     document = {
         "schema": SCHEMA_VERSION,
         "attempt": part.attempt,
@@ -130,15 +130,11 @@ def decode(data: bytes, name: str) -> JournalPart:
         name: what to call it in an error.
 
     Raises:
-        FormatError: it is none, or of a later version.
+        FormatError: it is none, or of another version.
     """
     try:
         held = parse_json(data, _MAX_MEMORY)
-        if _number(held["schema"]) > SCHEMA_VERSION:
-            raise FormatError(
-                f"{name}: schema {held['schema']}, this version reads up to {SCHEMA_VERSION}",
-                "read the run with a newer watchstep",
-            )
+        check_schema(name, _number(held["schema"]))
         attempt = check_name("attempt", held["attempt"])
         writers = [
             WriterId(attempt, check_name("node", node), check_name("writer", writer))
@@ -157,21 +153,21 @@ def check_order(evaluations: Sequence[JournalEvaluation], name: str) -> None:
     """Refuse evaluations that cannot have been in this order.
 
     Raises:
-        FormatError: ticks or seals go back, or there is no evaluation.
+        FormatError: ticks or watermarks go back, or there is no evaluation.
     """
     pairs = pairwise(evaluations)
-    if not evaluations or any(a.tick >= b.tick or a.sealed > b.sealed for a, b in pairs):
+    if not evaluations or any(a.tick >= b.tick or a.watermark > b.watermark for a, b in pairs):
         raise FormatError(
             f"{name}: its evaluations are in no order", "the run can still be judged without its journal"
         )
 
 
 def _evaluation(held: Any, writers: list[WriterId]) -> JournalEvaluation:
-    tick, at_ns, sealed, ended, segments = held
+    tick, at_ns, watermark, ended, segments = held
     if type(ended) is not bool:
         raise ValueError(f"ended is {str(ended)[:80]!r}")
     return JournalEvaluation(
-        _number(tick), _number(at_ns), _number(sealed, -1), ended, tuple(_segments(segments, writers))
+        _number(tick), _number(at_ns), _number(watermark, -1), ended, tuple(_segments(segments, writers))
     )
 
 

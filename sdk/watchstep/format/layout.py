@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from watchstep.errors import BadNameError, FormatError
 from watchstep.format.tensors import MODES
 
-SCHEMA_VERSION = 1
-"""Version of everything below a run's prefix; readers refuse a higher one."""
+SCHEMA_VERSION = 2
+"""Version of everything below a run's prefix; readers refuse every other one.
+
+1: the names of before 0.1.0. 2: `watchstep.reading.migration` lists the names that changed, and rewrites runs of version 1.
+"""
 
 RUN_DOCUMENT = "run.json"
 CONTROL_DOCUMENT = "control.json"
@@ -47,6 +50,28 @@ _SNAPSHOT = re.compile(
     rf"(?P<step>{_NUMBER_PATTERN})-(?P<mode>{'|'.join(MODES)})\.safetensors"
 )
 _SEQ_DIGITS = 10
+
+
+def check_schema(name: str, schema: int) -> None:
+    """Refuse an object of another version.
+
+    Args:
+        name: of the object, for the message.
+        schema: the version that it states.
+
+    Raises:
+        FormatError: it is not `SCHEMA_VERSION`.
+    """
+    if schema > SCHEMA_VERSION:
+        raise FormatError(
+            f"{name}: schema {schema}, this version reads schema {SCHEMA_VERSION}",
+            "read the run with a newer watchstep",
+        )
+    if schema < SCHEMA_VERSION:
+        raise FormatError(
+            f"{name}: schema {schema}, this version reads schema {SCHEMA_VERSION}",
+            "rewrite the run with 'watchstep migrate-store'",
+        )
 
 
 def check_name(kind: str, value: str) -> str:

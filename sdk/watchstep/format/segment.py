@@ -22,7 +22,7 @@ from watchstep.format.arrow_arrays import from_codes, from_numbers, to_numbers, 
 from watchstep.format.block import STAGES, Block, Places
 from watchstep.format.bounded_json import parse_json
 from watchstep.format.histogram import Histograms, UnreadHistograms
-from watchstep.format.layout import SCHEMA_VERSION
+from watchstep.format.layout import SCHEMA_VERSION, check_schema
 from watchstep.format.parquet_claims import claims_of, read_claims, read_footer
 from watchstep.format.segment_checks import (
     HISTOGRAM_COLUMNS,
@@ -89,20 +89,24 @@ def metadata(catalogue: bytes) -> dict[bytes, bytes]:
 
 
 def check_version(stored: dict[bytes, bytes], name: str) -> None:
-    """Refuse a segment of a later version, by its metadata.
+    """Refuse a segment of another version, by its metadata.
 
     Raises:
         FormatError: it is of one.
         ValueError, TypeError, KeyError: it is no segment's metadata.
     """
+    check_schema(f"segment {name}", schema_of(stored))
+
+
+def schema_of(stored: dict[bytes, bytes]) -> int:
+    """The version that a segment's metadata state.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is no segment's metadata.
+    """
     if len(stored[_META]) > _MAX_META:
         raise ValueError(f"its metadata take {len(stored[_META])} bytes, at most {_MAX_META} are read")
-    schema = int(json.loads(stored[_META])["schema"])
-    if schema > SCHEMA_VERSION:
-        raise FormatError(
-            f"segment {name}: schema {schema}, this version reads up to {SCHEMA_VERSION}",
-            "read it with a newer watchstep",
-        )
+    return int(json.loads(stored[_META])["schema"])
 
 
 def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, bytes] | None = None) -> bytes:
@@ -116,19 +120,25 @@ def encode(block: Block, catalogue: bytes | None = None, more: Mapping[bytes, by
     Raises:
         ValueError: the block was read without its histograms, and a segment has them.
     """
-    import pyarrow.parquet as pq
-
     table = to_table(block)
     if not {*table.column_names} >= HISTOGRAM_COLUMNS:
         raise ValueError("a segment holds histograms, and the block was read without")
     meta = {**metadata(catalogue or catalogue_bytes(block.catalogue)), **(more or {})}
+    return encode_table(table.replace_schema_metadata(meta))
+
+
+def encode_table(table: pa.Table) -> bytes:
+    """One segment's bytes, from the table with its metadata."""
+    import pyarrow.parquet as pq
+
+    probes = [name for name in table.column_names if name.startswith(PROBE)]
     sink = io.BytesIO()
     pq.write_table(
-        table.replace_schema_metadata(meta),
+        table,
         sink,
         compression={leaf: "zstd" if leaf in _DENSE else "lz4" for leaf in _leaves(table.column_names)},
         use_dictionary=list(WORD_COLUMNS),
-        use_byte_stream_split=[*VALUE_COLUMNS, *(PROBE + name for name in block.probes)],
+        use_byte_stream_split=[*VALUE_COLUMNS, *probes],
         write_statistics=["step", "tensor", *CONSTANT],
         write_page_checksum=True,
     )
@@ -193,7 +203,7 @@ def decode(data: bytes, name: str, *, histograms: bool = True) -> Block:
         histograms: False leaves them out, and damage in them unnoticed; to look into them is a `ConfigError` then.
 
     Raises:
-        FormatError: the bytes are no whole segment, are of a later version, or claim sizes over the limits.
+        FormatError: the bytes are no whole segment, are of another version, or claim sizes over the limits.
     """
     with whole(name):
         return check_values(_to_block(_open(data, name, histograms=histograms)))
@@ -203,7 +213,7 @@ def metadata_of(data: bytes, name: str) -> dict[bytes, bytes]:
     """What a segment's metadata say.
 
     Raises:
-        FormatError: the bytes are no segment of a version that this one reads.
+        FormatError: the bytes are no segment of the version that this one reads.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

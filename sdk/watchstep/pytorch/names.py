@@ -116,7 +116,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 class NamedParameter:
     """A parameter, and how it, its gradient, its update and its checksum are recorded.
 
-    ``unheld`` describes the gradient while no optimizer holds the parameter.
+    ``not_in_optimizer`` describes the gradient while the parameter is in no optimizer.
     """
 
     parameter: nn.Parameter
@@ -124,7 +124,7 @@ class NamedParameter:
     gradient: TensorInfo
     update: TensorInfo
     checksum: TensorInfo
-    unheld: TensorInfo
+    not_in_optimizer: TensorInfo
     standing: ParameterPlacement
     bases: tuple[str, ...]
 
@@ -185,7 +185,7 @@ class Names:
         )
         gradient = replace(plain, name=f"{name}:gradient", role="gradient")
         update = replace(plain, name=f"{name}:update", role="update")
-        unheld = replace(plain, name=f"{name}:unheld", role="unheld")
+        not_in_optimizer = replace(plain, name=f"{name}:not_in_optimizer", role="not_in_optimizer")
         stands = standing(parameter, self.whole)
         # Each shard has a checksum of its own: they do not merge.
         shard = f"_{stands.weight.shard_index}" if stands.weight.shard_count > 1 else ""
@@ -196,7 +196,7 @@ class Names:
             gradient=self._placed(gradient, bases, tensors.GRADIENTS),
             update=self._placed(update, bases, tensors.UPDATES, tensors.OPTIMIZER_STATE),
             checksum=self._placed(checksum, bases, tensors.CHECKSUMS),
-            unheld=self._placed(unheld, bases, tensors.UNHELD),
+            not_in_optimizer=self._placed(not_in_optimizer, bases, tensors.NOT_IN_OPTIMIZER),
             standing=stands,
             bases=bases,
         )

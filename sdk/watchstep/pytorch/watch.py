@@ -32,9 +32,9 @@ from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling
 from watchstep.pytorch.parameters.clipping import ClippedGradients
 from watchstep.pytorch.parameters.finite_checks import FiniteChecks
 from watchstep.pytorch.parameters.hyperparameters import Hyperparameters
-from watchstep.pytorch.parameters.not_in_optimizer import UnheldParameters
+from watchstep.pytorch.parameters.not_in_optimizer import ParametersNotInOptimizer
 from watchstep.pytorch.parameters.parameters import Parameters, Updated
-from watchstep.pytorch.parameters.stale_gradients import KeptGradients
+from watchstep.pytorch.parameters.stale_gradients import StaleGradients
 from watchstep.pytorch.parameters.updates import CountingOptimizer, MissingUpdates, OverdueUpdates
 from watchstep.stopping import StopTraining
 
@@ -115,7 +115,7 @@ class Watch:
         self._parameters = Parameters(session, names, kernel)
         self._clipped = ClippedGradients(session, self._parameters)
         self._scaler = ScalerMetrics(session)
-        self._kept = KeptGradients(session, name)
+        self._kept = StaleGradients(session, name)
         self._fewest = FewestGradients()
         self._accumulated = AccumulatedLosses(session.recorder)
         self._hyperparameters = Hyperparameters(session, name)
@@ -127,7 +127,7 @@ class Watch:
         self._applies_nonfinite = False
         self._tells_applied = tensors.METRICS in session.config.chosen
         self._buffers = Buffers(session, names, self._parameters, kernel)
-        self._unheld = UnheldParameters(session, self._parameters, kernel)
+        self._not_in_optimizer = ParametersNotInOptimizer(session, self._parameters, kernel)
         self._passes = ForwardPasses(session, names.model)
         self._parts = PartPasses(session.recorder)
         self._calls = FunctionCalls(session, names, kernel)
@@ -169,7 +169,7 @@ class Watch:
             if not self._captured():
                 self._kept.backward_begins()
         except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
-            self._health.fault("kept gradients", error)
+            self._health.fault("stale gradients", error)
 
     def found(self, loss: FoundLoss) -> None:
         """A loss at ``backward()``."""
@@ -512,7 +512,7 @@ class Watch:
             if (
                 counts or self._counting.is_gone
             ):  # another optimizer has come in its place, and holds nothing of the model
-                self._unheld.measure(self._recorder.step)
+                self._not_in_optimizer.measure(self._recorder.step)
             return
         step = self._recorder.step
         attempt = self._attempts[optimizer] = _Attempt(
@@ -539,7 +539,7 @@ class Watch:
             self._tell_applied(0.0)  # clipping has made it finite
         self._parameters.measure_gradients(updated, step, scaling, measured)
         self._buffers.measure(step)
-        self._unheld.measure(step)
+        self._not_in_optimizer.measure(step)
         state = "after the update" if updated_already else "before the update"
         self._snapshot(step, updated.parameters, state)
         self._recorder.about_to_update()

@@ -1,7 +1,7 @@
-"""Compacted runs: the manifest, the parts that it lists, and the generation that readers follow.
+"""Compacted runs: the manifest, the segments that it lists, and the generation that readers follow.
 
 The manifest lists which objects hold which rows. It is written last, so that it lists complete objects only. Readers follow the newest
-complete generation that was not found damaged. The footer of a part is read when one of its columns is first requested.
+complete generation that was not found damaged. The footer of a segment is read when one of its columns is first requested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format.arrow_arrays import from_codes, from_numbers
 from watchstep.format.block import STAGES
 from watchstep.format.bounded_json import parse_json
-from watchstep.format.layout import SCHEMA_VERSION
+from watchstep.format.layout import SCHEMA_VERSION, check_schema
 from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import ReadBudget
@@ -40,7 +40,7 @@ _GENERATION = re.compile(r"compacted/([0-9]{10})/(.+)")
 
 
 @dataclass(frozen=True)
-class Part:
+class CompactedSegment:
     """One object, by (tensor, step), worker and mode.
 
     Attributes:
@@ -75,15 +75,15 @@ class CompactedAttempt:
         attempt: its id.
         started_ns: its first record's time.
         catalogue: as `watchstep.format.segment.catalogue_bytes` packs it.
-        parts: all rows.
+        segments: all rows.
         recent: the rows of the last steps once more, so that the newest step is one object; from its ``first`` on.
     """
 
     attempt: str
     started_ns: int
     catalogue: str
-    parts: tuple[Part, ...]
-    recent: Part | None = None
+    segments: tuple[CompactedSegment, ...]
+    recent: CompactedSegment | None = None
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,12 @@ def decode(data: bytes, name: str) -> Manifest:
     """Read a manifest.
 
     Raises:
-        FormatError: it is none, or of a later version.
+        FormatError: it is none, or of another version.
     """
     try:
         held = parse_json(data, _MAX_MEMORY)
-        if int(held["schema"]) > SCHEMA_VERSION:
-            raise FormatError(f"{name}: schema {held['schema']}", "read the run with a newer watchstep")
-        attempts = tuple(_attempt(entry) for entry in held["attempts"])
+        check_schema(name, int(held["schema"]))
+        attempts = tuple(attempt_from_data(entry) for entry in held["attempts"])
         return Manifest(
             int(held["generation"]),
             int(held["created_ns"]),
@@ -141,19 +140,24 @@ def decode(data: bytes, name: str) -> Manifest:
         raise FormatError(f"{name}: not a manifest ({error})", "compact the run again") from error
 
 
-def _attempt(held: dict[str, Any]) -> CompactedAttempt:
+def attempt_from_data(held: dict[str, Any]) -> CompactedAttempt:
+    """One attempt of a manifest.
+
+    Raises:
+        ValueError, TypeError, KeyError, OverflowError: the data has another form.
+    """
     recent = held["recent"]
     return CompactedAttempt(
         str(held["attempt"]),
         int(held["started_ns"]),
         str(held["catalogue"]),
-        tuple(_part(entry) for entry in held["parts"]),
-        None if recent is None else _part(recent),
+        tuple(_segment(entry) for entry in held["segments"]),
+        None if recent is None else _segment(recent),
     )
 
 
-def _part(held: dict[str, Any]) -> Part:
-    part = Part(
+def _segment(held: dict[str, Any]) -> CompactedSegment:
+    segment = CompactedSegment(
         str(held["key"]),
         int(held["size"]),
         int(held["first"]),
@@ -162,46 +166,50 @@ def _part(held: dict[str, Any]) -> Part:
         tuple(str(name) for name in held["columns"]),
         {str(name): int(value) for name, value in held["constant"].items()},
     )
-    impossible = any(place < 0 or rows < 1 for place, rows in part.tensors)
-    if impossible or part.rows > MAX_ROWS or not 0 < part.size <= MAX_BYTES:
-        raise ValueError(f"part {part.key[:80]!r} has an impossible size")
-    if generation_of(part.key) is None or ".." in part.key:
-        raise ValueError(f"part {part.key[:80]!r} lies elsewhere")
-    if len({place for place, _ in part.tensors}) < len(part.tensors):
-        raise ValueError(f"part {part.key[:80]!r} names a tensor twice")
-    return part
+    impossible = any(place < 0 or rows < 1 for place, rows in segment.tensors)
+    if impossible or segment.rows > MAX_ROWS or not 0 < segment.size <= MAX_BYTES:
+        raise ValueError(f"segment {segment.key[:80]!r} has an impossible size")
+    if generation_of(segment.key) is None or ".." in segment.key:
+        raise ValueError(f"segment {segment.key[:80]!r} lies elsewhere")
+    if len({place for place, _ in segment.tensors}) < len(segment.tensors):
+        raise ValueError(f"segment {segment.key[:80]!r} names a tensor twice")
+    return segment
 
 
 _WORDS: dict[str, tuple[str, ...]] = {"mode": MODES, "stage": STAGES}
 
 
-class PartLostError(StoreError):
-    """A part that its manifest names is gone or damaged: the run is to be read by another generation."""
+class CompactedSegmentLostError(StoreError):
+    """A segment that its manifest names is gone or damaged: the run is to be read by another generation."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(what, "compact the run again")
         self.key = key
 
 
-class PartObject:
+class CompactedObject:
     """The same to a reader as a segment's `ParquetObject`."""
 
     def __init__(
-        self, store: Store, part: Part, catalogue: tuple[TensorInfo, ...], catalogues: Catalogues
+        self,
+        store: Store,
+        segment: CompactedSegment,
+        catalogue: tuple[TensorInfo, ...],
+        catalogues: Catalogues,
     ) -> None:
-        self._store, self._part, self._catalogues = store, part, catalogues
+        self._store, self._segment, self._catalogues = store, segment, catalogues
         self._opened: ParquetObject | None = None
         self._lock = threading.Lock()
-        self.key, self.rows, self.first, self.last = part.key, part.rows, part.first, part.last
-        self.columns = frozenset(part.columns)
-        self.constant = part.constant
-        self.catalogue = tuple(catalogue[place] for place, _ in part.tensors)
+        self.key, self.rows, self.first, self.last = segment.key, segment.rows, segment.first, segment.last
+        self.columns = frozenset(segment.columns)
+        self.constant = segment.constant
+        self.catalogue = tuple(catalogue[place] for place, _ in segment.tensors)
 
     def decoded_bytes(self, columns: Iterable[str]) -> int:
         """Memory that some columns take once they are read.
 
         Raises:
-            PartLostError: the object is gone, damaged, or another than the manifest says.
+            CompactedSegmentLostError: the object is gone, damaged, or another than the manifest says.
             StoreError: it cannot be read.
         """
         with self._found():
@@ -211,13 +219,13 @@ class PartObject:
         """Fetch some columns from the store.
 
         Returns:
-            decodes them; raises `PartLostError` where the object is damaged.
+            decodes them; raises `CompactedSegmentLostError` where the object is damaged.
 
         Raises:
-            PartLostError: the object is gone, damaged, or another than the manifest says.
+            CompactedSegmentLostError: the object is gone, damaged, or another than the manifest says.
             StoreError: it cannot be read.
         """
-        known = {*self._part.constant, "tensor"}
+        known = {*self._segment.constant, "tensor"}
         wanted = set(columns)
         with self._found():
             decode = self._open().fetch((wanted - known) or {"step"})
@@ -236,19 +244,21 @@ class PartObject:
         try:
             yield
         except (FormatError, NotFoundError) as error:
-            raise PartLostError(self.key, error.what) from error
+            raise CompactedSegmentLostError(self.key, error.what) from error
 
     def places(self) -> NDArray[np.int32]:
-        """Place in the part's own catalogue of each row's tensor; nothing is read."""
-        counts = [rows for _, rows in self._part.tensors]
+        """Place in the segment's own catalogue of each row's tensor; nothing is read."""
+        counts = [rows for _, rows in self._segment.tensors]
         return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
     def _open(self) -> ParquetObject:
         with self._lock:
             if self._opened is None:
-                opened = open_object(self._store, self.key, self._part.size, self._catalogues)
+                opened = open_object(self._store, self.key, self._segment.size, self._catalogues)
                 if opened.rows != self.rows or not self.columns <= opened.columns:
-                    raise FormatError(f"part {self.key}: not as the manifest says", "compact the run again")
+                    raise FormatError(
+                        f"segment {self.key}: not as the manifest says", "compact the run again"
+                    )
                 self._opened = opened
             return self._opened
 
@@ -264,8 +274,8 @@ class Compacted:
     """One attempt of the generation that is followed."""
 
     started_ns: int
-    parts: list[PartObject]
-    recent: PartObject | None
+    objects: list[CompactedObject]
+    recent: CompactedObject | None
 
 
 _MOST_TRIED = 3
@@ -328,11 +338,14 @@ class Generations:
             attempts = {}
             for held in manifest.attempts:
                 catalogue = self._catalogues.read(held.catalogue.encode())
-                parts = [PartObject(self._store, part, catalogue, self._catalogues) for part in held.parts]
+                objects = [
+                    CompactedObject(self._store, segment, catalogue, self._catalogues)
+                    for segment in held.segments
+                ]
                 recent = None
                 if held.recent is not None:
-                    recent = PartObject(self._store, held.recent, catalogue, self._catalogues)
-                attempts[held.attempt] = Compacted(held.started_ns, parts, recent)
+                    recent = CompactedObject(self._store, held.recent, catalogue, self._catalogues)
+                attempts[held.attempt] = Compacted(held.started_ns, objects, recent)
         except (FormatError, NotFoundError, ValueError, TypeError, LookupError, zlib.error):
             return False
         self.manifest, self.attempts, self.sources = manifest, attempts, frozenset(manifest.sources)

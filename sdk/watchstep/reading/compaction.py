@@ -1,6 +1,6 @@
 """Compaction: a finished run's segments written anew, by tensor and step, so that one series is one short read.
 
-``compacted/<generation>/``: a claim, created only if absent; parts; the manifest, last. A compaction that dies leaves a
+``compacted/<generation>/``: a claim, created only if absent; segments; the manifest, last. A compaction that dies leaves a
 generation without a manifest, which no reader follows. Two at once take two generations, and each is whole.
 """
 
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,8 @@ from watchstep.format.statistics import VALUE_COLUMNS
 from watchstep.reading.compacted import (
     COMPACTED,
     CompactedAttempt,
+    CompactedSegment,
     Manifest,
-    Part,
     encode,
     generation_of,
     manifest_key,
@@ -35,11 +36,14 @@ from watchstep.reading.run import open_run
 from watchstep.reading.scan import Want
 from watchstep.store.store import Store
 
-_PART_ROWS = 100_000
-"""Rows of a part, but for one with a longer tensor: one series unpacks no more than this."""
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_SEGMENT_ROWS = 100_000
+"""Rows of a segment, but for one with a longer tensor: one series unpacks no more than this."""
 
 _MOST_ROWS = 200_000
-"""Rows of any part; a tensor with more is split by steps. With histograms of 80 bins they are within what a reader takes."""
+"""Rows of any segment; a tensor with more is split by steps. With histograms of 80 bins they are within what a reader takes."""
 
 _PASS_ROWS = 1_000_000
 """Rows that are held at once, some 0.5 GB; a longer run is read several times."""
@@ -93,7 +97,7 @@ def compact(
 
 
 def _write_generation(store: Store) -> int:
-    generation = _claim(store)
+    generation = claim_generation(store)
     index = RunIndex(store)  # listed after the claim: whoever deletes originals then knows of this compaction
     index.refresh()
     attempts = index.consistently(lambda: _written_attempts(store, index, generation))
@@ -101,7 +105,7 @@ def _write_generation(store: Store) -> int:
     sources -= index.damaged.keys()
     manifest = Manifest(generation, time.time_ns(), tuple(sorted(sources)), attempts)
     store.create(manifest_key(generation), encode(manifest))
-    return sum(len(held.parts) + (held.recent is not None) for held in attempts) + 1
+    return sum(len(held.segments) + (held.recent is not None) for held in attempts) + 1
 
 
 def _written_attempts(store: Store, index: RunIndex, generation: int) -> tuple[CompactedAttempt, ...]:
@@ -113,7 +117,12 @@ def _written_attempts(store: Store, index: RunIndex, generation: int) -> tuple[C
         # One turned out to be damaged when some of its rows were written: all is written anew, without it.
 
 
-def _claim(store: Store) -> int:
+def claim_generation(store: Store) -> int:
+    """Claim the next generation of a run's compaction; its manifest makes it visible.
+
+    Raises:
+        StoreError: the store refused.
+    """
     known = [found[0] for entry in store.entries(COMPACTED) if (found := generation_of(entry.key))]
     generation = max(known, default=0) + 1
     while not store.create(_claim_key(generation), json.dumps({"created_ns": time.time_ns()}).encode()):
@@ -130,14 +139,14 @@ def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> Co
     catalogue = tuple({info.name: info for held in seen for info in held.catalogue}.values())
     order = {info.name: place for place, info in enumerate(catalogue)}
     packed = catalogue_bytes(catalogue)
-    writer = _PartWriter(store, f"{COMPACTED}{generation:010d}/{attempt}/", packed)
-    parts: list[Part] = []
+    writer = _CompactedWriter(store, f"{COMPACTED}{generation:010d}/{attempt}/", packed)
+    segments: list[CompactedSegment] = []
     started: list[int] = []
     for names in _passes(index, attempt, list(order)):
         block = concatenate(index.blocks(attempt, Want((), names)))
         block = _by_tensor(block, order)
         started.append(int(block.time_ns.min()))
-        parts.extend(writer.write(piece, order) for piece in _pieces(block))
+        segments.extend(writer.write(piece, order) for piece in _pieces(block))
     since = _recent_from(index, attempt)
     recent = _by_tensor(concatenate(index.blocks(attempt, Want((), None, since))), order)
     fits = 0 < len(recent) <= _MOST_ROWS
@@ -145,7 +154,7 @@ def _attempt(store: Store, index: RunIndex, attempt: str, generation: int) -> Co
         attempt,
         index.start_of(attempt) if len(index.attempts()) > 1 else min(started, default=0),
         packed.decode(),
-        tuple(parts),
+        tuple(segments),
         writer.write(recent, order) if fits else None,
     )
 
@@ -176,12 +185,12 @@ def _by_tensor(block: Block, order: dict[str, int]) -> Block:
 
 
 def _pieces(block: Block) -> Iterator[Block]:
-    """Pieces of whole tensors, each of `_PART_ROWS` at the most where its tensors are shorter."""
+    """Pieces of whole tensors, each of `_SEGMENT_ROWS` at the most where its tensors are shorter."""
     ends = np.append(np.flatnonzero(np.diff(block.tensor)) + 1, len(block))
     start = 0
     for place, end in enumerate(ends):
         after = ends[place + 1] if place + 1 < len(ends) else None
-        if after is not None and after - start <= _PART_ROWS:
+        if after is not None and after - start <= _SEGMENT_ROWS:
             continue
         for first in range(start, int(end), _MOST_ROWS):
             yield block.take(np.arange(first, min(int(end), first + _MOST_ROWS)))
@@ -196,33 +205,39 @@ def _recent_from(index: RunIndex, attempt: str) -> int:
     return int(steps[-max(1, kept)]) if len(steps) else last
 
 
-class _PartWriter:
+def encode_compacted(table: pa.Table) -> bytes:
+    """A compacted segment's bytes, from the table with its metadata."""
+    import pyarrow.parquet as pq
+
+    probes = [name for name in table.column_names if name.startswith(PROBE)]
+    sink = io.BytesIO()
+    pq.write_table(
+        table,
+        sink,
+        compression="zstd",
+        row_group_size=len(table),
+        use_dictionary=["tensor", *CONSTANT],
+        use_byte_stream_split=[*VALUE_COLUMNS, *probes],
+        write_statistics=["step", "tensor"],
+        write_page_checksum=True,
+    )
+    return sink.getvalue()
+
+
+class _CompactedWriter:
     def __init__(self, store: Store, prefix: str, catalogue: bytes) -> None:
         self._store, self._prefix, self._metadata = store, prefix, metadata(catalogue)
         self._written = 0
 
-    def write(self, block: Block, order: dict[str, int]) -> Part:
-        import pyarrow.parquet as pq
-
+    def write(self, block: Block, order: dict[str, int]) -> CompactedSegment:
         table = to_table(block).replace_schema_metadata(self._metadata)
-        sink = io.BytesIO()
-        probes = [PROBE + name for name in block.probes]
-        pq.write_table(
-            table,
-            sink,
-            compression="zstd",
-            row_group_size=len(block),
-            use_dictionary=["tensor", *CONSTANT],
-            use_byte_stream_split=[*VALUE_COLUMNS, *probes],
-            write_statistics=["step", "tensor"],
-            write_page_checksum=True,
-        )
+        data = encode_compacted(table)
         key = f"{self._prefix}{self._written:06d}.parquet"
         self._written += 1
-        self._store.put(key, sink.getvalue())
-        return Part(
+        self._store.put(key, data)
+        return CompactedSegment(
             key,
-            sink.tell(),
+            len(data),
             int(block.step.min()),
             int(block.step.max()),
             _runs(block, order),
@@ -259,7 +274,7 @@ def _delete_old(
     if any(generation > newest.generation for generation in generations.values()):
         return 0
     old = [key for key in keys if generations.get(key, newest.generation) < newest.generation]
-    # A manifest goes before its parts, so that no reader starts to follow it.
+    # A manifest goes before its segments, so that no reader starts to follow it.
     old.sort(key=lambda key: (not key.endswith("/manifest.json"), key))
     originals = {entry.key for entry in store.entries("stats/")} & set(newest.sources)
     if may_delete is not None:

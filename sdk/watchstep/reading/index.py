@@ -21,7 +21,13 @@ from watchstep.format.segment_checks import PROBE, check_columns, check_steps
 from watchstep.format.tensors import TensorInfo
 from watchstep.reading.budget import PROCESS, ReadBudget
 from watchstep.reading.columns import IDENTITY, Columns, constants, from_table, is_one_of, joined
-from watchstep.reading.compacted import Generations, Manifest, PartLostError, PartObject, generation_of
+from watchstep.reading.compacted import (
+    CompactedObject,
+    CompactedSegmentLostError,
+    Generations,
+    Manifest,
+    generation_of,
+)
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
 from watchstep.reading.scan import NO_CUT, Located, Scan, Want
 from watchstep.store.store import Store
@@ -169,10 +175,10 @@ class RunIndex:
         while True:
             try:
                 return work()
-            except PartLostError as error:
+            except CompactedSegmentLostError as error:
                 self.follow(error)
 
-    def follow(self, error: PartLostError) -> None:
+    def follow(self, error: CompactedSegmentLostError) -> None:
         """After a part of a compaction was lost: follow a newer generation, or the originals; where they are gone, go on without the object."""
         before = self.manifest and self.manifest.generation
         self.refresh()
@@ -211,7 +217,7 @@ class RunIndex:
         """The objects with rows of one attempt; of the default view where it is left out."""
         if attempt is not None:
             compacted = self._generations.attempts.get(attempt)
-            held: list[ParquetObject | PartObject] = [*compacted.parts] if compacted else []
+            held: list[ParquetObject | CompactedObject] = [*compacted.objects] if compacted else []
             held += [self._segments[key] for key in sorted(self._segments) if key.writer.attempt == attempt]
             return [Located(attempt, one) for one in held if one.rows and one.key not in self.damaged]
         if self._view is None:
@@ -388,7 +394,7 @@ class RunIndex:
     def _recent(self, located: Located, want: Want) -> Located | None:
         """The object with an attempt's last steps, in the place of a part, where all that is wanted is in it."""
         compacted = self._generations.attempts.get(located.attempt)
-        if not isinstance(located.object, PartObject) or compacted is None or compacted.recent is None:
+        if not isinstance(located.object, CompactedObject) or compacted is None or compacted.recent is None:
             return None
         if want.first < compacted.recent.first or compacted.recent.key in self.damaged:
             return None
@@ -399,7 +405,7 @@ class RunIndex:
         places = scan.places(held.catalogue)
         if not scan.is_wanted(places):
             return None
-        unread = {*held.constant, "tensor"} if isinstance(held, PartObject) else {*held.constant}
+        unread = {*held.constant, "tensor"} if isinstance(held, CompactedObject) else {*held.constant}
         with self._decoding(held, held.columns & set(scan.names) - unread) as table:
             if table is None:
                 return None
@@ -412,26 +418,26 @@ class RunIndex:
             except FormatError as error:
                 self.damaged[held.key] = error.what
                 return None
-            if isinstance(held, PartObject):
+            if isinstance(held, CompactedObject):
                 found["tensor"] = np.fromiter(places.values(), np.int32)[held.places()]
             # Only probes can be lacking: the rest was checked with the footer.
             lacking = {name: np.full(table.num_rows, np.nan) for name in scan.names if name not in found}
             return scan.chosen({**found, **lacking}, located)
 
-    def _read(self, held: ParquetObject | PartObject, columns: Collection[str]) -> pa.Table | None:
+    def _read(self, held: ParquetObject | CompactedObject, columns: Collection[str]) -> pa.Table | None:
         with self._decoding(held, columns) as table:
             return table
 
     @contextmanager
     def _decoding(
-        self, held: ParquetObject | PartObject, columns: Collection[str]
+        self, held: ParquetObject | CompactedObject, columns: Collection[str]
     ) -> Iterator[pa.Table | None]:
         """An object's columns, with room in the process's memory until the wanted rows are taken; None where it is damaged."""
         try:
             size = held.decoded_bytes(columns)
             decode = held.fetch(columns)  # before room is taken: a store that hangs takes none
         except NotFoundError as error:  # deleted, for a compaction has its rows
-            raise PartLostError(held.key, error.what) from error
+            raise CompactedSegmentLostError(held.key, error.what) from error
         with PROCESS.reserve(size, self.budget):
             try:
                 table = decode()

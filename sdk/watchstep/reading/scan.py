@@ -8,7 +8,7 @@ import numpy as np
 
 from watchstep.format.tensors import TensorInfo
 from watchstep.reading.columns import Columns
-from watchstep.reading.compacted import PartObject
+from watchstep.reading.compacted import CompactedObject
 from watchstep.reading.parquet_object import ParquetObject
 
 NO_CUT = np.iinfo(np.int64).max
@@ -37,7 +37,7 @@ class Located:
     """An object, the attempt that it is of, and the first step that a later attempt did again."""
 
     attempt: str
-    object: ParquetObject | PartObject
+    object: ParquetObject | CompactedObject
     cut: int = NO_CUT
 
 

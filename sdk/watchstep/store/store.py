@@ -479,6 +479,24 @@ class Store:
         except OSError:
             return 0
 
+    def newest_ns(self, prefix: str = "") -> int:
+        """When the newest object below a prefix was written, in nanoseconds since the epoch by the store's clock; 0 where there are none.
+
+        Raises:
+            StoreError: the store did not answer.
+        """
+        import obstore
+
+        try:
+            written = (
+                meta["last_modified"].timestamp()
+                for batch in obstore.list(self._backend, (self._prefix + prefix) or None)
+                for meta in batch
+            )
+            return round(1e9 * max(written, default=0.0))
+        except Exception as error:
+            raise self._translated("list", prefix, error) from error
+
     def _usable_folders(self, prefix: str) -> list[str]:
         try:
             return usable_folders(f"{self.location}/{prefix}")

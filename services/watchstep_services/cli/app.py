@@ -82,6 +82,11 @@ COMMANDS = {
         "sync",
         "Upload what recorders left on this machine when their store could not be reached. Safe to repeat.",
     ),
+    "migrate-store": CommandEntry(
+        "recording",
+        "migrate_store",
+        "Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat.",
+    ),
     "database": CommandEntry(
         "database",
         "app",

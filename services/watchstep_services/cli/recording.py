@@ -1,4 +1,4 @@
-"""``watchstep run`` and ``watchstep sync``, for help and completion: the SDK runs both by itself, before it loads this package."""
+"""The commands of the SDK, for help and completion: the SDK runs them by itself, before it loads this package."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from watchstep.wrapper.migrate_command import parser as migrate_options
 from watchstep.wrapper.run_command import parser as run_options
 from watchstep.wrapper.sync_command import parser as sync_options
 
 run = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 sync = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+migrate_store = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @run.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -27,3 +29,11 @@ def _sync(
 ) -> None:
     """Upload what recorders left on this machine when their store could not be reached. Safe to repeat."""
     sync_options().parse_args(arguments or ["--help"])
+
+
+@migrate_store.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _migrate_store(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] STORE")] = None,
+) -> None:
+    """Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat."""
+    migrate_options().parse_args(arguments or ["--help"])

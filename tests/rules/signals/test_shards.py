@@ -29,16 +29,16 @@ def test_shards_of_one_step_become_one_row() -> None:
     assert merged.places.shard_index.tolist() == [0, 0]
 
 
-def test_what_holds_of_one_shard_of_an_unheld_parameter_holds_of_the_parameter() -> None:
+def test_what_one_shard_reports_of_a_parameter_in_no_optimizer_is_true_of_the_parameter() -> None:
     rows = [shard(1, 0, [1.0]), shard(1, 1, [1.0]), shard(2, 0, [1.0]), shard(2, 1, [1.0])]
     changed = [0.0, 1.0, 0.0, 0.0]
-    probes = [{"changed": one, "held_share": 0.5, "update_ratio": 1.0} for one in changed]
+    probes = [{"changed": one, "optimized_share": 0.5, "update_ratio": 1.0} for one in changed]
     merged = merge_shards(
         block_of([replace(row, probes=held) for row, held in zip(rows, probes, strict=True)])
     )
     assert {name: values.tolist() for name, values in merged.probes.items()} == {
         "changed": [1.0, 0.0],
-        "held_share": [0.5, 0.5],
+        "optimized_share": [0.5, 0.5],
     }
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from watchstep.errors import FormatError
 from watchstep.format import documents
 from watchstep.format.documents import AttemptDocument, EndDocument, RunDocument
+from watchstep.format.layout import SCHEMA_VERSION
 
 RUN = RunDocument("vision", "r1", 5, ({"rule": "nan_or_inf"},), {"every": 3}, {"python": "3.11"})
 ATTEMPT = AttemptDocument("a1", 7, world_size=8, on_stop="raise", host="node0")
@@ -38,11 +39,16 @@ def test_values_that_are_not_json_are_kept_as_text() -> None:
     assert documents.decode(RunDocument, documents.encode(document), "d").config == {"dtype": "(1+2j)"}
 
 
-def test_a_later_schema_is_refused_with_its_own_mend() -> None:
-    data = json.loads(documents.encode(RUN)) | {"schema": 2}
-    with pytest.raises(
-        FormatError, match=r"p/r/run.json: schema 2, .*\n  hint: read the run with a newer watchstep"
-    ):
+@pytest.mark.parametrize(
+    ("schema", "hint"),
+    [
+        (SCHEMA_VERSION + 1, "read the run with a newer watchstep"),
+        (SCHEMA_VERSION - 1, "rewrite the run with 'watchstep migrate-store'"),
+    ],
+)
+def test_another_schema_is_refused_with_its_own_hint(schema: int, hint: str) -> None:
+    data = json.loads(documents.encode(RUN)) | {"schema": schema}
+    with pytest.raises(FormatError, match=rf"p/r/run.json: schema {schema}, .*\n  hint: {hint}"):
         documents.decode(RunDocument, json.dumps(data).encode(), "p/r/run.json")
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from watchstep.errors import FormatError, WatchstepError
 from watchstep.format import journal, layout
 from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
-from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.format.layout import SCHEMA_VERSION, SegmentKey, WriterId
 from watchstep.reading.journal import count_parts, read_journal
 from watchstep.store.store import Store
 
@@ -89,7 +89,8 @@ EVALUATION = JournalEvaluation(
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["schema"], 2),
+        (["schema"], SCHEMA_VERSION + 1),
+        (["schema"], SCHEMA_VERSION - 1),
         (["schema"], True),
         (["attempt"], "../a1"),
         (["attempt"], 7),
@@ -114,7 +115,7 @@ def test_what_cannot_be_is_refused(path: list[Any], value: Any) -> None:
 
 
 def test_ticks_and_seals_go_forward() -> None:
-    back = (EVALUATION, replace(EVALUATION, tick=3)), (EVALUATION, replace(EVALUATION, tick=4, sealed=6))
+    back = (EVALUATION, replace(EVALUATION, tick=3)), (EVALUATION, replace(EVALUATION, tick=4, watermark=6))
     for evaluations in back:
         with pytest.raises(FormatError, match="in no order"):
             journal.decode(journal.encode(JournalPart("a1", 0, evaluations)), "it")

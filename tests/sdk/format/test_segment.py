@@ -149,11 +149,10 @@ def test_columns_of_later_versions_are_left_out() -> None:
     assert rows_of(segment.decode(data, "s")) == rows_of(BLOCK)
 
 
-def test_a_later_schema_is_refused_with_its_own_mend() -> None:
-    with pytest.raises(
-        FormatError, match=r"schema 2, this version reads up to 1\n  hint: read it with a newer"
-    ):
-        segment.decode(written(TABLE, watchstep='{"schema": 2}'), "s")
+@pytest.mark.parametrize(("schema", "hint"), [(3, "read the run with a newer"), (1, "rewrite the run with")])
+def test_another_schema_is_refused_with_its_own_hint(schema: int, hint: str) -> None:
+    with pytest.raises(FormatError, match=rf"schema {schema}, this version reads schema 2\n  hint: {hint}"):
+        segment.decode(written(TABLE, watchstep=f'{{"schema": {schema}}}'), "s")
 
 
 @given(st.integers(0, len(WHOLE) - 1))

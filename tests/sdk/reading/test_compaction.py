@@ -53,7 +53,7 @@ def plain(held: list[Any]) -> str:
 @given(blocks, blocks, st.booleans(), st.sampled_from([4, 100_000]))
 def test_compaction_changes_no_answer(first: Block, second: Block, deletes: bool, size: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compaction, "_PART_ROWS", size)
+        patch.setattr(compaction, "_SEGMENT_ROWS", size)
         patch.setattr(compaction, "_MOST_ROWS", 2 * size)
         patch.setattr(compaction, "_PASS_ROWS", 3 * size)
         patch.setattr(compaction, "_RECENT_ROWS", size)
@@ -132,7 +132,7 @@ def test_it_may_die_between_any_two_operations(tmp_path: Path) -> None:
     died = 0
     while True:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compaction, "_PART_ROWS", 30)
+            patch.setattr(compaction, "_SEGMENT_ROWS", 30)
             dying(patch, died)
             try:
                 compact(url, delete_after=0)
@@ -197,7 +197,7 @@ def test_a_damaged_generation_is_left_for_the_originals(tmp_path: Path, damage: 
 def test_without_originals_a_damaged_part_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "_PART_ROWS", 12)
+    monkeypatch.setattr(compaction, "_SEGMENT_ROWS", 12)
     url = small_run(tmp_path)
     compact(url, delete_after=0)
     part_of(tmp_path).unlink()

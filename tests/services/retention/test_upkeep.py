@@ -319,7 +319,9 @@ def test_ticks_and_seals_go_when_the_journal_has_them(
     assert write_journal(driven.service, due) == 1
     told = list(read_journal(recording.store, "a1"))
     assert [evaluation.tick for evaluation in told] == list(range(last + 2))
-    assert [evaluation.sealed for evaluation in told] == sorted(evaluation.sealed for evaluation in told)
+    assert [evaluation.watermark for evaluation in told] == sorted(
+        evaluation.watermark for evaluation in told
+    )
     assert [len(evaluation.segments) for evaluation in told] == [1] * (last + 2)
 
 

@@ -11,7 +11,7 @@ from watchstep.format.block import Block
 from watchstep_rules.rule import Finding, Needs, Params, Rule, State, finding_at
 from watchstep_rules.signals.series import in_a_row
 
-_KEPT = re.compile(r"(.*\.)?gradients:kept(_\d+)?$")
+_KEPT = re.compile(r"(.*\.)?gradients:stale(_\d+)?$")
 
 
 class MissingZeroGradParams(Params):
@@ -27,7 +27,7 @@ class MissingZeroGradState(State):
 
 
 class MissingZeroGrad(Rule[MissingZeroGradParams, MissingZeroGradState]):
-    """Fires when ``gradients:kept`` is 1 at ``records`` steps in a row.
+    """Fires when ``gradients:stale`` is 1 at ``records`` steps in a row.
 
     Capture looks at one gradient: at the first backward pass after an optimizer's step it is still what that step left, at no
     pass before the next step is it zero or gone, and by then it was added to. So nothing is inferred: the sum of all
@@ -40,7 +40,7 @@ class MissingZeroGrad(Rule[MissingZeroGradParams, MissingZeroGradState]):
 
     name = "missing_zero_grad"
     summary = "gradients of earlier steps are never cleared"
-    needs = Needs(collections=("metrics",), roles=("metric",), probes=("kept_gradients",))
+    needs = Needs(collections=("metrics",), roles=("metric",), probes=("stale_gradients",))
     merge = "per_worker"
     usual_causes = (
         "The loop has no optimizer.zero_grad().",

@@ -19,7 +19,7 @@ from watchstep_rules.signals.ranges.robust import medians, quantiles
 from watchstep_rules.signals.tensor_selection import rows_where
 
 _EVALUATIONS = 8
-_KEPT = "gradients:kept"
+_KEPT = "gradients:stale"
 
 
 class OscillatingLossParams(Params):
@@ -98,7 +98,7 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
     needs = Needs(
         collections=("losses", "labels", "metrics"),
         roles=("loss", "label", "metric"),
-        probes=("class_counts", "kept_gradients"),
+        probes=("class_counts", "stale_gradients"),
         about=("loss",),
     )
     merge = "sealed"
@@ -136,7 +136,7 @@ class OscillatingLoss(Rule[OscillatingLossParams, OscillatingLossState]):
         evaluations = loss_series(context, block, "eval")
         labels, baselines = constant_prediction.follow(state.labels, block)
         names = first_steps(state.names, losses)
-        gradients = _kept_gradients(state.kept, block)
+        gradients = _stale_gradients(state.kept, block)
         kept, findings = dict(state.series), {}
         for series in [*losses, *evaluations]:
             origin = _origins(series, kept.get(series.key, LossOrigin()))
@@ -279,9 +279,9 @@ def _swings_wide(
     return wide
 
 
-def _kept_gradients(before: bool, block: Block) -> list[tuple[int, bool]]:
+def _stale_gradients(before: bool, block: Block) -> list[tuple[int, bool]]:
     """From which step on gradients are kept, or no more; first what was before."""
-    is_metric = rows_where(block, _tells_of_kept_gradients)
+    is_metric = rows_where(block, _reports_stale_gradients)
     if not is_metric.any():
         return [(-1, before)]
     rows = np.flatnonzero(is_metric & (block.statistics.finite > 0))
@@ -290,7 +290,7 @@ def _kept_gradients(before: bool, block: Block) -> list[tuple[int, bool]]:
     return [(-1, before), *zip(block.step[rows].tolist(), kept, strict=True)]
 
 
-def _tells_of_kept_gradients(info: TensorInfo) -> bool:
+def _reports_stale_gradients(info: TensorInfo) -> bool:
     return _KEPT in info.name and info.role == "metric"
 
 

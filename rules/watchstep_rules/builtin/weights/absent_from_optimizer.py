@@ -57,7 +57,7 @@ class AbsentFromOptimizer(Rule[AbsentFromOptimizerParams, AbsentFromOptimizerSta
 
     name = "absent_from_optimizer"
     summary = "a parameter gets gradients, but no optimizer holds it"
-    needs = Needs(collections=("unheld",), roles=("unheld",))
+    needs = Needs(collections=("not_in_optimizer",), roles=("not_in_optimizer",))
     merge = "sealed"
     usual_causes = (
         "The layer was made, or put in the place of another, after the optimizer.",
@@ -115,11 +115,11 @@ def _left_out(rows: Block) -> NDArray[np.bool_]:
 
 
 def _forgotten(rows: Block) -> NDArray[np.bool_]:
-    share = probe(rows, "held_share")
+    share = probe(rows, "optimized_share")
     is_matrix = rows_where(rows, _is_matrix)
-    amid = is_matrix & (probe(rows, "after_held") > 0) & (share >= _PART)
+    amid = is_matrix & (probe(rows, "after_optimized") > 0) & (share >= _PART)
     forgotten: NDArray[np.bool_] = (
-        (share == 0) | (probe(rows, "was_held") > 0) | (probe(rows, "beside_held") > 0) | amid
+        (share == 0) | (probe(rows, "was_optimized") > 0) | (probe(rows, "weight_optimized") > 0) | amid
     )
     forgotten &= _left_out(rows)
     return forgotten

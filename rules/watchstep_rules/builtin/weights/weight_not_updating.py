@@ -98,10 +98,10 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
     name = "weight_not_updating"
     summary = "weights stay as they are though there is something to learn"
     needs = Needs(
-        collections=("updates", "gradients", "activations", "losses", "unheld"),
-        roles=("update", "gradient", "output", "loss", "unheld"),
+        collections=("updates", "gradients", "activations", "losses", "not_in_optimizer"),
+        roles=("update", "gradient", "output", "loss", "not_in_optimizer"),
         probes=("update_ratio",),
-        about=("update", "unheld"),
+        about=("update", "not_in_optimizer"),
     )
     version = 3
     merge = "sealed"
@@ -154,7 +154,7 @@ class WeightNotUpdating(Rule[WeightNotUpdatingParams, WeightNotUpdatingState]):
 
     def advice(self, finding: Finding) -> Advice:
         """Of a parameter that no optimizer holds, what `AbsentFromOptimizer` says."""
-        if finding.role == "unheld":
+        if finding.role == "not_in_optimizer":
             return Advice(AbsentFromOptimizer.usual_causes, AbsentFromOptimizer.what_to_try)
         return super().advice(finding)
 

@@ -34,7 +34,7 @@ class OptimizedWeights(NamedTuple):
 
 
 def forgotten(block: Block, rows: NDArray[np.intp], held: OptimizedWeights) -> list[int]:
-    """Which of a step's unheld parameters their author forgot.
+    """Which of a step's parameters in no optimizer their author forgot.
 
     They get a gradient and have not changed since they were first looked at. Where no optimizer holds anything of the
     model, these are all. Where one does, weighted layers are forgotten that come after one that learns, and only if what
@@ -52,7 +52,7 @@ def forgotten(block: Block, rows: NDArray[np.intp], held: OptimizedWeights) -> l
     left = [
         row
         for row in map(int, rows)
-        if block.info(row).role == "unheld"
+        if block.info(row).role == "not_in_optimizer"
         and len(block.info(row).shape) > 1
         and block.statistics.abs_sum[row] > 0
         and changed[row] == 0

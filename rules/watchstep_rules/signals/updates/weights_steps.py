@@ -184,8 +184,8 @@ class StepsOfWeights:
         starved = first[self.parameter[judged]] > self.numbers[judged]
         found = self._by_step(judged[none | lost | vector | starved])
         if "changed" in self.block.probes:
-            unheld = rows_where(self.block, has_role, "unheld")
-            found |= self._by_step(np.flatnonzero(unheld))
+            not_in_optimizer = rows_where(self.block, has_role, "not_in_optimizer")
+            found |= self._by_step(np.flatnonzero(not_in_optimizer))
         return found
 
     def _by_step(self, rows: Rows) -> Flags:

@@ -1,4 +1,4 @@
-"""Parameters that get gradients and that no optimizer holds: nothing will ever change them."""
+"""Parameters that get gradients and are in no optimizer: nothing will ever change them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _WEIGHTED = ("Linear", "Bilinear", "Conv", "LSTM", "GRU", "RNN")
 
 @dataclass(frozen=True)
 class _Beside:
-    """Columns of parameters that no optimizer holds.
+    """Columns of parameters in no optimizer.
 
-    ``changed``: 1 where the parameter is another than when it was first looked at. ``was_held``: 1 where an optimizer held it before.
-    ``held_share``: of the elements that require a gradient, the share that optimizers hold. ``after_held``: 1 where its layer comes after a
-    weighted layer that is held. ``beside_held``: 1 for a vector of a module whose weight matrix is held.
+    ``changed``: 1 where the parameter changed since its first record. ``was_optimized``: 1 where it was in an optimizer before.
+    ``optimized_share``: of the elements that require a gradient, the share in optimizers. ``after_optimized``: 1 where its layer comes after a
+    weighted layer that is in an optimizer. ``weight_optimized``: 1 for a vector of a module whose weight matrix is in an optimizer.
     """
 
     flags: OnTheWay
@@ -80,8 +80,8 @@ def _is_weighted(named: NamedParameter) -> bool:
     return any(kind.startswith(_WEIGHTED) for kind in (named.weight.module_type, *named.bases))
 
 
-class UnheldParameters:
-    """Measures their gradients, as ``fc.weight:unheld``, where that collection is due.
+class ParametersNotInOptimizer:
+    """Measures their gradients, as ``fc.weight:not_in_optimizer``, where that collection is due.
 
     An optimizer is known from its first step on. Where a parameter seems to be held by none, all optimizers of the process are looked for, so
     that one that steps seldom, or has not stepped yet, is known as well; that is done eight times at most.
@@ -94,7 +94,7 @@ class UnheldParameters:
         self._kernel = kernel
         self._first: dict[int, Tensor] = {}
         self._measured = -1
-        self._wanted = {named.unheld.collections for named in parameters.named} - {()}
+        self._wanted = {named.not_in_optimizer.collections for named in parameters.named} - {()}
         self._ever: dict[
             int, Tensor
         ] = {}  # no weak references: `torch.utils.swap_tensors` refuses tensors that have one
@@ -115,19 +115,19 @@ class UnheldParameters:
         self._measured = step
         for collections in self._wanted:
             charged = self._schedule.due(collections, step)
-            members = [] if charged is None else self._unheld(collections)
+            members = [] if charged is None else self._not_in_optimizer(collections)
             if charged is not None and members:
                 since = self._schedule.now()
                 self._record(members)
                 self._schedule.spent(charged, since)
 
-    def _unheld(self, collections: tuple[str, ...]) -> list[NamedParameter]:
+    def _not_in_optimizer(self, collections: tuple[str, ...]) -> list[NamedParameter]:
         held = self._held()
         members = [
             named
             for named in self._parameters.named
             if id(named.parameter) not in held
-            and named.unheld.collections == collections
+            and named.not_in_optimizer.collections == collections
             and named.standing.records
             and named.parameter.requires_grad
             and named.parameter.grad is not None
@@ -189,7 +189,8 @@ class UnheldParameters:
                 first = self._first[id(named.parameter)] = sample.clone()
             flags.append((sample != first).any())
         group = Group(
-            tuple(named.unheld for named in members), tuple(named.standing.gradient for named in members)
+            tuple(named.not_in_optimizer for named in members),
+            tuple(named.standing.gradient for named in members),
         )
         beside = _Beside(OnTheWay(stacked(flags)), self._columns(members))
         self._recorder.add(group, self._kernel.measure(found), probes=(beside,))
@@ -201,10 +202,10 @@ class UnheldParameters:
             return np.array([float(flag) for flag in flags])
 
         return {
-            "was_held": column(id(named.parameter) in self._ever for named in members),
-            "held_share": np.full(len(members), held.share),
-            "after_held": column(named.weight.order > held.first for named in members),
-            "beside_held": column(
+            "was_optimized": column(id(named.parameter) in self._ever for named in members),
+            "optimized_share": np.full(len(members), held.share),
+            "after_optimized": column(named.weight.order > held.first for named in members),
+            "weight_optimized": column(
                 named.parameter.dim() == 1 and named.weight.module in held.modules for named in members
             ),
         }

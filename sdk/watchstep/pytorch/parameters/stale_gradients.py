@@ -23,7 +23,7 @@ from watchstep.pytorch.losses import record_tensor
 from watchstep.pytorch.names import NamedParameter
 from watchstep.pytorch.probes.staging import views
 
-METRIC = "gradients:kept"
+METRIC = "gradients:stale"
 _ELEMENTS = 64
 _AT_EACH_STEP = (
     100  # steps that began with cleared gradients, after which a program is looked at now and then
@@ -57,10 +57,10 @@ class _Looked:
         return None if self.parameter is None else self.parameter.grad
 
 
-class KeptGradients:
-    """Records 1 as ``gradients:kept`` at each step whose gradients hold those of before the last, and 0 when that ends.
+class StaleGradients:
+    """Records 1 as ``gradients:stale`` at each step whose gradients hold those of before the last, and 0 when that ends.
 
-    Of a program's second optimizer it is ``gradients:kept_2``. On a device nothing waits: a number that is not known yet
+    Of a program's second optimizer it is ``gradients:stale_2``. On a device nothing waits: a number that is not known yet
     is recorded as it will be.
     """
 
@@ -68,7 +68,7 @@ class KeptGradients:
         self._recorder = session.recorder
         self._prefix = f"{prefix}." if prefix else ""
         self._wanted = (
-            "kept_gradients" in session.config.probes and tensors.METRICS in session.config.collections
+            "stale_gradients" in session.config.probes and tensors.METRICS in session.config.collections
         )
         self._looked: MutableMapping[Optimizer, _Looked] = WeakIdKeyDictionary()
 

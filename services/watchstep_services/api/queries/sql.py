@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from watchstep.reading.budget import ReadBudget
-from watchstep.reading.compacted import PartLostError
+from watchstep.reading.compacted import CompactedSegmentLostError
 from watchstep.reading.run import Run
 from watchstep.reading.sql import scan_for
 from watchstep_rules.custom.sandbox.process import StartError
@@ -38,7 +38,7 @@ def run_sql(
         RefusedError: 503; no process is free, or can be started. 429; another question takes the run's time.
         StoreError: the store cannot be read.
     """
-    lost: PartLostError | None = None
+    lost: CompactedSegmentLostError | None = None
     for _ in range(_MOST_TRIES):
         with asked() as run:
             if lost is not None:
@@ -46,7 +46,7 @@ def run_sql(
             index = run.index.snapshot(budget)
         try:
             return select(question, QuerySource(index.tensors(), index.probes(), partial(scan_for, index)))
-        except PartLostError as error:
+        except CompactedSegmentLostError as error:
             lost = error
         except StartError as error:
             raise RequestRefusedError(503, error.what, error.hint, {"retry-after": "1"}) from error

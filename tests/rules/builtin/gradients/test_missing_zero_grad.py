@@ -11,7 +11,7 @@ from tests.sdk.training import batches, small_model
 from watchstep import Hook
 from watchstep_rules.config.rule_config import RuleConfig
 
-KEPT = tensor("gradients:kept", "metrics", shape=())
+KEPT = tensor("gradients:stale", "metrics", shape=())
 
 
 def trained(hook: Hook, *, clears: bool, micro_batches: int = 1) -> None:
@@ -30,7 +30,7 @@ def test_a_loop_without_zero_grad_and_its_twin(tmp_path: Path) -> None:
     found = said_of(lambda hook: trained(hook, clears=False), "missing_zero_grad", tmp_path / "faulty")
     assert [finding.step for finding in found] == list(range(6, 15))
     assert found[0].message == (
-        "gradients:kept: at 6 steps in a row the optimizer was given gradients that hold those of the step before; "
+        "gradients:stale: at 6 steps in a row the optimizer was given gradients that hold those of the step before; "
         "nothing cleared them"
     )
     for passes in (1, 4):

@@ -83,7 +83,7 @@ def test_the_scale_of_the_loss_does_not_matter_where_labels_are_not_recorded() -
         assert found(run_of(scale * BURSTS))
 
 
-KEPT = tensor("gradients:kept", "metrics", role="metric", shape=())
+KEPT = tensor("gradients:stale", "metrics", role="metric", shape=())
 LEAPS = np.tile([2.5, 2.0, 1.5, 1.0, 0.7, 0.5, 0.4, 0.3], 30)
 RNG_LABELS = RNG(2).integers(0, 4, (240, 16)).astype(float)
 

@@ -45,7 +45,7 @@ def found(folder: Path, *, late: bool, frozen: bool = False, average: bool = Fal
 
 
 def test_a_layer_that_is_made_after_the_optimizer_and_its_twin(tmp_path: Path) -> None:
-    assert found(tmp_path / "a", late=True) == [(step, "2.weight:unheld") for step in (75, 100)]
+    assert found(tmp_path / "a", late=True) == [(step, "2.weight:not_in_optimizer") for step in (75, 100)]
     assert found(tmp_path / "b", late=False) == []
 
 
@@ -78,7 +78,7 @@ def names(
             each(step, optimizers)
 
     said = said_of(train, "absent_from_optimizer", folder, params, config=CaptureConfig())
-    return {finding.tensor.removesuffix(":unheld") for finding in said}
+    return {finding.tensor.removesuffix(":not_in_optimizer") for finding in said}
 
 
 def part(*places: int) -> Left:
@@ -131,7 +131,7 @@ def test_an_optimizer_of_another_model_in_the_place_of_the_first(tmp_path: Path)
             hook.step()
 
     said = said_of(train, "absent_from_optimizer", tmp_path, config=CaptureConfig())
-    assert {finding.tensor for finding in said} >= {"0.weight:unheld", "2.weight:unheld"}
+    assert {finding.tensor for finding in said} >= {"0.weight:not_in_optimizer", "2.weight:not_in_optimizer"}
     assert said[0].step == 125
 
 
@@ -143,6 +143,6 @@ def test_one_fault_is_one_report(tmp_path: Path) -> None:
         (outcome.config.rule, change.step)
         for outcome in backtest.attempts[0].outcomes
         for change in outcome.fired
-        if change.finding and change.finding.role == "unheld" and not change.inhibited_by
+        if change.finding and change.finding.role == "not_in_optimizer" and not change.inhibited_by
     ]
     assert told == [("weight_not_updating", 50)]

@@ -87,32 +87,41 @@ def test_gradients_that_are_zero_now_and_then_tell_nothing_of_updates_at_other_s
     assert found(still, gradients("a", [0.1] * 8)) == [3, 4, 5, 6, 7]
 
 
-def unheld(name: str, changed: Sequence[float], *, order: int, size: float = 0.1, wide: int = 8) -> list[Row]:
+def not_in_optimizer(
+    name: str, changed: Sequence[float], *, order: int, size: float = 0.1, wide: int = 8
+) -> list[Row]:
     info = replace(
-        tensor(f"{name}.weight:unheld", "unheld", role="unheld", order=order, shape=(8, wide)), module=name
+        tensor(
+            f"{name}.weight:not_in_optimizer",
+            "not_in_optimizer",
+            role="not_in_optimizer",
+            order=order,
+            shape=(8, wide),
+        ),
+        module=name,
     )
     return [Row(step, info, [size] * 4, probes={"changed": flag}) for step, flag in enumerate(changed)]
 
 
 def left_out(*layers: list[Row], name: str) -> list[int]:
     said = all_at_once(RuleConfig(rule="weight_not_updating"), in_steps(*layers))
-    return steps_of(said, f"{name}.weight:unheld")
+    return steps_of(said, f"{name}.weight:not_in_optimizer")
 
 
 def test_weights_that_no_optimizer_holds_are_found_where_they_were_forgotten() -> None:
     trunk = updates("a", [1e-3] * 3, order=1)
-    assert left_out(trunk, unheld("b", [0.0] * 3, order=2), name="b") == [0, 1, 2]
-    assert left_out(trunk, unheld("b", [0.0, 1.0, 1.0], order=2), name="b") == [0]
-    assert left_out(trunk, unheld("b", [0.0] * 3, order=2, size=0.0), name="b") == []
-    nothing = unheld("b", [0.0] * 3, order=0), unheld("c", [0.0] * 3, order=1)
+    assert left_out(trunk, not_in_optimizer("b", [0.0] * 3, order=2), name="b") == [0, 1, 2]
+    assert left_out(trunk, not_in_optimizer("b", [0.0, 1.0, 1.0], order=2), name="b") == [0]
+    assert left_out(trunk, not_in_optimizer("b", [0.0] * 3, order=2, size=0.0), name="b") == []
+    nothing = not_in_optimizer("b", [0.0] * 3, order=0), not_in_optimizer("c", [0.0] * 3, order=1)
     assert left_out(*nothing, name="b") == left_out(*nothing, name="c") == [0, 1, 2]
 
 
 def test_weights_that_are_left_out_on_purpose_are_fine() -> None:
     head = updates("b", [1e-3] * 3, order=2)
-    assert left_out(head, unheld("a", [0.0] * 3, order=1), name="a") == []
+    assert left_out(head, not_in_optimizer("a", [0.0] * 3, order=1), name="a") == []
     adapter = updates("b", [1e-3] * 3, order=2)
-    assert left_out(adapter, unheld("c", [0.0] * 3, order=3, wide=32), name="c") == []
+    assert left_out(adapter, not_in_optimizer("c", [0.0] * 3, order=3, wide=32), name="c") == []
 
 
 def test_a_converged_training_is_fine() -> None:

@@ -31,9 +31,9 @@ def kept(
     for x, y in batches(steps):
         step(model, optimizer, x, y)
     run = recorded(hook)
-    if "gradients:kept" not in run.tensors():
+    if "gradients:stale" not in run.tensors():
         return {}
-    rows = run.tensor("gradients:kept").statistics().to_pydict()
+    rows = run.tensor("gradients:stale").statistics().to_pydict()
     return dict(zip(rows["step"], rows["mean"], strict=True))
 
 
@@ -201,7 +201,7 @@ def test_a_closure_that_clears(tmp_path: Path) -> None:
             return loss.item()
 
         optimizer.step(closure)
-    assert "gradients:kept" not in recorded(hook).tensors()
+    assert "gradients:stale" not in recorded(hook).tensors()
 
 
 class Game(nn.Module):
@@ -228,8 +228,8 @@ def test_two_optimizers_of_a_game(clears: bool, tmp_path: Path) -> None:
             judges.zero_grad(set_to_none=False)
         (game.judge(x) - game.judge(game.maker(x))).sum().backward()
         judges.step()
-    names = [name for name in recorded(hook).tensors() if "kept" in name]
-    assert names == ([] if clears else ["gradients:kept_2"])
+    names = [name for name in recorded(hook).tensors() if "stale" in name]
+    assert names == ([] if clears else ["gradients:stale_2"])
 
 
 def test_a_compiled_model(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
         in_place(model, optimizer, x, y)
     for x, y in batches(3):
         never(model, optimizer, x, y)
-    rows = recorded(hook).tensor("gradients:kept").statistics().to_pydict()
+    rows = recorded(hook).tensor("gradients:stale").statistics().to_pydict()
     torch.compiler.reset()
     assert rows["step"] == [3, 4, 5]
 
@@ -267,7 +267,7 @@ def test_on_a_device_nothing_waits(clears: bool, tmp_path: Path) -> None:
     torch.cuda.set_sync_debug_mode("default")
     run = recorded(hook)
     if clears:
-        assert "gradients:kept" not in run.tensors()
+        assert "gradients:stale" not in run.tensors()
         return
-    rows = run.tensor("gradients:kept").statistics().to_pydict()
+    rows = run.tensor("gradients:stale").statistics().to_pydict()
     assert dict(zip(rows["step"], rows["mean"], strict=True)) == dict.fromkeys(range(1, STEPS), 1.0)

@@ -1,0 +1,374 @@
+"""Migration: runs of schema 1, which have the names of before 0.1.0, rewritten with the names of schema 2.
+
+Each object is written whole in place of the one before, and ``run.json`` last. A migration that was interrupted is completed by
+the next one; objects that already have the new schema stay as they are. Compacted segments are written as a new generation, and the
+generation that they replace is deleted after that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from watchstep.errors import FormatError, NotFoundError, WatchstepError
+from watchstep.format.bounded_json import parse_json
+from watchstep.format.documents import MAX_BYTES as MAX_DOCUMENT
+from watchstep.format.journal import MAX_BYTES as MAX_JOURNAL
+from watchstep.format.layout import (
+    BASELINES,
+    CONTROL_DOCUMENT,
+    ENDS,
+    JOURNALS,
+    RUN_DOCUMENT,
+    SCHEMA_VERSION,
+    SEGMENTS,
+)
+from watchstep.format.parquet_claims import claims_of, read_footer
+from watchstep.format.segment import (
+    CATALOGUE,
+    MAX_BYTES,
+    catalogue_bytes,
+    catalogue_of,
+    encode_table,
+    metadata,
+    schema_of,
+    whole,
+)
+from watchstep.format.segment_checks import (
+    PROBE,
+    WORD_COLUMNS,
+    check_claims,
+    check_leaves,
+    checked_columns,
+)
+from watchstep.reading import compacted
+from watchstep.reading.compacted import (
+    COMPACTED,
+    MAX_MANIFEST,
+    CompactedAttempt,
+    CompactedSegment,
+    generation_of,
+    manifest_key,
+)
+from watchstep.reading.compaction import claim_generation, encode_compacted
+from watchstep.reading.run_documents import read_state
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from watchstep.format.tensors import TensorInfo
+    from watchstep.store.store import Store
+
+FROM_SCHEMA = 1
+
+SILENT_SECONDS = 900.0
+"""A run that has not ended counts as being written until nothing in it has changed for this long."""
+
+NAMES = {
+    "unheld": "not_in_optimizer",
+    "was_held": "was_optimized",
+    "held_share": "optimized_share",
+    "after_held": "after_optimized",
+    "beside_held": "weight_optimized",
+    "kept_gradients": "stale_gradients",
+    "kept gradients": "stale gradients",
+}
+"""Collections, roles, probes and their columns, and kinds of faults: the name in schema 1 and the name in schema 2."""
+
+_UNHELD = ":unheld"
+_KEPT = re.compile(r"((?:.*\.)?gradients:)kept((?:_\d+)?)")
+_IN_TEXT = re.compile(
+    rf"\b(?:{'|'.join(name for name in NAMES if ' ' not in name)})\b|\bgradients:kept(?=_\d|\b)"
+)
+_MAX_MEMORY = 512 * 1024 * 1024
+_BEING_WRITTEN = ("created", "open", "stopping")
+
+
+class RunInUseError(WatchstepError):
+    """A run that may still be written to."""
+
+
+@dataclass
+class MigratedRun:
+    """What a migration did, or would do, with one run.
+
+    Attributes:
+        name: ``<project>/<run>``.
+        segments: segments rewritten.
+        compacted: compacted segments rewritten.
+        documents: JSON documents rewritten.
+        damaged: key → why the object was left as it is.
+    """
+
+    name: str
+    segments: int = 0
+    compacted: int = 0
+    documents: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing had to be rewritten."""
+        return not (self.segments or self.compacted or self.documents)
+
+
+def new_name(name: str) -> str:
+    """The name of schema 2 for a collection, role, probe or tensor; the name itself where it did not change."""
+    if name in NAMES:
+        return NAMES[name]
+    if name.endswith(_UNHELD):
+        return f"{name.removesuffix(_UNHELD)}:{NAMES['unheld']}"
+    if found := _KEPT.fullmatch(name):
+        return f"{found[1]}stale{found[2]}"
+    return name
+
+
+def new_text(text: str) -> str:
+    """A pattern, query or program text with the names of schema 2."""
+    return _IN_TEXT.sub(lambda found: NAMES.get(found[0], "gradients:stale"), text)
+
+
+def migrate_run(
+    run_store: Store, name: str, *, dry_run: bool = False, silent_seconds: float = SILENT_SECONDS
+) -> MigratedRun:
+    """Rewrite what a run holds of schema 1. Safe to repeat and to interrupt.
+
+    Args:
+        run_store: the store as seen from the run.
+        name: ``<project>/<run>``, for messages.
+        dry_run: count what would be rewritten, and write nothing.
+        silent_seconds: how long nothing may have changed in a run that has not ended.
+
+    Raises:
+        RunInUseError: the run may still be written to.
+        NotFoundError: there is no run.
+        StoreError: the store cannot be read or written.
+    """
+    migration = _Migration(run_store, MigratedRun(name), silent_seconds, dry_run=dry_run)
+    for entry in list(run_store.entries(SEGMENTS)):
+        migration.segment(entry.key)
+    migration.compaction()
+    for entry in list(run_store.entries(ENDS)):
+        migration.document(entry.key, MAX_DOCUMENT)
+    for entry in list(run_store.entries(BASELINES)):
+        migration.document(entry.key, MAX_DOCUMENT)
+    for entry in list(run_store.entries(JOURNALS)):
+        migration.document(entry.key, MAX_JOURNAL)
+    migration.document(CONTROL_DOCUMENT, MAX_DOCUMENT)
+    migration.document(RUN_DOCUMENT, MAX_DOCUMENT)  # the last one: it states the schema of the run
+    return migration.done
+
+
+class _Migration:
+    def __init__(self, store: Store, done: MigratedRun, silent_seconds: float, *, dry_run: bool) -> None:
+        self.done = done
+        self._store = store
+        self._silent_seconds = silent_seconds
+        self._dry_run = dry_run
+        self._may_write = False
+
+    def segment(self, key: str) -> None:
+        """Rewrite one segment, if it is of schema 1."""
+        try:
+            table = _renamed_table(self._store.get(key, limit=MAX_BYTES), key)
+        except NotFoundError:
+            return  # deleted since it was listed
+        except FormatError as error:
+            self.done.damaged[key] = error.what
+            return
+        if table is not None:
+            self._put(key, encode_table(table))
+            self.done.segments += 1
+
+    def document(self, key: str, limit: int) -> None:
+        """Rewrite one JSON document, if a name in it changed or it states schema 1."""
+        try:
+            data = self._store.get(key, limit=limit)
+            document = parse_json(data, _MAX_MEMORY)
+        except NotFoundError:
+            if key == RUN_DOCUMENT:
+                raise
+            return
+        except FormatError as error:
+            self.done.damaged[key] = error.what
+            return
+        except (ValueError, RecursionError) as error:
+            self.done.damaged[key] = f"{key}: not JSON ({error})"
+            return
+        new = _renamed_run(document) if key == RUN_DOCUMENT else _renamed_document(document, new_name)
+        if new != document:
+            self._put(key, json.dumps(new, indent=1).encode())
+            self.done.documents += 1
+
+    def compaction(self) -> None:
+        """Write the newest compaction, if it is of schema 1, as a new generation, and delete the older ones."""
+        generations = [
+            found
+            for entry in list(self._store.entries(COMPACTED))
+            if (found := generation_of(entry.key)) and found[1] == "manifest.json"
+        ]
+        newest = max((generation for generation, _ in generations), default=None)
+        if newest is None:
+            return
+        key = manifest_key(newest)
+        try:
+            manifest = parse_json(self._store.get(key, limit=MAX_MANIFEST), _MAX_MEMORY)
+            if manifest["schema"] != FROM_SCHEMA:
+                return
+            attempts = tuple(compacted.attempt_from_data(_as_schema_2(held)) for held in manifest["attempts"])
+            self._rewrite_compaction(
+                int(manifest["created_ns"]), tuple(map(str, manifest["sources"])), attempts
+            )
+        except (FormatError, NotFoundError) as error:
+            self.done.damaged[key] = error.what
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self.done.damaged[key] = f"{key}: not a manifest ({error})"
+
+    def _rewrite_compaction(
+        self, created_ns: int, sources: tuple[str, ...], attempts: tuple[CompactedAttempt, ...]
+    ) -> None:
+        generation = 0 if self._dry_run else self._claimed()
+        rewritten = []
+        for attempt in attempts:
+            prefix = f"{COMPACTED}{generation:010d}/{attempt.attempt}/"
+            segments = [self._rewrite_compacted(segment, prefix) for segment in attempt.segments]
+            recent = None if attempt.recent is None else self._rewrite_compacted(attempt.recent, prefix)
+            catalogue = catalogue_bytes(_renamed_catalogue(catalogue_of(attempt.catalogue.encode())))
+            rewritten.append(
+                replace(attempt, catalogue=catalogue.decode(), segments=tuple(segments), recent=recent)
+            )
+        if self._dry_run:
+            return
+        manifest = compacted.Manifest(generation, created_ns, sources, tuple(rewritten))
+        self._put(manifest_key(generation), compacted.encode(manifest))
+        old = [
+            entry.key
+            for entry in self._store.entries(COMPACTED)
+            if (found := generation_of(entry.key)) and found[0] < generation
+        ]
+        # A manifest goes before its segments, so that no reader starts to follow it.
+        for key in sorted(old, key=lambda key: (not key.endswith("/manifest.json"), key)):
+            self._store.delete(key)
+
+    def _claimed(self) -> int:
+        self._check_silent()
+        return claim_generation(self._store)
+
+    def _rewrite_compacted(self, segment: CompactedSegment, prefix: str) -> CompactedSegment:
+        table = _renamed_table(self._store.get(segment.key, limit=MAX_BYTES), segment.key)
+        if table is None:
+            raise FormatError(f"{segment.key}: not of the schema of its manifest", "compact the run again")
+        data = encode_compacted(table)
+        key = f"{prefix}{segment.key.rpartition('/')[2]}"
+        self._put(key, data)
+        self.done.compacted += 1
+        columns = tuple(_new_column(name) for name in segment.columns)
+        return replace(segment, key=key, size=len(data), columns=columns)
+
+    def _put(self, key: str, data: bytes) -> None:
+        if not self._dry_run:
+            self._check_silent()
+            self._store.put(key, data)
+
+    def _check_silent(self) -> None:
+        """Refuse a run that may be written to, before the first object is replaced.
+
+        Raises:
+            RunInUseError: it has not ended, and changed lately.
+        """
+        if self._may_write:
+            return
+        state = read_state(self._store).state
+        silent = time.time() - self._store.newest_ns() / 1e9
+        if state in _BEING_WRITTEN and silent < self._silent_seconds:
+            raise RunInUseError(
+                f"run {self.done.name}: {state}, and written to {max(0.0, silent):.0f} s ago",
+                f"wait until the run has ended, or has been silent for {self._silent_seconds:.0f} s",
+            )
+        self._may_write = True
+
+
+def _renamed_table(data: bytes, key: str) -> pa.Table | None:
+    """The table of a segment of schema 1 with the names and the metadata of schema 2; None where it has another schema.
+
+    Raises:
+        FormatError: the bytes are no whole segment, or claim sizes over the limits.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with whole(key):
+        footer = read_footer(data)
+        check_leaves(footer.leaves)
+        file = pq.ParquetFile(
+            pa.BufferReader(data), read_dictionary=list(WORD_COLUMNS), page_checksum_verification=True
+        )
+        stored = dict(file.metadata.metadata or {})
+        if schema_of(stored) != FROM_SCHEMA:
+            return None
+        columns = checked_columns(file.schema_arrow)
+        check_claims(claims_of(data, footer, frozenset(columns)), columns)
+        catalogue = _renamed_catalogue(catalogue_of(stored[CATALOGUE]))
+        table = file.read(columns, use_threads=False).combine_chunks()
+        places = table.column_names.index("tensor")
+        table = table.set_column(places, "tensor", _renamed_words(table.column("tensor")))
+        table = table.rename_columns([_new_column(name) for name in table.column_names])
+        return table.replace_schema_metadata({**stored, **metadata(catalogue_bytes(catalogue))})
+
+
+def _renamed_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    import pyarrow as pa
+
+    return pa.chunked_array(
+        [
+            pa.DictionaryArray.from_arrays(
+                chunk.indices,
+                pa.array([new_name(word) for word in chunk.dictionary.to_pylist()], pa.string()),
+            )
+            for chunk in column.chunks
+        ],
+        column.type,
+    )
+
+
+def _renamed_catalogue(catalogue: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+    return tuple(
+        replace(
+            info,
+            name=new_name(info.name),
+            role=new_name(info.role),
+            collections=tuple(sorted(new_name(name) for name in info.collections)),
+        )
+        for info in catalogue
+    )
+
+
+def _new_column(name: str) -> str:
+    return f"{PROBE}{new_name(name.removeprefix(PROBE))}" if name.startswith(PROBE) else name
+
+
+def _renamed_run(document: Any) -> Any:
+    """``run.json``: patterns, queries and programs of its rules may hold a name anywhere in their text."""
+    if not isinstance(document, dict) or document.get("schema") != FROM_SCHEMA:
+        return document
+    texts = {name: document[name] for name in ("config", "rules") if name in document}
+    return document | _renamed_document(texts, new_text) | {"schema": SCHEMA_VERSION}
+
+
+def _renamed_document(value: Any, rename: Callable[[str], str]) -> Any:
+    """A JSON value with the names of schema 2, as keys and as values, and its schema."""
+    if isinstance(value, dict):
+        renamed = {rename(key): _renamed_document(entry, rename) for key, entry in value.items()}
+        return renamed | {"schema": SCHEMA_VERSION} if value.get("schema") == FROM_SCHEMA else renamed
+    if isinstance(value, list):
+        return [_renamed_document(entry, rename) for entry in value]
+    return rename(value) if isinstance(value, str) else value
+
+
+def _as_schema_2(attempt: dict[str, Any]) -> dict[str, Any]:
+    """An attempt of a manifest of schema 1, whose compacted segments were called parts."""
+    return {**attempt, "segments": attempt["parts"]}

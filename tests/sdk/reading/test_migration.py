@@ -1,0 +1,215 @@
+"""Runs of schema 1 are refused, and read after a migration; one that is interrupted is completed by the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sdk.reading.schema_1 import segment, write_run
+from watchstep.errors import FormatError, StoreError
+from watchstep.format import journal
+from watchstep.reading.migration import RunInUseError, migrate_run, new_name, new_text
+from watchstep.reading.run import open_run
+from watchstep.store.store import Store
+
+OUTSIDE = "fc.weight:not_in_optimizer"
+
+
+def migrated(folder: Path, **options: bool) -> tuple[int, int, int, dict[str, str]]:
+    done = migrate_run(Store.open(folder).child("vision/first"), "vision/first", **options)
+    return done.segments, done.compacted, done.documents, done.damaged
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check(run: Path, steps: int = 12) -> None:
+    opened = open_run(run)
+    assert set(opened.tensors()) == {"gradients:stale", OUTSIDE}
+    info = opened.tensor(OUTSIDE).info
+    assert (info.role, info.collections) == ("not_in_optimizer", ("gradients", "not_in_optimizer"))
+    rows = opened.tensor(OUTSIDE).statistics().to_pydict()
+    assert rows["step"] == list(range(steps))
+    assert rows["probe.was_optimized"] == [1.0] * steps
+    assert rows["probe.optimized_share"] == [0.5] * steps
+    assert not [name for name in rows if name.endswith("_held")]
+    assert opened.tensor("gradients:stale").statistics().to_pydict()["mean"] == [1.0] * steps
+
+
+def test_a_run_of_the_earlier_schema_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    with pytest.raises(FormatError, match=r"schema 1.*\n  hint: .*watchstep migrate-store"):
+        open_run(run)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_migrated_run_is_read_by_its_new_names(tmp_path: Path, compacted: bool) -> None:
+    run = write_run(tmp_path, compacted=compacted)
+    assert migrated(tmp_path) == (0 if compacted else 2, int(compacted), 4, {})
+    check(run)
+    after = contents(tmp_path)
+    assert migrated(tmp_path) == (0, 0, 0, {})
+    assert contents(tmp_path) == after
+
+
+def test_documents_have_the_new_names(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    migrated(tmp_path)
+    document = json.loads((run / "run.json").read_text())
+    assert document["schema"] == 2
+    assert document["config"] == {
+        "collections": {"not_in_optimizer": {"cadence": {"every": 25}}},
+        "probes": ["stale_gradients"],
+    }
+    assert [rule.get("tensors") for rule in document["rules"][:2]] == [
+        {"include": ".*gradients:stale(_2)?"},
+        {"collection": "not_in_optimizer", "include": "fc.*:not_in_optimizer"},
+    ]
+    assert document["rules"][2]["sql"] == 'SELECT step FROM statistics WHERE "probe.was_optimized" > 0'
+    assert document["environment"] == {"note": "unheld"}
+    end = json.loads((run / "end/a1/0.json").read_text())
+    assert end["health"] == {
+        "faults": {"stale gradients": "no"},
+        "overhead": {"seconds": {"not_in_optimizer": 0.1}},
+    }
+    assert json.loads((run / "control.json").read_text())["cadence"] == [["not_in_optimizer", 50]]
+    assert journal.decode((run / "journal/a1/0.json").read_bytes(), "j").evaluations[0].watermark == 11
+
+
+def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    before = contents(tmp_path)
+    assert migrated(tmp_path, dry_run=True) == (2, 0, 4, {})
+    assert contents(tmp_path) == before
+
+
+class InterruptedMigrationError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize("writes", range(8))
+def test_an_interrupted_migration_is_completed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compacted: bool, writes: int
+) -> None:
+    run = write_run(tmp_path, compacted=compacted)
+    left = writes
+    put, delete = Store.put, Store.delete
+
+    def spend() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise InterruptedMigrationError
+
+    def bounded_put(store: Store, key: str, data: bytes) -> None:
+        spend()
+        put(store, key, data)
+
+    def bounded_delete(store: Store, key: str) -> None:
+        spend()
+        delete(store, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "put", bounded_put)
+        patch.setattr(Store, "delete", bounded_delete)
+        try:
+            migrated(tmp_path)
+        except InterruptedMigrationError:
+            with pytest.raises(FormatError):
+                open_run(run)
+    migrated(tmp_path)
+    check(run)
+    assert migrated(tmp_path) == (0, 0, 0, {})
+
+
+@pytest.fixture
+def old_clock() -> float:
+    return time.time() - 10_000
+
+
+def test_a_run_that_may_be_written_to_is_left_until_it_is_silent(tmp_path: Path, old_clock: float) -> None:
+    run = write_run(tmp_path, ended=False)
+    before = contents(tmp_path)
+    with pytest.raises(RunInUseError, match=r"vision/first: open.*\n  hint: .*900 s"):
+        migrated(tmp_path)
+    assert contents(tmp_path) == before
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (old_clock, old_clock))
+    assert migrated(tmp_path) == (2, 0, 3, {})
+    check(run)
+
+
+def test_a_segment_that_arrives_later_is_rewritten_by_the_next_migration(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    migrated(tmp_path)
+    (run / f"stats/a1/node/w0/{2:010d}-12-13.parquet").write_bytes(segment(range(12, 14)))
+    assert migrated(tmp_path) == (1, 0, 0, {})
+    check(run, 14)
+
+
+def test_a_damaged_segment_is_named_and_left_as_it_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    (path,) = run.glob("stats/a1/node/w0/*-0-5.parquet")
+    path.write_bytes(path.read_bytes()[:-100])
+    segments, _, documents, damaged = migrated(tmp_path)
+    assert (segments, documents) == (1, 4)
+    assert [*damaged] == [str(path.relative_to(run))]
+
+
+def test_a_store_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError):
+        migrate_run(Store.open(tmp_path).child("vision/none"), "vision/none")
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("unheld", "not_in_optimizer"),
+        ("a.b:unheld", "a.b:not_in_optimizer"),
+        ("gradients:kept", "gradients:stale"),
+        ("model.gradients:kept_2", "model.gradients:stale_2"),
+        ("kept", "kept"),
+        ("my_unheld", "my_unheld"),
+    ],
+)
+def test_names(name: str, new: str) -> None:
+    assert new_name(name) == new
+    assert new_text(name) == new
+    assert new_name(new) == new
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "watchstep.command", "migrate-store", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_reports_each_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    counts = "vision/first: 2 segments, 0 compacted segments, 4 documents"
+    done = run_command(str(tmp_path), "--dry-run")
+    assert (done.returncode, done.stdout) == (0, f"{counts} to rewrite\n1 of 1 runs to rewrite\n")
+    done = run_command(str(tmp_path), "--project", "other")
+    assert (done.returncode, done.stdout) == (0, "0 of 0 runs rewritten\n")
+    done = run_command(str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"{counts} rewritten\n1 of 1 runs rewritten\n",
+        "",
+    )
+    done = run_command(str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "vision/first: current\n0 of 1 runs rewritten\n")
+
+
+def test_the_command_exits_with_1_where_a_run_may_be_written_to(tmp_path: Path) -> None:
+    write_run(tmp_path, ended=False)
+    done = run_command(str(tmp_path))
+    assert done.returncode == 1
+    assert "vision/first: open, and written to" in done.stdout
