@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -51,3 +52,52 @@ def test_retired_words_are_in_no_name(word: str) -> None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and word in node.name.lower()
     ]
     assert found == []
+
+
+EMBEDDED = re.compile(r"^\s*from (watchstep[\w.]*) import (\([^)]*\)|[^\n(#]+)", re.MULTILINE)
+
+
+@cache
+def defined(module: str) -> set[str] | None:
+    """The names that a module binds, with its submodules; None where there is no such module, and everything where names are lazy."""
+    for package in PACKAGES:
+        top = Path(package)
+        if module.split(".", maxsplit=1)[0] != top.name:
+            continue
+        path = ROOT / top.parent / module.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if not source.exists():
+            return None
+        names = {child.stem for child in path.iterdir()} if path.is_dir() else set()
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                names |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)  # names of a lazy package
+        return names
+    return None
+
+
+def test_embedded_programs_import_what_exists() -> None:
+    """Programs in strings, pages and notebooks are seen by no type checker."""
+    missing = []
+    for suffix in ("py", "md", "ipynb"):
+        for path in sorted(ROOT.glob(f"[!.]*/**/*.{suffix}")) + sorted(ROOT.glob(f"*.{suffix}")):
+            if path.name == "CHANGELOG.md" or path == Path(__file__):
+                continue
+            text = path.read_text(encoding="utf-8").replace("\\n", "\n")
+            for found in EMBEDDED.finditer(text):
+                if found[1] == "watchstep_rules":
+                    continue  # its names are those of the rules, made when they are asked for
+                names = [part.split(" as ")[0].strip(" ()\"',\\") for part in found[2].split(",")]
+                known = defined(found[1])
+                missing += [
+                    f"{path.relative_to(ROOT)}: from {found[1]} import {name}"
+                    for name in names
+                    if name.isidentifier() and (known is None or name not in known)
+                ]
+    assert not missing, "\n".join(missing)

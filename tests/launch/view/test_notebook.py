@@ -28,11 +28,11 @@ def test_a_cell_is_changed_in_place_or_has_a_line_for_each_event(
     notebook.text(f"""
 from watchstep.client import Client
 from watchstep_launch.view.show import Showing, kind_of
-from watchstep_launch.view.run_status import Watcher
+from watchstep_launch.view.run_status import RunWatcher
 
 def show():
     client = Client("{address.url}", "{address.token}", "{PROJECT}")
-    with Showing(Watcher(lambda: client, "{PROJECT}", "run-1"), kind_of(None)) as showing:
+    with Showing(RunWatcher(lambda: client, "{PROJECT}", "run-1"), kind_of(None)) as showing:
         showing.turn("job local:7 running")
         showing.turn("job local:7 ended", last=True)
     return client

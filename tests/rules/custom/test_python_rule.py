@@ -458,7 +458,7 @@ def test_only_so_many_children_work_at_once() -> None:
 ORPHANED = """
 import sys
 from watchstep_rules.custom.sandbox.pool import POOL
-from watchstep_rules.custom.sandbox.process import Program
+from watchstep_rules.custom.sandbox.process import SandboxedRule
 
 source = "import time" + chr(10) + "while True: pass"
 import threading
@@ -475,7 +475,7 @@ process.Child._confined = confined
 process._LOAD_SECONDS = 600.0
 
 def start():
-    with POOL.child(Program("X", "x.py", source, "", 512)):
+    with POOL.child(SandboxedRule("X", "x.py", source, "", 512)):
         pass
 
 threading.Thread(target=start).start()

@@ -269,6 +269,8 @@ class Life:
             alert.hidden = quiet
             began.add(name)
         else:
+            if alert.hidden and not quiet:
+                began.add(name)  # receivers are told even if it ends before the next notification
             alert.hidden = alert.hidden and quiet  # what is known of stays known
         alert.attempt, alert.step = self.attempt, step
         alert.config = (name, self.replacements[name])
