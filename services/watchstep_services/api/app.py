@@ -14,32 +14,25 @@ from watchstep_services.api.middleware.policies import Routes
 from watchstep_services.api.middleware.rate_limits import rate_limits
 from watchstep_services.api.middleware.unread import PacedAnswers, UnreadBytes
 from watchstep_services.api.middleware.work_slots import WorkSlots
-from watchstep_services.api.openapi import conventions, document
+from watchstep_services.api.openapi import document
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.routes import (
     actions,
     alerts,
     announcements,
-    attempts,
     backends,
-    backtests,
     control,
     credentials,
     events,
-    figures,
     health,
-    project_rules,
     projects,
     receivers,
     retention,
     routing,
     rules,
-    run_rules,
-    run_tokens,
     runs,
     silences,
     snapshots,
-    standings,
     statistics,
     stops,
     stores,
@@ -49,34 +42,34 @@ from watchstep_services.api.schemas import problems
 from watchstep_services.api.streaming.streams import Streams
 from watchstep_services.service.context import Service
 
-PARTS = (
-    runs,
-    projects,
-    stores,
-    backends,
-    credentials,
-    control,
-    retention,
-    announcements,
-    alerts,
-    standings,
-    silences,
-    stops,
-    actions,
-    attempts,
-    run_rules,
-    project_rules,
-    receivers,
-    routing,
-    events,
-    rules,
-    backtests,
-    statistics,
-    snapshots,
-    tokens,
-    run_tokens,
-    health,
-    figures,
+ROUTERS = (
+    runs.router,
+    projects.router,
+    stores.router,
+    backends.router,
+    credentials.router,
+    control.router,
+    retention.router,
+    announcements.router,
+    alerts.router,
+    alerts.notification_state_router,
+    silences.router,
+    stops.router,
+    actions.router,
+    runs.attempts_router,
+    rules.run_rules_router,
+    rules.project_rules_router,
+    receivers.router,
+    routing.router,
+    events.router,
+    rules.router,
+    rules.backtests_router,
+    statistics.router,
+    snapshots.router,
+    tokens.router,
+    tokens.run_tokens_router,
+    health.router,
+    health.metrics_router,
 )
 
 
@@ -89,7 +82,7 @@ def create_app(service: Service) -> FastAPI:
         openapi_url=None,  # `document` has both
         redirect_slashes=False,
         responses=problems.PROBLEMS,
-        generate_unique_id_function=conventions.operation_id,
+        generate_unique_id_function=document.operation_id,
     )
     app.state.service = service
     app.state.queries = Queries.of(service)
@@ -98,13 +91,13 @@ def create_app(service: Service) -> FastAPI:
     app.state.streams = Streams(service)
     app.state.connections = Connections(service.settings)
     problems.install(app)
-    conventions.install(app)
-    document.install(app)
+    document.install_conventions(app)
+    document.install_document(app)
     own = tuple(app.routes)
-    for part in PARTS:
-        policies.describe(part.router)
-        app.include_router(part.router, dependencies=policies.documented(part.router, document_token))
-    routes = Routes((*own, *(route for part in PARTS for route in part.router.routes)))
+    for router in ROUTERS:
+        policies.describe(router)
+        app.include_router(router, dependencies=policies.documented(router, document_token))
+    routes = Routes((*own, *(route for router in ROUTERS for route in router.routes)))
     app.state.known_tokens = KnownTokens()
     limits = rate_limits(service.settings)
     app.add_middleware(

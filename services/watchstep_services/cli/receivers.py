@@ -18,7 +18,7 @@ from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.core.console import console, echo_own, show, table
 from watchstep_services.db import sealing
 
-app = typer.Typer(help="Receivers of alerts.", no_args_is_help=True, add_completion=False)
+receivers = typer.Typer(help="Receivers of alerts.", no_args_is_help=True, add_completion=False)
 
 _Store = Annotated[str, typer.Option(envvar="WATCHSTEP_STORE", help="The store whose service is asked.")]
 _Service = Annotated[
@@ -26,7 +26,7 @@ _Service = Annotated[
 ]
 
 
-@app.command("check")
+@receivers.command("check")
 def check(
     file: Annotated[Path, typer.Argument(help="A file of receivers.", show_default=False)],
 ) -> None:
@@ -49,7 +49,7 @@ def check(
         out.print(line, soft_wrap=True)
 
 
-@app.command("test")
+@receivers.command("test")
 def send_test(
     name: Annotated[str, typer.Argument(help="The receiver.", show_default=False)],
     project: Annotated[str, typer.Option(envvar="WATCHSTEP_PROJECT", help="Whose receiver.")] = "default",
@@ -66,19 +66,19 @@ def send_test(
         raise typer.Exit(1)
 
 
-@app.command("schema")
+@receivers.command("schema")
 def schema() -> None:
     """Print the JSON schema of files of receivers, for editors."""
     echo_own(receiver_file.schema_text())
 
 
-@app.command("new-key")
+@receivers.command("new-key")
 def new_key() -> None:
     """Make a key for WATCHSTEP_SECRET_KEY, which seals the secrets of receivers in the database."""
     echo_own(sealing.new_key())
 
 
-@app.command("new-secret")
+@receivers.command("new-secret")
 def new_secret() -> None:
     """Make a secret for a webhook to sign with."""
     echo_own(webhook.new_secret())

@@ -17,21 +17,11 @@ from watchstep_rules.config.defaults import DEFAULT_RULES, OFF_BY_DEFAULT
 from watchstep_rules.engine.explanation import sentence
 from watchstep_rules.registry import KINDS, RULES, find_rule
 from watchstep_rules.rule import AnyRule
-from watchstep_services.cli import backtest, rule_tests, rules_check, stop_grants
 from watchstep_services.cli.rule_words import after, does, lasting
 from watchstep_services.core.console import console, show, table
 
-app = typer.Typer(help="The rules.", no_args_is_help=True, add_completion=False)
-app.command("allow-stop")(stop_grants.allow_stop)
-app.command("backtest")(backtest.backtest)
-app.command("check")(rules_check.check)
-app.command("revoke-stop")(stop_grants.revoke_stop)
-app.command("schema")(rules_check.schema)
-app.command("stop-grants")(stop_grants.stop_grants)
-app.command("test")(rule_tests.run_tests)
 
 
-@app.command("list")
 def list_rules() -> None:
     """List the rules."""
     defaults = {config.rule: config for config in DEFAULT_RULES}
@@ -45,7 +35,6 @@ def list_rules() -> None:
     show(shown)
 
 
-@app.command("show")
 def show_rule(name: Annotated[str, typer.Argument(help="The rule's name.")]) -> None:
     """Show what a rule tests, and its parameters."""
     rule = _known(name)

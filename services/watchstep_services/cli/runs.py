@@ -18,25 +18,11 @@ from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
 from watchstep.reading.run_documents import read_state
 from watchstep.store.store import Store, checked_scheme
-from watchstep_services.cli import runs_acknowledge, runs_alerts, runs_control, runs_service, runs_stops
 from watchstep_services.cli.calling import client_of, service_of
 from watchstep_services.cli.runs_incidents import print_incidents
 from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.core.console import console, echo, figure, show, table
 
-app = typer.Typer(help="Recorded runs.", no_args_is_help=True, add_completion=False)
-app.command("acknowledge")(runs_acknowledge.acknowledge)
-app.command("alerts")(runs_alerts.alerts)
-app.command("events")(runs_service.events)
-app.command("actions")(runs_service.actions)
-app.command("stop")(runs_service.stop)
-app.command("stops")(runs_stops.stops)
-app.command("allow-restart")(runs_control.allow_restart)
-app.command("snapshot")(runs_control.snapshot)
-app.command("cadence")(runs_control.cadence)
-app.command("hold")(runs_control.hold)
-app.command("release")(runs_control.release)
-app.command("delete")(runs_control.delete)
 
 StoreOption = Annotated[
     str, typer.Option(envvar="WATCHSTEP_STORE", help="Folder or URL that holds the runs.")
@@ -44,7 +30,6 @@ StoreOption = Annotated[
 RunArgument = Annotated[str, typer.Argument(help="The run's id, or <project>/<run>, or its whole URL.")]
 
 
-@app.command("list")
 def list_runs(
     store: StoreOption = DEFAULT_STORE,
     service: Annotated[str, typer.Option(help="Ask the service at this URL instead of the store.")] = "",
@@ -103,7 +88,6 @@ def _list_known(client: Client) -> None:
     show(shown)
 
 
-@app.command("show")
 def show_run(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -163,7 +147,6 @@ def _print_losses(run: Run) -> None:
             )
 
 
-@app.command("stats")
 def show_statistics(
     run: RunArgument,
     tensor: Annotated[str, typer.Argument(help="A tensor's name, e.g. conv1.weight:gradient.")],
@@ -187,7 +170,6 @@ def show_statistics(
     show(shown)
 
 
-@app.command("compact")
 def compact_run(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -200,7 +182,6 @@ def compact_run(
     console().print(f"generation {done.generation}: {done.written} written, {done.deleted} deleted")
 
 
-@app.command("diff")
 def diff_runs(
     a: RunArgument,
     b: RunArgument,

@@ -32,11 +32,11 @@ def stops(
     if not entries:
         out.print(f"{run}: no stop was asked for")
     for entry in reversed(entries):
-        for line in _lines(entry):
+        for line in _audit_lines(entry):
             out.print(line, highlight=False, soft_wrap=True)
 
 
-def _lines(entry: dict[str, Any]) -> Iterator[str]:
+def _audit_lines(entry: dict[str, Any]) -> Iterator[str]:
     data, head = entry["data"], f"{moment(entry['at_ns'])}  {entry['attempt']}  "
     if entry["kind"] in ("requested", "repeated", "would_have"):
         what = {

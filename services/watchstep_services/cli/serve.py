@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from watchstep.errors import ConfigError
 from watchstep_services.channels.secret_fields import read_secret
-from watchstep_services.cli import rule_words
+from watchstep_services.cli.rule_words import after, does, named
 from watchstep_services.cli.console_lines import ConsoleOutput
 from watchstep_services.cli.service_options import DEFAULT_STORE
 from watchstep_services.core.console import echo
@@ -101,8 +101,8 @@ def _rules_of(service: Service) -> Iterator[str]:
     """By what runs are judged."""
     configs = service.owner_rules
     for config in configs:
-        words = ", ".join([config.severity, f"after {rule_words.after(config)}", *rule_words.does(config)])
-        yield f"rule {rule_words.named(config)} ({words})"
+        words = ", ".join([config.severity, f"after {after(config)}", *does(config)])
+        yield f"rule {named(config)} ({words})"
         for warning in service.unknown_receivers(config):
             yield f"rule {config.name}: {warning}"
     if not configs:

@@ -10,7 +10,7 @@ from watchstep_services.cli.calling import call, service_of
 from watchstep_services.cli.service_options import DEFAULT_STORE, Project, Reason, Service, Store
 from watchstep_services.core.console import console, moment, show, table
 
-app = typer.Typer(
+silences = typer.Typer(
     help="Silences: alerts that nobody is notified of for a while.",
     no_args_is_help=True,
     add_completion=False,
@@ -24,7 +24,7 @@ Matchers = Annotated[
 ]
 
 
-@app.command("create")
+@silences.command("create")
 def create(
     matchers: Matchers,
     reason: Reason,
@@ -49,7 +49,7 @@ def create(
     console().print(f"silence {made['id']}, until {moment(made['ends_ns'])}")
 
 
-@app.command("list")
+@silences.command("list")
 def list_silences(
     every: Annotated[bool, typer.Option("--all", help="Those that have ended, too.")] = False,
     project: Project = "default",
@@ -68,7 +68,7 @@ def list_silences(
     show(shown)
 
 
-@app.command("expire")
+@silences.command("expire")
 def expire(
     number: Annotated[int, typer.Argument(metavar="ID", help="The silence's id.")],
     project: Project = "default",
@@ -81,7 +81,7 @@ def expire(
     console().print(f"silence {number} has ended")
 
 
-@app.command("preview")
+@silences.command("preview")
 def preview(
     matchers: Matchers,
     project: Project = "default",

@@ -12,7 +12,7 @@ RETRY_SECONDS = 2.0
 _PATIENCE_SECONDS = 5 * RETRY_SECONDS
 """A project that has not asked again for so long waits no more: another worker has evaluated its run, or it was deleted."""
 
-_MOST = 1000
+_MAX_WAITING = 1000
 """Projects whose last turn is remembered."""
 
 
@@ -52,7 +52,7 @@ class LargeTurn:
             self._waiting.pop(project, None)
             self._last_turns[project] = now
             self._last_turns.move_to_end(project)
-            while len(self._last_turns) > _MOST:
+            while len(self._last_turns) > _MAX_WAITING:
                 self._last_turns.popitem(last=False)
             return True
 

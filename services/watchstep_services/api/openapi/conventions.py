@@ -10,7 +10,7 @@ from watchstep_services.api.middleware.idempotency import AnsweredError, Answers
 from watchstep_services.api.openapi.operations import describe
 
 
-def install(app: FastAPI) -> None:
+def install_conventions(app: FastAPI) -> None:
     """Put them around an application."""
     describe(app)
     app.add_exception_handler(AnsweredError, answer_again)

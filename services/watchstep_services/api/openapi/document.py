@@ -28,7 +28,7 @@ class _Document:
     tag: str
 
 
-def install(app: FastAPI) -> None:
+def install_document(app: FastAPI) -> None:
     """Add both addresses to an application that has none of its own."""
     lock = threading.Lock()
     made: list[_Document] = []

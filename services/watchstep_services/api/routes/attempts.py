@@ -16,7 +16,7 @@ from watchstep_services.api.schemas.models import JobOutput
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.db.models import Attempt, BoundJobRow
 
-router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/attempts", tags=["runs"])
+attempts_router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/attempts", tags=["runs"])
 
 
 class AttemptOutput(BaseModel):
@@ -39,7 +39,7 @@ class AttemptList(PageOutput):
     attempts: list[AttemptOutput]
 
 
-@router.get("", summary="List attempts")
+@attempts_router.get("", summary="List attempts")
 @permits("read")
 def list_attempts(project: str, run: str, service: Served, paging: Paged) -> AttemptList:
     """Attempts of a run in the order in which they were heard of."""
@@ -54,7 +54,7 @@ def list_attempts(project: str, run: str, service: Served, paging: Paged) -> Att
     return AttemptList(attempts=attempts, next_page_token=token)
 
 
-@router.get("/{attempt}", summary="Look at an attempt")
+@attempts_router.get("/{attempt}", summary="Look at an attempt")
 @permits("read")
 def get_attempt(project: str, run: str, attempt: str, service: Served) -> AttemptOutput:
     """How far it came, how its workers ended, and its job."""

@@ -14,10 +14,10 @@ from watchstep_services.api.schemas.problems import documented
 from watchstep_services.evaluation.backtests import read_progress, request_backtest
 from watchstep_services.service.context import Service
 
-router = APIRouter(prefix="/v1/projects/{project}/backtests", tags=["backtests"])
+backtests_router = APIRouter(prefix="/v1/projects/{project}/backtests", tags=["backtests"])
 
 
-@router.post(
+@backtests_router.post(
     "", summary="Ask for a backtest", status_code=202, dependencies=[Once], responses=documented(409)
 )
 @permits("operate")
@@ -28,7 +28,7 @@ def post_backtest(project: str, body: BacktestInput, service: Served, slots: Wor
     return _read(service, project, number)
 
 
-@router.get("/{number}", summary="Look at a backtest")
+@backtests_router.get("/{number}", summary="Look at a backtest")
 @permits("operate")
 def get_backtest(project: str, number: int, service: Served) -> BacktestOutput:
     """How far it came, and, once it is done, what it found."""

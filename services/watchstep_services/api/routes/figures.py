@@ -14,10 +14,10 @@ from watchstep_services.core.telemetry.exposition import registry, written
 from watchstep_services.db.figures import DatabaseFigures
 from watchstep_services.service.context import Service
 
-router = APIRouter(tags=["health"])
+metrics_router = APIRouter(tags=["health"])
 
 
-@router.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
+@metrics_router.get("/metrics", summary="Figures for Prometheus", response_class=PlainTextResponse)
 @permits("read", all_projects=True)
 def metrics(
     request: Request,

@@ -18,7 +18,7 @@ from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ProjectRule
 from watchstep_services.runs.registration import ensure_project
 
-router = APIRouter(prefix="/v1/projects/{project}/rules", tags=["rule configs"])
+project_rules_router = APIRouter(prefix="/v1/projects/{project}/rules", tags=["rule configs"])
 
 
 class ProjectRuleList(PageOutput):
@@ -27,7 +27,7 @@ class ProjectRuleList(PageOutput):
     rules: list[ConfigOutput]
 
 
-@router.get("", summary="List rule configs of a project")
+@project_rules_router.get("", summary="List rule configs of a project")
 @permits("read")
 def list_project_rules(project: str, service: Served, caller: Caller, paging: Paged) -> ProjectRuleList:
     """The project's own rule configs, by name; the owner's come on top of them."""
@@ -35,22 +35,22 @@ def list_project_rules(project: str, service: Served, caller: Caller, paging: Pa
     with service.database.read() as session:
         of_project = ProjectRule.project == project
         rows, token = paging.fetch(session, ProjectRule, [of_project], ListOrder(ProjectRule.name))
-    return ProjectRuleList(rules=[_shown(row, caller) for row in rows], next_page_token=token)
+    return ProjectRuleList(rules=[_project_rule_output(row, caller) for row in rows], next_page_token=token)
 
 
-@router.get("/{name}", summary="Look at a rule config of a project")
+@project_rules_router.get("/{name}", summary="Look at a rule config of a project")
 @permits("read")
 def get_project_rule(
     project: str, name: str, service: Served, caller: Caller, response: Response
 ) -> ConfigOutput:
     """One of the project's own rule configs."""
     with service.database.read() as session:
-        held = _shown(_find(session, project, name), caller)
+        held = _project_rule_output(_find_project_rule(session, project, name), caller)
     tag(response, held)
     return held
 
 
-@router.put("/{name}", summary="Put a rule config on a project", responses=documented(409, 412))
+@project_rules_router.put("/{name}", summary="Put a rule config on a project", responses=documented(409, 412))
 @permits("operate")
 def put_project_rule(
     project: str,
@@ -70,7 +70,7 @@ def put_project_rule(
     with service.database.write() as session:
         ensure_project(session, service, project)
         row = session.get(ProjectRule, (project, name), with_for_update=True)
-        require_match(if_match, None if row is None else _shown(row, caller))
+        require_match(if_match, None if row is None else _project_rule_output(row, caller))
         now = read_clock(session)
         if row is None:
             row = ProjectRule(
@@ -79,12 +79,12 @@ def put_project_rule(
             session.add(row)
         else:
             row.rule, row.data, row.changed_ns = config.rule, config.as_data(), now
-        held = _shown(row, caller)
+        held = _project_rule_output(row, caller)
     tag(response, held)
     return held
 
 
-@router.delete(
+@project_rules_router.delete(
     "/{name}", summary="Remove a rule config from a project", status_code=204, responses=documented(412)
 )
 @permits("operate")
@@ -93,12 +93,12 @@ def delete_project_rule(
 ) -> None:
     """Have it judge no run that is registered from now on; runs that have it keep it."""
     with service.database.write() as session:
-        row = _find(session, project, name)
-        require_match(if_match, _shown(row, caller))
+        row = _find_project_rule(session, project, name)
+        require_match(if_match, _project_rule_output(row, caller))
         session.delete(row)
 
 
-def _find(session: Session, project: str, name: str) -> ProjectRule:
+def _find_project_rule(session: Session, project: str, name: str) -> ProjectRule:
     check_name("project", project)
     row = session.get(ProjectRule, (project, name))
     if row is None:
@@ -106,6 +106,6 @@ def _find(session: Session, project: str, name: str) -> ProjectRule:
     return row
 
 
-def _shown(row: ProjectRule, caller: AuthenticatedCaller) -> ConfigOutput:
+def _project_rule_output(row: ProjectRule, caller: AuthenticatedCaller) -> ConfigOutput:
     config = shown_config(row.data, caller)
     return ConfigOutput(name=row.name, rule=row.rule, origin="project", config=config)

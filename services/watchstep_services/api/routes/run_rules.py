@@ -19,7 +19,7 @@ from watchstep_services.auth.roles import AuthenticatedCaller
 from watchstep_services.db.models import RuleConfigRow, RunRow
 from watchstep_services.runs import rule_configs
 
-router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/rules", tags=["rule configs"])
+run_rules_router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/rules", tags=["rule configs"])
 
 
 class RuleStateList(BaseModel):
@@ -28,7 +28,7 @@ class RuleStateList(BaseModel):
     rules: list[RuleState]
 
 
-@router.get("", summary="List rule configs of a run")
+@run_rules_router.get("", summary="List rule configs of a run")
 @permits("read")
 def list_run_rules(project: str, run: str, service: Served, caller: Caller) -> RuleStateList:
     """The rule configs that judge a run, and how they stand on its newest attempt."""
@@ -36,19 +36,19 @@ def list_run_rules(project: str, run: str, service: Served, caller: Caller) -> R
         return RuleStateList(rules=rules_of(service, session, find_run(session, project, run), caller))
 
 
-@router.get("/{name}", summary="Look at a rule config of a run")
+@run_rules_router.get("/{name}", summary="Look at a rule config of a run")
 @permits("read")
 def get_run_rule(
     project: str, run: str, name: str, service: Served, caller: Caller, response: Response
 ) -> ConfigOutput:
     """The rule config of a name that judges a run: an operator's before the project's, the owner's and a recorder's."""
     with service.database.read() as session:
-        held = _shown(_find(session, find_run(session, project, run), name), caller)
+        held = _run_rule_output(_find_run_rule(session, find_run(session, project, run), name), caller)
     tag(response, held)
     return held
 
 
-@router.put("/{name}", summary="Put a rule config on a run", responses=documented(412))
+@run_rules_router.put("/{name}", summary="Put a rule config on a run", responses=documented(412))
 @permits("operate")
 def put_run_rule(
     project: str,
@@ -66,16 +66,16 @@ def put_run_rule(
     with service.database.write() as session:
         row = find_run(session, project, run)
         known = rule_configs.in_force(session, row, name)
-        require_match(if_match, None if known is None else _shown(known, caller))
+        require_match(if_match, None if known is None else _run_rule_output(known, caller))
         rule_configs.put_one(session, row, config)
-        held = _shown(_find(session, row, name), caller)
+        held = _run_rule_output(_find_run_rule(session, row, name), caller)
         run_id = row.id
     service.notifier.run_changed(run_id)
     tag(response, held)
     return held
 
 
-@router.delete(
+@run_rules_router.delete(
     "/{name}", summary="Remove a rule config from a run", status_code=204, responses=documented(412)
 )
 @permits("operate")
@@ -85,12 +85,12 @@ def delete_run_rule(
     """Have a rule judge the run no more; what it found stays. Another of the name, which it stood for, does not come back."""
     with service.database.write() as session:
         row = find_run(session, project, run)
-        known = _find(session, row, name)
-        require_match(if_match, _shown(known, caller))
+        known = _find_run_rule(session, row, name)
+        require_match(if_match, _run_rule_output(known, caller))
         rule_configs.remove(session, row, known)
 
 
-def _find(session: Session, run: RunRow, name: str) -> RuleConfigRow:
+def _find_run_rule(session: Session, run: RunRow, name: str) -> RuleConfigRow:
     held = rule_configs.in_force(session, run, name)
     if held is None:
         raise NotFoundError(
@@ -99,6 +99,6 @@ def _find(session: Session, run: RunRow, name: str) -> RuleConfigRow:
     return held
 
 
-def _shown(row: RuleConfigRow, caller: AuthenticatedCaller) -> ConfigOutput:
+def _run_rule_output(row: RuleConfigRow, caller: AuthenticatedCaller) -> ConfigOutput:
     config = shown_config(row.data, caller)
     return ConfigOutput(name=row.name, rule=row.rule, origin=row.origin, config=config)

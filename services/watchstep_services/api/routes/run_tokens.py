@@ -27,14 +27,14 @@ from watchstep_services.auth.run_tokens import LIFETIME_SECONDS, MOST_SECONDS, R
 from watchstep_services.auth.token_register import TooMuchError, find_token, of_project, revoke
 from watchstep_services.auth.tokens import MAX_NAME
 
-router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/tokens", tags=["tokens"])
-_EXAMPLE: dict[str, Any] = {"name": "job of run resnet50-17", "lifetime_seconds": 7_776_000}
+run_tokens_router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/tokens", tags=["tokens"])
+_RUN_TOKEN_EXAMPLE: dict[str, Any] = {"name": "job of run resnet50-17", "lifetime_seconds": 7_776_000}
 
 
 class RunTokenInput(BaseModel):
     """A recorder's token of one run to make."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra={"examples": [_EXAMPLE]})
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra={"examples": [_RUN_TOKEN_EXAMPLE]})
 
     name: str = Field("", max_length=MAX_NAME, description="What people call it; of the run where left out.")
     lifetime_seconds: int = Field(
@@ -45,7 +45,7 @@ class RunTokenInput(BaseModel):
     )
 
 
-@router.get("", summary="List a run's tokens")
+@run_tokens_router.get("", summary="List a run's tokens")
 @permits("operate")
 def list_run_tokens(
     project: str, run: str, service: Served, paging: Paged, active: Active = False
@@ -56,7 +56,7 @@ def list_run_tokens(
     return listed(service, of_project(project, run), paging, active)
 
 
-@router.post(
+@run_tokens_router.post(
     "",
     summary="Make a run's token",
     status_code=201,
@@ -80,7 +80,7 @@ def post_run_token(
     return made(service, token, response)
 
 
-@router.get("/{id}", summary="Look at a run's token")
+@run_tokens_router.get("/{id}", summary="Look at a run's token")
 @permits("operate")
 def get_run_token(
     project: str,
@@ -94,7 +94,7 @@ def get_run_token(
     return shown(service, find_token(service.database, id, project, run))
 
 
-@router.delete("/{id}", summary="Revoke a run's token")
+@run_tokens_router.delete("/{id}", summary="Revoke a run's token")
 @permits("operate")
 def delete_run_token(
     project: str,

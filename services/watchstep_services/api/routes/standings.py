@@ -17,7 +17,7 @@ from watchstep_services.db.models import AlertInstanceRow, Muted, Silence
 from watchstep_services.notify.acknowledgement import acknowledge, withdraw
 from watchstep_services.notify.silences import active, covering, labels_of
 
-router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/alerts/{fingerprint}", tags=["alerts"])
+notification_state_router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/alerts/{fingerprint}", tags=["alerts"])
 
 Fingerprint = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="As the list of alerts gives it.")]
 
@@ -91,7 +91,7 @@ class StandingOutput(BaseModel):
     muted: list[MutedOutput]
 
 
-@router.get("", summary="Look at an alert")
+@notification_state_router.get("", summary="Look at an alert")
 @permits("read")
 def get_standing(project: str, run: str, fingerprint: Fingerprint, service: Served) -> StandingOutput:
     """Where an alert stands over all attempts of its run."""
@@ -99,7 +99,7 @@ def get_standing(project: str, run: str, fingerprint: Fingerprint, service: Serv
         return _output(session, find_standing(session, project, run, fingerprint), project, run)
 
 
-@router.put("/acknowledgement", summary="Acknowledge an alert")
+@notification_state_router.put("/acknowledgement", summary="Acknowledge an alert")
 @permits("operate")
 def acknowledge_alert(
     project: str,
@@ -116,7 +116,7 @@ def acknowledge_alert(
         return _output(session, row, project, run)
 
 
-@router.delete("/acknowledgement", summary="Take an acknowledgement back")
+@notification_state_router.delete("/acknowledgement", summary="Take an acknowledgement back")
 @permits("operate")
 def withdraw_acknowledgement(
     project: str, run: str, fingerprint: Fingerprint, service: Served
