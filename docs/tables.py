@@ -28,15 +28,15 @@ from watchstep_rules.rule_files.schema import schema_text
 from watchstep_rules.testing import file as rule_tests
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.policies import PERMISSION
-from watchstep_services.api.openapi.operations import document_text, operations
+from watchstep_services.api.openapi.document import document_text, operations
 from watchstep_services.api.schemas.problems import PREFIX as PROBLEM
 from watchstep_services.api.schemas.problems import TYPES
 from watchstep_services.channels import receiver_file
 from watchstep_services.channels.kinds import KINDS
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.wording import TEXT_FIELDS
-from watchstep_services.cli.app import app
-from watchstep_services.cli.rule_words import counted
+from watchstep_services.cli.main import app
+from watchstep_services.cli.rules import counted
 from watchstep_services.core.settings import PREFIX, Settings, load_settings
 from watchstep_services.core.telemetry.metrics import described
 from watchstep_services.db.engine import open_database

@@ -29,7 +29,7 @@ _IMPORTED_ONCE = (
     "celery.apps.worker", "celery.bin.celery", "celery.bin.worker", "celery.bin.beat", "celery.concurrency.prefork",
     "celery.worker.consumer", "celery.fixups.django", "celery.app.amqp", "kombu.transport.redis", "psycopg", "redis",
     "pyarrow.parquet", "sqlalchemy.dialects.postgresql.psycopg", "alembic.command", "uvicorn.main",
-    "uvicorn.protocols.http.auto", "uvicorn.loops.auto", "uvicorn.lifespan.on", "watchstep_services.api.app", "watchstep_services.cli.app",
+    "uvicorn.protocols.http.auto", "uvicorn.loops.auto", "uvicorn.lifespan.on", "watchstep_services.api.app", "watchstep_services.cli.main",
     "watchstep_services.scheduler.sweep", "watchstep_services.scheduler.work",
     "watchstep_services.scheduler.production",
 )  # fmt: skip

@@ -23,7 +23,7 @@ IDLE_SECONDS = "WATCHSTEP_IDLE_SECONDS"
 
 _START_SECONDS = 120.0
 _LOOK_SECONDS = 0.05
-_MODULE = "watchstep_services.serve.beside"
+_MODULE = "watchstep_services.serve.sidecar"
 
 
 @dataclass(frozen=True)

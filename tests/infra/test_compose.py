@@ -27,7 +27,7 @@ from tests.infra.compose import (
     services,
 )
 from watchstep.store.store import Store
-from watchstep_services.cli.app import load
+from watchstep_services.cli.main import load
 from watchstep_services.core.settings import PREFIX, Settings
 
 SCHEMA = Path(__file__).with_name("compose_spec") / "compose-spec.json"

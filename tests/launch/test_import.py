@@ -25,7 +25,7 @@ for module in pkgutil.walk_packages(estimator.__path__, estimator.__name__ + "."
 for name in estimator.__all__:
     getattr(estimator, name)
 del sys.modules["typer"]  # with the launching side's commands
-importlib.import_module("watchstep_services.cli.launching")
+importlib.import_module("watchstep_services.cli.jobs")
 """
 
 

@@ -17,9 +17,8 @@ from watchstep.errors import ServiceError
 from watchstep.platform.transport import ServiceAddress
 from watchstep_launch.registration import Registering, recorder_token
 from watchstep_services.api import app
-from watchstep_services.api.routes import run_tokens
-from watchstep_services.auth.roles import AuthenticatedCaller, Role
-from watchstep_services.auth.tokens import create_token, identify
+from watchstep_services.api.routes import tokens
+from watchstep_services.auth.tokens import AuthenticatedCaller, Role, create_token, identify
 
 
 @pytest.fixture
@@ -92,8 +91,8 @@ def test_an_older_service_makes_none_of_a_run(
     told: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parts = tuple(part for part in app.PARTS if part is not run_tokens)
-    monkeypatch.setattr(app, "PARTS", parts)
+    routers = tuple(router for router in app.ROUTERS if router is not tokens.run_tokens_router)
+    monkeypatch.setattr(app, "ROUTERS", routers)
     own = create_token(driven_sqlite.service.database, role)
     with serving(driven_sqlite.service) as url, caplog.at_level(logging.WARNING):
         know(found(url, own), "r1")

@@ -30,9 +30,8 @@ from watchstep_services.db.records import hint, put_segment
 from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.evaluation.evaluate import Evaluation, evaluate
 from watchstep_services.runs.registration import register
+from watchstep_services.service.caches import HistoryCache, RememberedCache
 from watchstep_services.service.context import Service
-from watchstep_services.service.row_cache import HistoryCache
-from watchstep_services.service.rule_state_cache import RememberedCache
 
 RULES = (
     RuleConfig(rule="non_finite_values", severity="critical", actions=(StopAction(),)),

@@ -6,14 +6,13 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from watchstep_services.api.middleware import policies
-from watchstep_services.api.middleware.access import Gate, document_token
+from watchstep_services.api.middleware.access import Gate, KnownTokens, document_token
 from watchstep_services.api.middleware.connections import Connections
-from watchstep_services.api.middleware.known_tokens import KnownTokens
 from watchstep_services.api.middleware.observation import Observed
 from watchstep_services.api.middleware.policies import Routes
 from watchstep_services.api.middleware.rate_limits import rate_limits
-from watchstep_services.api.middleware.unread import PacedAnswers, UnreadBytes
-from watchstep_services.api.middleware.work_slots import WorkSlots
+from watchstep_services.api.middleware.request_limits import WorkSlots
+from watchstep_services.api.middleware.transports import PacedAnswers, UnreadBytes
 from watchstep_services.api.openapi import document
 from watchstep_services.api.queries.state import Queries
 from watchstep_services.api.routes import (
@@ -39,7 +38,7 @@ from watchstep_services.api.routes import (
     tokens,
 )
 from watchstep_services.api.schemas import problems
-from watchstep_services.api.streaming.streams import Streams
+from watchstep_services.api.streaming import Streams
 from watchstep_services.service.context import Service
 
 ROUTERS = (

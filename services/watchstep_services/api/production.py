@@ -13,11 +13,10 @@ from fastapi import FastAPI
 
 from watchstep_services.api.app import create_app
 from watchstep_services.api.middleware.connections import server_options
-from watchstep_services.core.collector import settle_collector
+from watchstep_services.core.process import forget_folder, settle_collector
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import logs, tracing
 from watchstep_services.core.telemetry.exposition import registry, serve
-from watchstep_services.core.telemetry.figures_folder import forget_folder
 from watchstep_services.db.figures import DatabaseFigures
 from watchstep_services.db.schema import prepare
 from watchstep_services.db.sealing import open_sealed_database

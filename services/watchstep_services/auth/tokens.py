@@ -2,6 +2,8 @@
 
 A token is ``wst_<id>_<secret>``. The id is public: it finds the row, and names the token in lists and logs. Tokens of the
 form ``ws_<secret>``, which were made before there were ids, have the start of their hash as id.
+
+What roles may do.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import hmac
 import logging
 import re
 import secrets
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
@@ -18,11 +22,62 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
 from watchstep.format.layout import check_name
-from watchstep_services.auth.roles import PERMISSIONS, AuthenticatedCaller, Permission, Role
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Token
+
+Role = Literal["viewer", "recorder", "operator", "admin"]
+
+
+Permission = Literal["read", "record", "operate", "administer"]
+
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+PERMISSIONS: dict[str, frozenset[Permission]] = {
+    "viewer": frozenset({"read"}),
+    "recorder": frozenset({"record"}),
+    "operator": frozenset({"read", "record", "operate"}),
+    "admin": frozenset({"read", "record", "operate", "administer"}),
+}
+
+
+@dataclass(frozen=True)
+class AuthenticatedCaller:
+    """Who asks.
+
+    Attributes:
+        role: what it may do.
+        project: where; in all projects where that is None.
+        token: the public id of its token.
+        name: of its token.
+        expires_ns: when its token ends; None where it does not.
+        run: the only run of the project that it may do it to; all where that is None.
+    """
+
+    role: str
+    project: str | None
+    token: str = ""
+    name: str = ""
+    expires_ns: int | None = None
+    run: str | None = None
+
+    @property
+    def who(self) -> str:
+        """What a record of its deeds says of it: nothing of the secret."""
+        role = self.role if self.run is None else f"{self.role} of run {self.project}/{self.run}"
+        return f"{self.name} ({role}, token {self.token})" if self.name else f"{role}, token {self.token}"
+
+    def may(self, permission: Permission) -> bool:
+        """Whether the role has a permission."""
+        return permission in PERMISSIONS.get(self.role, frozenset())
+
+    def sees(self, project: str) -> bool:
+        """Whether a project is one of its own."""
+        return self.project in {None, project}
+
 
 __all__ = [
     "PERMISSIONS",

@@ -1,28 +1,40 @@
-"""``watchstep rules backtest``: what rules would have said of runs that are there already."""
+"""``watchstep rules backtest``: what rules would have said of runs that are there already.
+
+How a backtest's results are shown.
+
+A backtest that a service does, where the runs are.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from watchstep.errors import ConfigError, WatchstepError
+from watchstep.errors import ConfigError, ServiceError, WatchstepError
+from watchstep_rules.backtest.backtest import AttemptOutcome, BacktestOutcome, JudgingOrder, ReplayOutcome
 from watchstep_rules.backtest.many import Failed, Replayed, Task, backtest_many
-from watchstep_rules.backtest.report import location_of, report
-from watchstep_rules.backtest.sweep import parse_sweep, variations
+from watchstep_rules.backtest.replay_source import NO_JOURNAL
+from watchstep_rules.backtest.report import location_of, read_report, report
+from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
 from watchstep_rules.config.defaults import DEFAULT_RULES
+from watchstep_rules.config.rule_config import RuleConfig
+from watchstep_rules.engine.alert_memory import Transition
+from watchstep_rules.engine.explanation import RunName, say
+from watchstep_rules.engine.judge import RuleHealth
 from watchstep_rules.rule_files import rule_file
-from watchstep_services.cli import backtest_output as output
-from watchstep_services.cli.backtest_remote import backtest_by_service
-from watchstep_services.cli.run_names import locations
-from watchstep_services.cli.runs import StoreOption
-from watchstep_services.cli.service_options import DEFAULT_STORE
-from watchstep_services.core.console import console, echo_json
+from watchstep_services.cli.connection import DEFAULT_STORE, call, service_of
+from watchstep_services.cli.runs.recorded import StoreOption, locations
+from watchstep_services.core.console import console, echo_json, figure, table
 
 FAILED = 1
 """Exit code where some run could not be judged, or some rule not be evaluated."""
@@ -71,15 +83,15 @@ def backtest(
     # Where the output is the data, what people read goes beside it.
     out = console(stderr=json_file == _OUT)
     for result in tested:
-        output.show_run(out, result.outcome)
+        show_run(out, result.outcome)
     if len(tested) > 1:
-        output.show_rules(out, tested)
+        show_rules(out, tested)
     if varied:
-        output.show_sweep(out, varied, tested)
-    output.show_failed(console(stderr=True), results)
+        show_sweep(out, varied, tested)
+    show_failed(console(stderr=True), results)
     if json_file is not None:
         _write(json_file, json.dumps(report(results, varied), indent=1))
-    if output.in_error(results):
+    if in_error(results):
         raise typer.Exit(FAILED)
 
 
@@ -123,4 +135,207 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be written ({error.strerror})", "name another file with --json"
+        ) from error
+
+
+_ORDERS = {JudgingOrder.JOURNAL: "as the service judged it", JudgingOrder.STEPS: "by steps"}
+_NEVER = "by steps: no service judged it"
+_INDENT = (0, 0, 0, 2)
+
+
+def show_run(out: Console, outcome: BacktestOutcome) -> None:
+    """What was said of one run."""
+    for attempt in outcome.attempts:
+        several = f", attempt {attempt.attempt}" if len(outcome.attempts) > 1 else ""
+        head = f"{outcome.project}/{outcome.run}{several}"
+        how = _NEVER if NO_JOURNAL in attempt.notes else _ORDERS[attempt.order]
+        out.print(Text.assemble((head, "bold"), f"  {attempt.rows} rows, {how}"))
+        _show_attempt(out, attempt, RunName(outcome.project, outcome.run, attempt.attempt))
+        out.print()
+    if not outcome.attempts:
+        out.print(Text.assemble((f"{outcome.project}/{outcome.run}", "bold"), "  nothing recorded"))
+        out.print()
+    for name, why in outcome.damaged.items():
+        out.print(f"damaged: {name}: {why}")
+
+
+def _show_attempt(out: Console, attempt: AttemptOutcome, name: RunName) -> None:
+    for note in attempt.notes:
+        if note != NO_JOURNAL:
+            _indented(out, f"note: {note}")
+    shown = table("RULE", "SEVERITY", ">STEP", ">SINCE", "TENSOR", "MESSAGE")
+    shown.columns[0].no_wrap = True  # a narrow terminal breaks messages before it breaks names
+    for outcome in attempt.outcomes:
+        for change in outcome.fired:
+            shown.add_row(*_row(outcome, change, name))
+    if shown.row_count:
+        out.print(Padding(shown, _INDENT))
+    quiet = [one for one in attempt.outcomes if not one.fired]
+    _show_names(out, "silent", [one for one in quiet if one.health is RuleHealth.OK and not one.found])
+    brief = [one for one in quiet if one.health is RuleHealth.OK and one.found]
+    _show_names(out, "findings, but not for long enough", brief)
+    _show_names(out, "no data", [one for one in quiet if one.health is RuleHealth.NO_DATA])
+    for one in attempt.outcomes:
+        if one.health is RuleHealth.ERROR:
+            _indented(out, f"error: {one.config.name}: {one.problem}")
+
+
+def _row(outcome: ReplayOutcome, change: Transition, name: RunName) -> list[str]:
+    config, finding = outcome.config, change.finding
+    follows = ", dry run" if config.dry_run else ", stops" if config.stops else ""
+    severity = config.severity + follows
+    if change.inhibited_by:
+        severity = f"quiet ({change.inhibited_by})" + (", dry run" if config.dry_run else "")
+    where = "" if finding is None else finding.tensor or "(the run)"
+    return [
+        config.name,
+        severity,
+        str(change.step),
+        str(change.since_step),
+        where + (f" @{finding.worker}" if finding is not None and finding.worker else ""),
+        "" if finding is None else " ".join(say(config, change, name).split()),
+    ]
+
+
+def _show_names(out: Console, what: str, outcomes: Sequence[ReplayOutcome]) -> None:
+    names = [one.config.name for one in outcomes]
+    if names:
+        _indented(out, f"{what}: {', '.join(names)}")
+
+
+def _indented(out: Console, text: str) -> None:
+    out.print(Padding(Text(text), _INDENT))
+
+
+def show_rules(out: Console, tested: Sequence[Replayed]) -> None:
+    """In how many runs each rule config fired; only those that did."""
+    shown = table("RULE", ">RUNS", ">OF", ">FIRST STEP", "FIRST IN")
+    seen: dict[str, list[tuple[int, str]]] = {}
+    for result in tested:
+        for name, step in _first_steps(result.outcome).items():
+            seen.setdefault(name, []).append((step, f"{result.outcome.project}/{result.outcome.run}"))
+    for name, found in sorted(seen.items(), key=lambda item: (-len(item[1]), item[0])):
+        step, run = min(found)
+        shown.add_row(name, str(len(found)), str(len(tested)), str(step), run)
+    if shown.row_count:
+        out.print(shown)
+    else:
+        out.print(f"No rule fired in {len(tested)} runs.")
+    out.print()
+
+
+def _first_steps(outcome: BacktestOutcome) -> dict[str, int]:
+    """Rule config → the first step at which it fired and told somebody."""
+    first: dict[str, int] = {}
+    for attempt in outcome.attempts:
+        for one in attempt.outcomes:
+            steps = [change.step for change in one.fired if not change.inhibited_by]
+            if steps:
+                first.setdefault(one.config.name, min(steps))
+    return first
+
+
+def _ill_rules(results: Sequence[Replayed | Failed]) -> dict[str, tuple[str, set[str]]]:
+    """Rule config in error → why, in the first run, and in which runs."""
+    found: dict[str, tuple[str, set[str]]] = {}
+    for result in results:
+        for attempt in result.outcome.attempts if isinstance(result, Replayed) else ():
+            for one in attempt.outcomes:
+                if one.health is RuleHealth.ERROR:
+                    problem = " ".join(one.problem.split())
+                    found.setdefault(one.config.name, (problem, set()))[1].add(location_of(result))
+    return found
+
+
+def in_error(results: Sequence[Replayed | Failed]) -> bool:
+    """Whether a run could not be judged, or a rule not be evaluated."""
+    return any(isinstance(result, Failed) for result in results) or bool(_ill_rules(results))
+
+
+def show_sweep(out: Console, varied: Sequence[Variation], tested: Sequence[Replayed]) -> None:
+    """Of each combination of values: in how many runs it fires, and when first."""
+    settings = varied[0].settings
+    parameters = [setting.parameter for setting in settings]
+    several = len(set(parameters)) < len(parameters)
+    out.print(f"Sweep of {', '.join(f'{one.config}.{one.parameter}' for one in settings)}")
+    names = [f"{one.config}.{one.parameter}" if several else one.parameter for one in settings]
+    shown = table(*(f">{name}" for name in names), ">RUNS", ">OF", ">FIRST STEP", "FIRST IN", "")
+    for place, variation in enumerate(varied):
+        fired = [(held, result.outcome) for result in tested if (held := result.fired[place]) is not None]
+        step, where = "-", "-"
+        if fired:
+            first, outcome = min(fired, key=lambda pair: (pair[0].step, pair[1].location))
+            step, where = str(first.step), f"{outcome.project}/{outcome.run}"
+        cells = [_value(setting.value) for setting in variation.settings]
+        mark = "<- now" if variation.current else ""
+        shown.add_row(*cells, str(len(fired)), str(len(tested)), step, where, mark)
+    out.print(Padding(shown, _INDENT))
+
+
+def _value(value: object) -> str:
+    return figure(value) if isinstance(value, float) else str(value)
+
+
+def show_failed(out: Console, results: Sequence[Replayed | Failed]) -> None:
+    """Runs that could not be judged, and rules that could not be evaluated."""
+    for name, (problem, runs) in sorted(_ill_rules(results).items()):
+        many = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
+        out.print(f"rule {name} cannot be evaluated ({many}): {problem}", soft_wrap=True)
+    for result in results:
+        if isinstance(result, Failed):
+            out.print(f"not judged: {result.what}", soft_wrap=True)
+            out.print(f"  hint: {result.hint}", soft_wrap=True)
+
+
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 3.0
+
+
+def backtest_by_service(
+    service: str, store: str, runs: Sequence[str], configs: Sequence[RuleConfig], sweeps: Sequence[str]
+) -> Iterator[Replayed | Failed]:
+    """Have a service judge runs; results come when all of a project are done.
+
+    Args:
+        service: its URL.
+        store: for the service of a store on this machine, where no URL is given.
+        runs: ``<project>/<run>``; the run may be a pattern.
+        configs: the rules.
+        sweeps: as of the command line.
+
+    Raises:
+        ConfigError: a run is not named with its project.
+        ServiceError, NotFoundError: the service does not answer, refuses, or knows no such run.
+    """
+    url, token = service_of(store, service)
+    rules = [config.as_data() for config in configs]
+    for project, names in _by_project(runs).items():
+        place = f"{url}/v1/projects/{project}/backtests"
+        asked = call("POST", place, token, {"runs": names, "rules": rules, "sweep": list(sweeps)})
+        yield from _results(f"{place}/{asked['id']}", token, asked)
+
+
+def _by_project(runs: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        project, slash, name = run.partition("/")
+        if not slash or "/" in name or "*" in project:
+            raise ConfigError(
+                f"run {run!r}: no run of a service", "name it <project>/<run>; the run may hold *"
+            )
+        found.setdefault(project, []).append(name or "*")
+    return found
+
+
+def _results(place: str, token: str, held: dict[str, Any]) -> list[Replayed | Failed]:
+    pause = _FIRST_PAUSE
+    while held["report"] is None:
+        time.sleep(pause)
+        pause = min(_LONGEST_PAUSE, 1.5 * pause)
+        held = call("GET", place, token)
+    try:
+        return read_report(held["report"])[0]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(
+            f"{place}: its report cannot be read ({error})", "use the same version as the service"
         ) from error

@@ -27,11 +27,8 @@ def demo(
     missing = [package for module, package in _NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(f"demo: {', '.join(missing)} not installed", "pip install 'watchstep[demo,torch]'")
-    from watchstep_services.demo.display import Display
-    from watchstep_services.demo.explanation import explain
-    from watchstep_services.demo.outcome import DemoOutcome, outcome_of
-    from watchstep_services.demo.story import Demo, launch_both, watch_to_the_end
-    from watchstep_services.demo.watching import DemoWatcher
+    from watchstep_services.demo.report import DemoOutcome, Display, explain, outcome_of
+    from watchstep_services.demo.trainings import Demo, DemoWatcher, launch_both, watch_to_the_end
     from watchstep_services.serve.embedded import EmbeddedService
 
     story = Demo(folder.expanduser().absolute(), seed)

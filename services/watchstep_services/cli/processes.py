@@ -15,10 +15,9 @@ from typing import Annotated
 
 import typer
 
-from watchstep_services.core.file_limit import raise_file_limit
+from watchstep_services.core.process import raise_file_limit, share_figures
 from watchstep_services.core.settings import Settings, load_settings, require_production, warn_of_unknown
 from watchstep_services.core.telemetry import logs
-from watchstep_services.core.telemetry.figures_folder import share_figures
 
 _MODULES = "watchstep_services.scheduler"
 

@@ -9,8 +9,7 @@ from urllib.parse import quote, urlencode
 import typer
 
 from watchstep.errors import StoreError
-from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.service_options import DEFAULT_STORE
+from watchstep_services.cli.connection import DEFAULT_STORE, call, service_of
 from watchstep_services.core.console import echo, show, table
 
 projects = typer.Typer(

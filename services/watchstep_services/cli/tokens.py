@@ -18,12 +18,17 @@ import typer
 from sqlalchemy import select
 
 from watchstep.errors import ConfigError
-from watchstep_services.auth.roles import ROLES, Role
-from watchstep_services.auth.run_tokens import LIFETIME_SECONDS, RunTokenRequest, create_for_run
-from watchstep_services.auth.token_register import MAX_LIFETIME, of_project, revoke, state_of
-from watchstep_services.auth.tokens import create_token, ends_ns, id_of
-from watchstep_services.cli.calling import call, service_of
-from watchstep_services.cli.service_options import DEFAULT_STORE, Store
+from watchstep_services.auth.token_register import (
+    LIFETIME_SECONDS,
+    MAX_LIFETIME,
+    RunTokenRequest,
+    create_for_run,
+    of_project,
+    revoke,
+    state_of,
+)
+from watchstep_services.auth.tokens import ROLES, Role, create_token, ends_ns, id_of
+from watchstep_services.cli.connection import DEFAULT_STORE, Store, call, service_of
 from watchstep_services.core.console import echo, echo_json, echo_own, show, table
 from watchstep_services.core.events import rfc3339
 from watchstep_services.core.settings import settings_for

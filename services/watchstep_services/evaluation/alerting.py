@@ -19,7 +19,7 @@ from watchstep_rules.engine.alert_memory import Phase, Transition
 from watchstep_rules.engine.coalesce import as_told
 from watchstep_rules.engine.explanation import RunName, explain, say
 from watchstep_services.core.events import CloudEvent, EventType, make_event
-from watchstep_services.core.rule_addresses import action_key, without_addresses
+from watchstep_services.core.redaction import action_key, without_addresses
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow
 from watchstep_services.db.records import add_action, add_event
 from watchstep_services.evaluation import standing

@@ -19,7 +19,7 @@ from watchstep_rules.backtest.report import result_as_data, result_from_data
 from watchstep_rules.backtest.sweep import Variation, parse_sweep, variations
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.custom.sandbox.pool import on_behalf_of
-from watchstep_services.core.rule_addresses import without_addresses
+from watchstep_services.core.redaction import without_addresses
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.db.clock import now_ns, read_clock

@@ -54,8 +54,7 @@ from watchstep_services.runs.claim import (
 from watchstep_services.runs.discovery import discover
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import Judged, LostContext, judge_all, lookback, report_lost_context
-from watchstep_services.service.large_turn import RETRY_SECONDS
-from watchstep_services.service.rule_time import charged
+from watchstep_services.service.rule_time import RETRY_SECONDS, charged
 
 _RETRY_SECONDS = 5.0
 _NEVER = 1 << 62

@@ -6,7 +6,7 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError, NotFoundError, WatchstepError
-from watchstep_services.auth.roles import AuthenticatedCaller
+from watchstep_services.auth.tokens import AuthenticatedCaller
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.channels.routing import RootNode
 from watchstep_services.channels.secret_fields import FromEnvironment, FromFile, PlainSecret, SealedSecret

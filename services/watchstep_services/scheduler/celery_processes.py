@@ -15,11 +15,10 @@ from celery.signals import (
     worker_shutdown,
 )
 
-from watchstep_services.core.collector import settle_collector
+from watchstep_services.core.process import forget_folder, settle_collector
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import logs, tracing
 from watchstep_services.core.telemetry.exposition import registry, serve
-from watchstep_services.core.telemetry.figures_folder import forget_folder
 from watchstep_services.scheduler.messages import URGENT, queue_of
 
 worker_name = ""

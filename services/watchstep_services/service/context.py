@@ -27,11 +27,9 @@ from watchstep_services.core.fair_threads import FairThreads
 from watchstep_services.core.settings import Settings
 from watchstep_services.db.engine import Database
 from watchstep_services.db.sealing import SecretBox
-from watchstep_services.service.large_turn import LargeTurn
+from watchstep_services.service.caches import HistoryCache, RememberedCache
 from watchstep_services.service.listings import ListingTimes, RefusedDocuments
-from watchstep_services.service.row_cache import HistoryCache
-from watchstep_services.service.rule_state_cache import RememberedCache
-from watchstep_services.service.rule_time import UsualTime
+from watchstep_services.service.rule_time import LargeTurn, UsualTime
 from watchstep_services.stores.bulkhead import Bulkhead, HangingStores
 from watchstep_services.stores.opening import Stores, check_endpoint
 

@@ -169,7 +169,7 @@ def test_what_is_refused_says_why(client: Client, url: str, driven: Driven) -> N
 def test_the_command_line_over_it(driven: Driven, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from watchstep_services.cli.app import app
+    from watchstep_services.cli.main import app
 
     monkeypatch.setenv("WATCHSTEP_TOKEN", create_token(driven.service.database, "operator"))
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.services.api.serving import serving
 from tests.services.driving import Driven
-from watchstep_services.api.streaming import response
-from watchstep_services.api.streaming.streams import Streams
+from watchstep_services.api import streaming
+from watchstep_services.api.streaming import Streams
 from watchstep_services.auth.tokens import create_token
 from watchstep_services.core.events import make_event
 from watchstep_services.db.engine import open_database
@@ -142,7 +142,7 @@ def test_who_may_no_more_is_told_no_more(driven_sqlite: Driven, monkeypatch: pyt
 
     from watchstep_services.db.models import Token
 
-    monkeypatch.setattr(response, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "HEARTBEAT_SECONDS", 0.05)
     driven = driven_sqlite
     driven.register()
     token = create_token(driven.service.database, "viewer", "vision")
@@ -156,7 +156,7 @@ def test_who_may_no_more_is_told_no_more(driven_sqlite: Driven, monkeypatch: pyt
 def test_a_client_that_takes_nothing_is_dropped_and_costs_nothing(
     driven_sqlite: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(streaming, "SEND_SECONDS", 0.2)
     driven = driven_sqlite
     run_id = driven.register()
     token = create_token(driven.service.database, "viewer", "vision")

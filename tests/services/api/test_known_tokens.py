@@ -6,7 +6,7 @@ import json
 
 from tests.services.api.conftest import Api
 from tests.services.api.walking import ask
-from watchstep_services.api.middleware.known_tokens import KEPT_SECONDS, KnownTokens
+from watchstep_services.api.middleware.access import KEPT_SECONDS, KnownTokens
 from watchstep_services.auth.token_register import revoke
 from watchstep_services.auth.tokens import AuthenticatedCaller, create_token, id_of
 

@@ -10,8 +10,8 @@ import pytest
 from tests.services.api.conftest import Api
 from tests.services.recording import Recording, nan_from
 from watchstep.store.store import Store
-from watchstep_services.api.streaming.reading import encode
-from watchstep_services.core.rule_addresses import action_key, host_of, shown_key, without_addresses
+from watchstep_services.api.streaming import encode
+from watchstep_services.core.redaction import action_key, host_of, shown_key, without_addresses
 from watchstep_services.db.models import ActionRow
 
 PROJECT = "/v1/projects/vision"

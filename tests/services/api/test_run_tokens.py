@@ -14,10 +14,8 @@ from tests.services.api.conftest import Api, Client
 from tests.services.api.walking import Answer, Ask, asking, operations
 from tests.services.driving import Driven
 from watchstep_services.api.app import create_app
-from watchstep_services.auth.roles import Role
-from watchstep_services.auth.run_tokens import LIFETIME_SECONDS
-from watchstep_services.auth.token_register import revoke
-from watchstep_services.auth.tokens import OVER_SECONDS, id_of
+from watchstep_services.auth.token_register import LIFETIME_SECONDS, revoke
+from watchstep_services.auth.tokens import OVER_SECONDS, Role, id_of
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import RunRow, Token

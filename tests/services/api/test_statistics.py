@@ -32,8 +32,8 @@ from watchstep_rules.custom.sandbox.pool import POOL
 from watchstep_rules.custom.sandbox.process import Child
 from watchstep_rules.custom.sql.query import QueryError, QueryLimits, errors_of_queries
 from watchstep_services.api.app import create_app
-from watchstep_services.api.queries import opened as opened_module
-from watchstep_services.api.queries.slots import Slots
+from watchstep_services.api.queries import state as opened_module
+from watchstep_services.api.queries.state import Slots
 from watchstep_services.api.schemas.problems import RequestRefusedError
 
 RUN = "/v1/projects/vision/runs/run-1"

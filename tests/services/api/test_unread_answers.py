@@ -19,7 +19,7 @@ from tests.services.jobs import eventually
 from tests.services.recording import Recording
 from watchstep.format.layout import SnapshotKey
 from watchstep.store.store import Store
-from watchstep_services.api.middleware.unread import UnreadBytes
+from watchstep_services.api.middleware.transports import UnreadBytes
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.auth.tokens import create_token
 

@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from sqlalchemy import event, select, update
 
 from watchstep.errors import BadNameError, ConfigError, NotFoundError
-from watchstep_services.auth.roles import PERMISSIONS, ROLES, AuthenticatedCaller
 from watchstep_services.auth.token_register import TokenRequest, TooMuchError, create_for, find_token, revoke
-from watchstep_services.auth.tokens import create_token, id_of, identify
+from watchstep_services.auth.tokens import (
+    PERMISSIONS,
+    ROLES,
+    AuthenticatedCaller,
+    create_token,
+    id_of,
+    identify,
+)
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Token

@@ -15,7 +15,7 @@ from tests.services.postgres import Postgres
 from tests.services.redis import Broker, running_redis
 from watchstep.errors import ConfigError
 from watchstep.store.store import Store
-from watchstep_services.cli.app import app
+from watchstep_services.cli.main import app
 from watchstep_services.core.settings import known_variables, load_settings, unknown_variables
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.db.models import ProjectStore

@@ -13,7 +13,7 @@ import pytest
 from celery import Celery
 
 from tests.services.redis import Broker, running_redis
-from watchstep_services.checks.queues import check_queues
+from watchstep_services.checks import check_queues
 from watchstep_services.core.settings import load_settings
 from watchstep_services.scheduler.messages import QUEUE, URGENT
 

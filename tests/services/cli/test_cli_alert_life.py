@@ -16,7 +16,7 @@ from watchstep.errors import ConfigError
 from watchstep.platform.transport import ServiceRefusedError
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.cli.app import app
+from watchstep_services.cli.main import app
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.models import AlertInstanceRow
 from watchstep_services.runs.registration import register

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 from typer.testing import CliRunner
 
-from watchstep_services.cli.app import COMMANDS, app, load
+from watchstep_services.cli.commands import COMMANDS, RULES, RUNS, CommandEntry, GroupEntry
+from watchstep_services.cli.main import app, load
 
 LISTS = """
 import sys
 from typer.testing import CliRunner
-from watchstep_services.cli.app import app
+from watchstep_services.cli.main import app
 done = CliRunner().invoke(app, ["--help"])
 assert done.exit_code == 0 and "silences" in done.output
 print(*sorted(name for name in sys.modules if name.startswith("watchstep_services.cli.")))
 """
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_the_table_says_of_a_command_what_its_own_help_says(name: str) -> None:
-    text = load(name).help or ""
-    assert " ".join(text.split("\n\n")[0].split()) == COMMANDS[name].summary
+TABLES = {"": COMMANDS, "runs": RUNS, "rules": RULES}
+ENTRIES = [(group, name) for group, table in TABLES.items() for name in sorted(table)]
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_has_help(name: str) -> None:
-    done = CliRunner().invoke(app, [name, "--help"], prog_name="watchstep")
+def table_of(group: str) -> Mapping[str, CommandEntry | GroupEntry]:
+    return TABLES[group]
+
+
+@pytest.mark.parametrize(("group", "name"), ENTRIES)
+def test_the_table_says_of_a_command_what_its_own_help_says(group: str, name: str) -> None:
+    text = load(name, table_of(group)).help or ""
+    assert " ".join(text.split("\n\n")[0].split()) == table_of(group)[name].summary
+
+
+@pytest.mark.parametrize(("group", "name"), ENTRIES)
+def test_every_command_has_help(group: str, name: str) -> None:
+    done = CliRunner().invoke(app, [*group.split(), name, "--help"], prog_name="watchstep")
     assert done.exit_code == 0
     assert name in done.output
 
@@ -41,7 +51,7 @@ def test_a_word_that_is_no_command_is_an_error() -> None:
 
 def test_listing_the_commands_loads_none() -> None:
     done = subprocess.run([sys.executable, "-c", LISTS], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["watchstep_services.cli.app"]
+    assert done.stdout.split() == ["watchstep_services.cli.commands", "watchstep_services.cli.main"]
 
 
 def test_names_are_completed() -> None:
@@ -50,7 +60,20 @@ def test_names_are_completed() -> None:
     assert done.output.split() == ["silences"]
 
 
+def test_names_in_a_group_and_options_are_completed() -> None:
+    words = {"_WATCHSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "watchstep runs al", "COMP_CWORD": "2"}
+    done = CliRunner().invoke(app, [], prog_name="watchstep", env=words)
+    assert done.output.split() == ["alerts", "allow-restart"]
+    words = {
+        "_WATCHSTEP_COMPLETE": "complete_bash",
+        "COMP_WORDS": "watchstep runs list --se",
+        "COMP_CWORD": "3",
+    }
+    done = CliRunner().invoke(app, [], prog_name="watchstep", env=words)
+    assert done.output.split() == ["--service"]
+
+
 def test_to_list_runs_loads_nothing_of_the_service() -> None:
-    program = "import sys; from watchstep_services.cli import runs; print(*sorted({'fastapi', 'sqlalchemy', 'alembic'} & {*sys.modules}))"
+    program = "import sys; import watchstep_services.cli.runs.recorded; print(*sorted({'fastapi', 'sqlalchemy', 'alembic'} & {*sys.modules}))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "\n"

@@ -98,7 +98,7 @@ for word in ("api", "worker", "scheduler"):
     else:
         sys.exit("it started")
 # prometheus_client decides at its import whether figures are shared: they are not yet.
-assert not {"watchstep_services.cli.runs", "prometheus_client", "fastapi", "celery"} & set(sys.modules)
+assert not {"watchstep_services.cli.runs.recorded", "prometheus_client", "fastapi", "celery"} & set(sys.modules)
 import watchstep_services.scheduler.celery_client
 assert not {"sqlalchemy", "fastapi", "pyarrow", "watchstep_services.service.context"} & set(sys.modules)
 """

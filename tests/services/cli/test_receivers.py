@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 from tests.services.channels.http_server import HttpServer, http_server, status
 from watchstep_services.channels.receiver_file import schema_text
 from watchstep_services.channels.webhook import signing_key
-from watchstep_services.cli.app import app
+from watchstep_services.cli.main import app
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from watchstep.errors import RuleError
-from watchstep_services.cli.app import app
+from watchstep_services.cli.main import app
 
 GOOD = """
 rules:

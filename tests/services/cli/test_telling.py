@@ -10,7 +10,7 @@ from tests.services.driving import Driven, make_service
 from tests.services.recording import Recording
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.cli.console_lines import ConsoleOutput
+from watchstep_services.cli.serve import ConsoleOutput
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import ActionRow, RuleConfigRow
 from watchstep_services.dispatch.dispatch import dispatch

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from watchstep.errors import ServiceError, WatchstepError
 from watchstep_services.auth.tokens import create_token
-from watchstep_services.cli.app import app
+from watchstep_services.cli.main import app
 from watchstep_services.core.settings import load_settings
 from watchstep_services.serve.embedded import EmbeddedService
 

@@ -15,7 +15,7 @@ from tests.services.recording import PROJECT
 from watchstep.errors import BadNameError, ConfigError, NotFoundError, ServiceError
 from watchstep.store.store import Store
 from watchstep_services.auth.tokens import create_token, id_of, identify
-from watchstep_services.cli.app import app
+from watchstep_services.cli.main import app
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.engine import Database, open_database
 from watchstep_services.serve.embedded import EmbeddedService

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import resource
-from watchstep_services.core.file_limit import most_connections, raise_file_limit
+from watchstep_services.core.process import most_connections, raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 2000))
 print(most_connections())
 raise_file_limit()

@@ -131,7 +131,7 @@ def test_what_is_asked_for_and_not_installed_is_told(
 def test_nothing_is_imported_unless_asked_for() -> None:
     # FastAPI itself loads OpenTelemetry's interface where it is installed; what makes and sends spans is ours to load.
     code = (
-        "import sys, watchstep, watchstep_services.cli.app, watchstep_services.core.telemetry.tracing as t; t.start('api'); "
+        "import sys, watchstep, watchstep_services.cli.main, watchstep_services.core.telemetry.tracing as t; t.start('api'); "
         "sys.exit(any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

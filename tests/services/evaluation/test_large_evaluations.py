@@ -10,7 +10,7 @@ from watchstep.format.block import Block
 from watchstep.store.store import Store
 from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_services.evaluation import collect as collecting
-from watchstep_services.service import large_turn
+from watchstep_services.service import rule_time
 from watchstep_services.service.judging import Judged, Loaded, judge_all
 
 _JUDGE_ALL = "watchstep_services.evaluation.evaluate.judge_all"
@@ -57,8 +57,8 @@ def test_a_large_evaluation_is_postponed_while_another_goes_on_and_then_done(
 
 def test_projects_that_wait_for_a_large_evaluation_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("watchstep_services.service.large_turn.time.monotonic", lambda: clock[0])
-    turn = large_turn.LargeTurn()
+    monkeypatch.setattr("watchstep_services.service.rule_time.time.monotonic", lambda: clock[0])
+    turn = rule_time.LargeTurn()
     assert turn.take("many")
     assert not turn.take("many")
     assert not turn.take("other")

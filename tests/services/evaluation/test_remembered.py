@@ -16,7 +16,7 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import RuleConfigRow, RunRow, TickRow
 from watchstep_services.runs.claim import claim
 from watchstep_services.runs.rule_configs import put_one, remove
-from watchstep_services.service.rule_state_cache import RememberedCache
+from watchstep_services.service.caches import RememberedCache
 
 NAN = RuleConfig(rule="non_finite_values", name="mine", **{"for": {"steps": 6}})
 

@@ -20,7 +20,7 @@ from watchstep_rules.backtest.backtest import backtest_run
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_rules.engine.coalesce import as_told
 from watchstep_services.channels.receiver_file import ReceiverFile
-from watchstep_services.cli.console_lines import ConsoleOutput
+from watchstep_services.cli.serve import ConsoleOutput
 from watchstep_services.db.engine import Database
 from watchstep_services.db.models import AlertInstanceRow, AlertRow
 from watchstep_services.notify.flush import flush_due

@@ -35,7 +35,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from watchstep_services.api.middleware.rate_limits import network_of
 from watchstep_services.api.middleware.request_limits import MOST_HEADERS
 from watchstep_services.api.middleware.transports import WatchedTransport
-from watchstep_services.core.file_limit import most_connections
+from watchstep_services.core.process import most_connections
 from watchstep_services.core.settings import Settings
 from watchstep_services.core.telemetry import metrics
 

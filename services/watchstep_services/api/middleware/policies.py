@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 from watchstep_services.api.middleware.request_limits import MOST_BODY
-from watchstep_services.auth.roles import Permission
+from watchstep_services.auth.tokens import Permission
 
 PERMISSION = "x-watchstep-permission"
 """Of an operation in the OpenAPI document: a permission, or ``none`` where no token is asked for."""

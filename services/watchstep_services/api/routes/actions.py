@@ -16,7 +16,7 @@ from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.schemas.filters import Since, Until, Word, between, one_of
 from watchstep_services.api.schemas.models import ActionList, ActionOutput, TryOutput
 from watchstep_services.api.schemas.paging import ListOrder, Paged
-from watchstep_services.core.rule_addresses import shown_key
+from watchstep_services.core.redaction import shown_key
 from watchstep_services.db.models import ActionRow, ActionTry
 
 router = APIRouter(prefix="/v1/projects/{project}/runs/{run}/actions", tags=["actions"])

@@ -16,12 +16,10 @@ from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.schemas.filters import Since, Until, Word, between, one_of
 from watchstep_services.api.schemas.models import EventList
 from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
-from watchstep_services.api.streaming.reading import Wanted
-from watchstep_services.api.streaming.response import EventStream, Followed
-from watchstep_services.api.streaming.streams import Streaming
+from watchstep_services.api.streaming import EventStream, Followed, Streaming, Wanted
 from watchstep_services.auth.tokens import identify
 from watchstep_services.core.events import CloudEvent
-from watchstep_services.core.rule_addresses import without_addresses
+from watchstep_services.core.redaction import without_addresses
 from watchstep_services.db.models import EventRow, RunRow
 from watchstep_services.service.context import Service
 

@@ -9,11 +9,11 @@ from sqlalchemy.orm import Session
 from watchstep.format.layout import check_name
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
-from watchstep_services.api.middleware.work_slots import Working
+from watchstep_services.api.middleware.request_limits import Working
 from watchstep_services.api.routes.stores import StoreCheck, check_output
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
-from watchstep_services.auth.roles import AuthenticatedCaller
+from watchstep_services.auth.tokens import AuthenticatedCaller
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Project
 from watchstep_services.stores.checking import check_store

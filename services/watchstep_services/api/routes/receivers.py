@@ -14,7 +14,7 @@ from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
 from watchstep_services.api.middleware.idempotency import Once
-from watchstep_services.api.middleware.work_slots import Working
+from watchstep_services.api.middleware.request_limits import Working
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented
 from watchstep_services.channels.kinds import RECEIVER, AnyReceiver
 from watchstep_services.channels.notification import Status

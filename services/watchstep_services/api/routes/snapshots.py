@@ -25,9 +25,8 @@ from watchstep.format.tensors import Mode
 from watchstep.kernels.array_kernel import measure_array
 from watchstep.store.store import Store
 from watchstep_services.api.middleware.access import permits
-from watchstep_services.api.queries.answers import Numbers, numbers
+from watchstep_services.api.queries.answers import FIGURES, FiguresOutput, Numbers, numbers
 from watchstep_services.api.queries.state import Asking
-from watchstep_services.api.queries.tensor_summary import FIGURES, FiguresOutput
 from watchstep_services.api.schemas.filters import Word
 from watchstep_services.api.schemas.paging import Paged, PageOutput
 from watchstep_services.api.schemas.problems import RequestRefusedError, documented

@@ -14,10 +14,10 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.api.lookup import find_project
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.middleware.idempotency import Once
-from watchstep_services.api.middleware.work_slots import Working, WorkSlots
+from watchstep_services.api.middleware.request_limits import Working, WorkSlots
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
-from watchstep_services.core.rule_addresses import without_addresses
+from watchstep_services.core.redaction import without_addresses
 from watchstep_services.db.models import AuditEntry, StopGrant
 from watchstep_services.runs.audit import Kind
 from watchstep_services.runs.grants import allow, revoke, the_config_called

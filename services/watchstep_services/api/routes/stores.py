@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from watchstep.errors import ConfigError
 from watchstep_services.api.middleware.access import Served, permits
 from watchstep_services.api.middleware.idempotency import Once
-from watchstep_services.api.middleware.work_slots import Working, WorkSlots
+from watchstep_services.api.middleware.request_limits import Working, WorkSlots
 from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.core.store_location import StoreRegistration

@@ -18,9 +18,9 @@ from prometheus_client.registry import Collector
 
 import watchstep
 from watchstep.errors import ConfigError
+from watchstep_services.core.process import FOLDER
 from watchstep_services.core.settings import PREFIX, Settings
 from watchstep_services.core.telemetry import metrics
-from watchstep_services.core.telemetry.figures_folder import FOLDER
 
 
 class _Shared(Collector):

@@ -21,7 +21,7 @@ NOBODY = 65534
 
 ATTACHES = """
 import os, sys
-import watchstep_services.cli.launching as launching
+import watchstep_services.cli.jobs as launching
 import watchstep.platform.process, watchstep_launch.backends.slurm.backend, watchstep_launch.attach
 os.setgid(int(sys.argv[1]))
 os.setuid(int(sys.argv[1]))

@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from watchstep_services.core.rule_addresses import without_addresses
+from watchstep_services.core.redaction import without_addresses
 from watchstep_services.db.sealed_addresses import SealedText, opened, sealed
 
 revision = "0019"
