@@ -22,7 +22,7 @@ def record(folder: Path) -> dict[str, list[bytes]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters())
-    config = CaptureConfig(overhead_budget=None, snapshots=Snapshots(every=20, compress=True))
+    config = CaptureConfig(overhead_budget=None, snapshots=Snapshots(every=20))
     with Hook(folder, run="whole", config=config) as hook:
         hook.watch(model, optimizer)
         for _ in range(_STEPS):

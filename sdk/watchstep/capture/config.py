@@ -414,14 +414,12 @@ class Snapshots:
         memory_bytes: all buffers of snapshots together. Of a larger model a snapshot holds the tensors that fit.
         ring_bytes: on the store, for snapshots of the cadence: over it the oldest is deleted, unless something went
             wrong since. None keeps all.
-        compress: without loss, where it saves a tenth; takes processor time beside training.
     """
 
     every: int | None = None
     at_gate: bool = True
     memory_bytes: int = 256 * 1024 * 1024
     ring_bytes: int | None = None
-    compress: bool = False
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:

@@ -1,9 +1,9 @@
 """Snapshots: full tensors of one step in one safetensors object, written as a stream and read by ranges.
 
 The object is 8 bytes of header length, a JSON header, and the tensors' bytes, little-endian and row-major:
-https://huggingface.co/docs/safetensors#format. Elements keep their type, bfloat16 and fp8 too, except in tensors that
-were compressed (`watchstep.format.snapshot_compression`). The reader checks every number of the header against the size
-of the object, and reads one tensor without reading the others. Types that numpy lacks become float32.
+https://huggingface.co/docs/safetensors#format, which every safetensors library reads. Elements keep their type, bfloat16 and fp8
+too. This reader takes objects of a store, whose bytes nobody has checked, by ranges: it checks every number of the header against
+the size of the object before it takes memory, and reads one tensor without reading the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError
 from watchstep.format.bounded_json import parse_json
-from watchstep.format.snapshot_compression import DamagedBlockError, Packed, decompress, from_metadata
 from watchstep.store.store import Store
 
 NARROW_FLOATS: dict[str, np.dtype[Any]] = {
@@ -100,7 +99,9 @@ MISSING = "watchstep.missing"
 MISSING_NAMES = "watchstep.missing_names"
 """Where they say which: a JSON list of names, maybe not of all."""
 
-_ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+COMPRESSED = "watchstep.compressed"
+"""Where the metadata of a snapshot of schema 1 describe its compressed tensors; it is rewritten before it is read."""
+
 _FIRST_READ = 64 * 1024
 _MAX_HEADER_MEMORY = 512 * 1024 * 1024
 _MAX_DIMENSIONS = 64  # numpy's own limit
@@ -110,13 +111,12 @@ _MEND = "the writer or the transfer damaged it; take another snapshot"
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where one tensor lies: ``length`` bytes from ``start`` of the object, and how they were packed, if they were."""
+    """Where one tensor lies: ``length`` bytes from ``start`` of the object."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     length: int
-    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Snapshot:
 
         Raises:
             NotFoundError: the snapshot has no such tensor, or is not there any more.
-            FormatError: the object is shorter than when it was opened, or the tensor does not decompress.
+            FormatError: the object is shorter than when it was opened.
             StoreError: it could not be read.
         """
         stored = self.tensors.get(name)
@@ -158,9 +158,7 @@ class Snapshot:
             raise FormatError(
                 f"snapshot {self.key}: tensor {name!r} ends after {len(data)} of {stored.length} bytes", _MEND
             )
-        held = np.frombuffer(self._unpacked(name, stored, data), DTYPES[stored.dtype]).reshape(stored.shape)
-        held.flags.writeable = False
-        return held
+        return np.frombuffer(data, DTYPES[stored.dtype]).reshape(stored.shape)
 
     def values(self, name: str) -> NDArray[Any]:
         """One tensor's numbers: as `read`, but bfloat16 and fp8 as float32, which holds each of them exactly.
@@ -176,16 +174,6 @@ class Snapshot:
             return self._store.get_range(self.key, stored.start, stored.length)
         except NotFoundError as error:
             raise _gone(self.key) from error
-
-    def _unpacked(self, name: str, stored: TensorLocation, data: bytes) -> bytes | NDArray[np.uint8]:
-        if stored.packed is None:
-            return data
-        try:
-            return decompress(memoryview(data), stored.packed, DTYPES[stored.dtype].itemsize)
-        except DamagedBlockError as error:
-            raise FormatError(
-                f"snapshot {self.key}: tensor {name!r} does not decompress ({error})", _MEND
-            ) from error
 
     def _not_held(self, name: str) -> NotFoundError:
         if name in self.missing_names or self.missing > len(self.missing_names):
@@ -222,6 +210,27 @@ def open_snapshot(store: Store, key: str) -> Snapshot:
 
 
 def _opened(store: Store, key: str) -> Snapshot:
+    metadata, tensors = read_header(store, key)
+    if COMPRESSED in metadata:
+        raise FormatError(
+            f"snapshot {key}: compressed by an earlier version",
+            "rewrite the run with 'watchstep migrate-store'",
+        )
+    try:
+        missing, missing_names = _missing(metadata)
+    except ValueError as error:
+        raise _invalid(key, error) from error
+    return Snapshot(key, metadata, tensors, missing, missing_names, store)
+
+
+def read_header(store: Store, key: str) -> tuple[dict[str, str], dict[str, TensorLocation]]:
+    """A snapshot's metadata, and where its tensors lie, in the order of their bytes.
+
+    Raises:
+        NotFoundError: there is no such object.
+        FormatError: its header is not what the object's size bears out.
+        StoreError: it could not be read.
+    """
     size = store.size(key)
     if size < 8:
         raise FormatError(f"snapshot {key}: {size} bytes, too short for a header", _MEND)
@@ -240,14 +249,14 @@ def _opened(store: Store, key: str) -> Snapshot:
         metadata = _metadata(header.pop(HEADER_METADATA, {}))
         tensors = {name: _stored(name, entry, 8 + length) for name, entry in header.items()}
         _check_layout(tensors, 8 + length, size)
-        missing, missing_names = _missing(metadata)
-        for name, packed in from_metadata(metadata, _ITEMSIZES).items():
-            tensors[name] = _packed(name, tensors[name], packed)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        reason = str(error).split("\n", 1)[0][:200]
-        raise FormatError(f"snapshot {key}: its header is not valid ({reason})", _MEND) from error
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].length)))
-    return Snapshot(key, metadata, ordered, missing, missing_names, store)
+        raise _invalid(key, error) from error
+    return metadata, dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].length)))
+
+
+def _invalid(key: str, error: Exception) -> FormatError:
+    reason = str(error).split("\n", 1)[0][:200]
+    return FormatError(f"snapshot {key}: its header is not valid ({reason})", _MEND)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -275,12 +284,6 @@ def _stored(name: str, entry: Any, base: int) -> TensorLocation:
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"tensor {name!r} has offsets that do not fit its shape")
     return TensorLocation(entry["dtype"], shape, base + offsets[0], offsets[1] - offsets[0])
-
-
-def _packed(name: str, stored: TensorLocation, packed: Packed) -> TensorLocation:
-    if (stored.dtype, stored.shape) != ("U8", (stored.length,)) or sum(packed.blocks) != stored.length:
-        raise ValueError(f"tensor {name!r} is not as long as its compressed blocks")
-    return TensorLocation(packed.dtype, packed.shape, stored.start, stored.length, packed)
 
 
 def _missing(metadata: dict[str, str]) -> tuple[int, tuple[str, ...]]:
@@ -343,14 +346,6 @@ class Described:
         return dtype.itemsize
 
 
-@dataclass(frozen=True)
-class NamedArray:
-    """A tensor and its bytes, little-endian and row-major."""
-
-    described: Described
-    data: bytes | memoryview
-
-
 def aligned_order(tensors: Sequence[Described]) -> list[int]:
     """Places of the tensors in an order in which each is aligned to its elements: by falling element size."""
     return sorted(range(len(tensors)), key=lambda place: -tensors[place].itemsize)
@@ -390,25 +385,3 @@ def missing_metadata(names: Sequence[str]) -> dict[str, str]:
     if not names:
         return {}
     return {MISSING: str(len(names)), MISSING_NAMES: json.dumps(list(names[:MOST_NAMES]))}
-
-
-def encode(tensors: Sequence[NamedArray], metadata: Mapping[str, str]) -> bytes:
-    """One snapshot's bytes, from tensors in any order.
-
-    Raises:
-        ConfigError: two tensors of one name, an unknown dtype, or bytes that do not fit the shape.
-    """
-    for tensor in tensors:
-        _check_size(tensor)
-    ordered = [tensors[place] for place in aligned_order([tensor.described for tensor in tensors])]
-    start = header([tensor.described for tensor in ordered], metadata)
-    return b"".join([start, *(tensor.data for tensor in ordered)])
-
-
-def _check_size(tensor: NamedArray) -> None:
-    held, due = memoryview(tensor.data).nbytes, tensor.described.length
-    if held != due:
-        raise ConfigError(
-            f"snapshot: tensor {tensor.described.name!r} has {held} bytes, its shape and dtype need {due}",
-            "pass the tensor's own bytes, contiguous",
-        )

@@ -26,6 +26,7 @@ from watchstep.format.layout import (
     RUN_DOCUMENT,
     SCHEMA_VERSION,
     SEGMENTS,
+    SNAPSHOTS,
 )
 from watchstep.format.parquet_claims import claims_of, read_footer
 from watchstep.format.segment import (
@@ -55,6 +56,7 @@ from watchstep.reading.compacted import (
     manifest_key,
 )
 from watchstep.reading.compaction import claim_generation, encode_compacted
+from watchstep.reading.compressed_snapshots import decompressed
 from watchstep.reading.run_documents import read_state
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class MigratedRun:
         name: ``<project>/<run>``.
         segments: segments rewritten.
         compacted: compacted segments rewritten.
+        snapshots: compressed snapshots rewritten without compression.
         documents: JSON documents rewritten.
         damaged: key → why the object was left as it is.
     """
@@ -107,13 +110,14 @@ class MigratedRun:
     name: str
     segments: int = 0
     compacted: int = 0
+    snapshots: int = 0
     documents: int = 0
     damaged: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_current(self) -> bool:
         """Whether nothing had to be rewritten."""
-        return not (self.segments or self.compacted or self.documents)
+        return not (self.segments or self.compacted or self.snapshots or self.documents)
 
 
 def new_name(name: str) -> str:
@@ -152,6 +156,8 @@ def migrate_run(
     for entry in list(run_store.entries(SEGMENTS)):
         migration.segment(entry.key)
     migration.compaction()
+    for entry in list(run_store.entries(SNAPSHOTS)):
+        migration.snapshot(entry.key)
     for entry in list(run_store.entries(ENDS)):
         migration.document(entry.key, MAX_DOCUMENT)
     for entry in list(run_store.entries(BASELINES)):
@@ -183,6 +189,19 @@ class _Migration:
         if table is not None:
             self._put(key, encode_table(table))
             self.done.segments += 1
+
+    def snapshot(self, key: str) -> None:
+        """Rewrite one snapshot, if its tensors are compressed."""
+        try:
+            data = decompressed(self._store, key)
+        except NotFoundError:
+            return
+        except FormatError as error:
+            self.done.damaged[key] = error.what
+            return
+        if data is not None:
+            self._put(key, data)
+            self.done.snapshots += 1
 
     def document(self, key: str, limit: int) -> None:
         """Rewrite one JSON document, if a name in it changed or it states schema 1."""

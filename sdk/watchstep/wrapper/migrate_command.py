@@ -76,7 +76,10 @@ def _runs(store: Store, project: str | None) -> Iterator[tuple[str, str]]:
 def _line(done: MigratedRun, *, dry_run: bool) -> str:
     if done.is_current and not done.damaged:
         return f"{done.name}: current"
-    counts = f"{done.segments} segments, {done.compacted} compacted segments, {done.documents} documents"
+    counts = (
+        f"{done.segments} segments, {done.compacted} compacted segments, {done.snapshots} snapshots, "
+        f"{done.documents} documents"
+    )
     line = f"{done.name}: {counts} {'to rewrite' if dry_run else 'rewritten'}"
     for key, reason in done.damaged.items():
         line += f"\n  {key} left as it is: {reason}"

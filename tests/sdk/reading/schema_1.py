@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+BLOCK = 4 * 1024 * 1024
 COUNTS = ("count", "nan", "pos_inf", "neg_inf", "zero", "negative")
 VALUES = ("min", "max", "abs_min", "mean", "m2", "abs_sum", "square_sum")
 
@@ -117,6 +120,30 @@ def write_run(folder: Path, steps: int = 12, *, compacted: bool = False, ended: 
         _write(run / f"stats/a1/node/w0/{0:010d}-0-{half - 1}.parquet", segment(range(half)))
         _write(run / f"stats/a1/node/w0/{1:010d}-{half}-{steps - 1}.parquet", segment(range(half, steps)))
     return run
+
+
+def compressed_snapshot(
+    dtype: str, shape: tuple[int, ...], data: bytes, lie: dict[str, object] | None = None
+) -> bytes:
+    """A snapshot of a tensor ``w``, compressed by planes of bytes, and of one, ``plain``, that is not; ``lie`` replaces its description."""
+    size = len(data) // math.prod(shape) if math.prod(shape) else 1
+    blocks = []
+    for start in range(0, len(data), BLOCK):
+        raw = data[start : start + BLOCK]
+        planes = b"".join(raw[plane::size] for plane in range(size))
+        packed: bytes = pa.Codec("zstd").compress(planes, asbytes=True)
+        blocks.append(packed if len(packed) < len(raw) else raw)
+    body = b"".join(blocks)
+    description = {"codec": "planes-zstd", "dtype": dtype, "shape": list(shape), "block": BLOCK}
+    description |= {"blocks": [len(block) for block in blocks]} | (lie or {})
+    header = json.dumps(
+        {
+            "__metadata__": {"step": "3", "watchstep.compressed": json.dumps({"w": description})},
+            "w": {"dtype": "U8", "shape": [len(body)], "data_offsets": [0, len(body)]},
+            "plain": {"dtype": "U8", "shape": [4], "data_offsets": [len(body), len(body) + 4]},
+        }
+    ).encode()
+    return struct.pack("<Q", len(header)) + header + body + b"abcd"
 
 
 def _compact(run: Path, steps: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,14 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors
 
-from tests.sdk.reading.schema_1 import segment, write_run
+from tests.sdk.reading.schema_1 import compressed_snapshot, segment, write_run
 from watchstep.errors import FormatError, StoreError
 from watchstep.format import journal
+from watchstep.format.snapshot import DTYPES, open_snapshot
 from watchstep.reading.migration import RunInUseError, migrate_run, new_name, new_text
 from watchstep.reading.run import open_run
 from watchstep.store.store import Store
 
+KEY = "tensors/a1/0/3-train.safetensors"
 OUTSIDE = "fc.weight:not_in_optimizer"
 
 
@@ -88,6 +92,56 @@ def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path) -> None:
     before = contents(tmp_path)
     assert migrated(tmp_path, dry_run=True) == (2, 0, 4, {})
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F32", (700, 1500)), ("BF16", (10,)), ("U8", (0,))])
+def test_compressed_snapshots_become_plain_safetensors(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...]
+) -> None:
+    run = write_run(tmp_path)
+    data = bytes(index % 7 for index in range(math.prod(shape) * DTYPES[dtype].itemsize))
+    (run / KEY).parent.mkdir(parents=True)
+    (run / KEY).write_bytes(compressed_snapshot(dtype, shape, data))
+    store = Store.open(run)
+    with pytest.raises(FormatError, match=r"compressed by an earlier version\n  hint: .*migrate-store"):
+        open_snapshot(store, KEY)
+    done = migrate_run(store, "vision/first")
+    assert (done.snapshots, done.damaged) == (1, {})
+    opened = open_snapshot(store, KEY)
+    assert opened.metadata == {"step": "3"}
+    assert (opened.tensors["w"].dtype, opened.tensors["w"].shape) == (dtype, shape)
+    assert opened.read("w").tobytes() == data
+    assert opened.read("plain").tobytes() == b"abcd"
+    with safetensors.safe_open(run / KEY, "numpy") as file:
+        assert file.metadata() == {"step": "3"}
+        assert set(file.keys()) == {"w", "plain"}
+    assert migrate_run(store, "vision/first").is_current
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"codec": "gzip"},
+        {"block": 5},
+        {"dtype": "F12"},
+        {"shape": [-1]},
+        {"shape": [2**62, 2**62]},
+        {"shape": [0, 2**62], "blocks": []},
+        {"shape": [9]},
+        {"shape": [1] * 65},
+        {"blocks": []},
+        {"blocks": [2**40]},
+        {"blocks": None},
+    ],
+)
+def test_a_snapshot_that_lies_about_its_compression_is_left_as_it_is(
+    tmp_path: Path, lie: dict[str, object]
+) -> None:
+    run = write_run(tmp_path)
+    (run / KEY).parent.mkdir(parents=True)
+    (run / KEY).write_bytes(compressed_snapshot("F32", (1000,), bytes(4000), lie))
+    done = migrate_run(Store.open(run), "vision/first")
+    assert (done.snapshots, [*done.damaged]) == (0, [KEY])
 
 
 class InterruptedMigrationError(Exception):
@@ -193,7 +247,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_reports_each_run(tmp_path: Path) -> None:
     write_run(tmp_path)
-    counts = "vision/first: 2 segments, 0 compacted segments, 4 documents"
+    counts = "vision/first: 2 segments, 0 compacted segments, 0 snapshots, 4 documents"
     done = run_command(str(tmp_path), "--dry-run")
     assert (done.returncode, done.stdout) == (0, f"{counts} to rewrite\n1 of 1 runs to rewrite\n")
     done = run_command(str(tmp_path), "--project", "other")

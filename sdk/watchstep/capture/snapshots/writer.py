@@ -16,10 +16,8 @@ from watchstep.capture.health import RecorderHealth
 from watchstep.capture.snapshots.memory import SnapshotMemory, SnapshotRing
 from watchstep.capture.snapshots.plan import Occasion
 from watchstep.errors import StoreError
-from watchstep.format import snapshot_compression
 from watchstep.format.layout import SnapshotKey
 from watchstep.format.snapshot import Described, header, missing_metadata
-from watchstep.format.snapshot_compression import Packed
 from watchstep.format.tensors import Mode
 from watchstep.store.store import Store
 
@@ -94,7 +92,6 @@ class SnapshotWriter:
 
     def __init__(self, config: Snapshots, worker: int, health: RecorderHealth) -> None:
         self.memory = SnapshotMemory(config.memory_bytes)
-        self._compress = config.compress
         self._worker = worker
         self._health = health
         self._ring = SnapshotRing(config.ring_bytes)
@@ -201,7 +198,8 @@ class SnapshotWriter:
         store, attempt = self._place
         taken.ready()
         key = SnapshotKey(attempt, self._worker, taken.step, taken.mode)
-        made = _encoded(key.path, taken, compress=self._compress)
+        length = sum(tensor.length for tensor in taken.tensors)
+        made = _Object(key.path, header(taken.tensors, taken.metadata), taken.memory, length)
         if not self._upload(store, made):
             self._health.count("dropped_snapshots")
             return
@@ -257,31 +255,3 @@ def fitting(sizes: Sequence[int], available: int) -> list[int]:
             chosen.append(place)
             available -= size
     return chosen
-
-
-def _encoded(path: str, taken: TakenSnapshot, *, compress: bool) -> _Object:
-    if compress:
-        tensors, packed, end = _compressed(taken)
-    else:
-        tensors, packed, end = taken.tensors, {}, sum(tensor.length for tensor in taken.tensors)
-    metadata = {**taken.metadata, **snapshot_compression.to_metadata(packed)}
-    return _Object(path, header(tensors, metadata), taken.memory, end)
-
-
-def _compressed(taken: TakenSnapshot) -> tuple[tuple[Described, ...], dict[str, Packed], int]:
-    """Compress the tensors where they lie: how they stand in the file, which are compressed, and where they end."""
-    written: list[Described] = []
-    packed: dict[str, Packed] = {}
-    start = place = 0
-    for tensor in taken.tensors:
-        blocks = snapshot_compression.compress_in_place(
-            taken.memory, start, tensor.length, tensor.itemsize, place
-        )
-        if blocks is None:
-            written.append(tensor)
-        else:
-            packed[tensor.name] = Packed(tensor.dtype, tensor.shape, blocks)
-            written.append(Described(tensor.name, "U8", (sum(blocks),)))
-        start += tensor.length
-        place += written[-1].length
-    return tuple(written), packed, place

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.layout import SNAPSHOTS, SnapshotKey, check_name
-from watchstep.format.snapshot import DTYPES, Snapshot, TensorLocation, open_snapshot, widened
+from watchstep.format.snapshot import Snapshot, TensorLocation, open_snapshot, widened
 from watchstep.format.statistics import StatisticsBatch, merge_rows
 from watchstep.format.tensors import Mode
 from watchstep.kernels.array_kernel import measure_array
@@ -114,7 +113,6 @@ class StoredTensor(BaseModel):
     dtype: str = Field(description="By safetensors' names: F32, BF16, F8_E4M3, …")
     shape: list[int]
     bytes: int = Field(description="Of its elements.")
-    compressed: bool
 
 
 class SnapshotOutput(SnapshotEntry):
@@ -179,15 +177,14 @@ def get_tensor(
     with asking.looked_at(place.project, place.run) as store:
         snapshot = open_snapshot(store, key.path)
         stored = _of(snapshot, name)
-        size = _bytes(stored)
+        size = stored.length
         start, end = _asked(range_, size)
         _bounded(end - start, asking.service.settings.tensor_mb, "a smaller Range")
-        whole = stored.packed is not None or end - start <= _PART
-        first = end if whole else start + _PART
-        content = _content(store, snapshot, name, (start, first), asking.service.settings.tensor_mb)
+        first = min(end, start + _PART)
+        content = _plain(store, snapshot.key, stored, (start, first))
     headers = {
-        "x-watchstep-dtype": _dtype(stored),
-        "x-watchstep-shape": ",".join(map(str, _shape(stored))),
+        "x-watchstep-dtype": stored.dtype,
+        "x-watchstep-shape": ",".join(map(str, stored.shape)),
         "accept-ranges": "bytes",
         "etag": f'"{hashlib.sha256(f"{key.path} {name}".encode()).hexdigest()[:32]}"',
         "cache-control": "private, max-age=3600, immutable",
@@ -195,7 +192,7 @@ def get_tensor(
     status = 200 if range_ is None else 206
     if range_ is not None:
         headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
-    if whole:
+    if first == end:
         return Response(content, status, headers, MEDIA_TYPE)
     headers["content-length"] = str(end - start)
     parts = _parts(content, partial(_plain, store, snapshot.key, stored), (first, end), asking.part_threads)
@@ -210,7 +207,7 @@ def get_tensor_summary(place: Placed, name: Name, asking: Asking) -> TensorSumma
     with asking.looked_at(place.project, place.run) as store:
         snapshot = open_snapshot(store, key.path)
         stored = _of(snapshot, name)
-        _bounded(_bytes(stored), asking.service.settings.tensor_mb, "its bytes in pieces, by Range")
+        _bounded(stored.length, asking.service.settings.tensor_mb, "its bytes in pieces, by Range")
         elements = snapshot.read(name).reshape(-1)
         figures = _measured(elements, stored.dtype)
         first = _real(elements[:_SAMPLE], stored.dtype)
@@ -246,25 +243,12 @@ def _entry(key: SnapshotKey, size: int) -> SnapshotEntry:
     return SnapshotEntry(attempt=key.attempt, worker=key.worker, step=key.step, mode=key.mode, bytes=size)
 
 
-def _dtype(stored: TensorLocation) -> str:
-    return stored.packed.dtype if stored.packed is not None else stored.dtype
-
-
-def _shape(stored: TensorLocation) -> tuple[int, ...]:
-    return stored.packed.shape if stored.packed is not None else stored.shape
-
-
-def _bytes(stored: TensorLocation) -> int:
-    return math.prod(_shape(stored)) * DTYPES[_dtype(stored)].itemsize
-
-
 def _stored(name: str, stored: TensorLocation) -> StoredTensor:
     return StoredTensor(
         name=name,
-        dtype=_dtype(stored),
-        shape=list(_shape(stored)),
-        bytes=_bytes(stored),
-        compressed=stored.packed is not None,
+        dtype=stored.dtype,
+        shape=list(stored.shape),
+        bytes=stored.length,
     )
 
 
@@ -283,15 +267,6 @@ def _bounded(size: int, most_mb: int, instead: str) -> None:
             f"{size} bytes: over the {most_mb} MiB of one answer",
             f"ask for {instead}, or raise WATCHSTEP_TENSOR_MB",
         )
-
-
-def _content(store: Store, snapshot: Snapshot, name: str, piece: tuple[int, int], most_mb: int) -> bytes:
-    stored = snapshot.tensors[name]
-    start, end = piece
-    if stored.packed is None:
-        return _plain(store, snapshot.key, stored, piece)
-    _bounded(_bytes(stored), most_mb, "an uncompressed snapshot: this one can only be unpacked whole")
-    return snapshot.read(name).tobytes()[start:end]
 
 
 def _plain(store: Store, key: str, stored: TensorLocation, piece: tuple[int, int]) -> bytes:
