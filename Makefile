@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Two processes run tests, each whole files; what stands in one file shares its servers.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service lock clean
+.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service docs lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -54,6 +54,17 @@ bench: $(STAMP)
 # How fast the service is and what it costs: ten minutes, on a quiet machine.
 bench-service: $(STAMP)
 	$(BIN)/python -m benchmarks.service $(BENCH_ARGS)
+
+# The documentation site, into build/docs, with warnings as errors. Its tools have an environment of their own.
+DOCS := build/docs-env
+$(DOCS)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --clean --strict
+	@echo "build/docs/index.html; search needs a server: python -m http.server -d build/docs"
 
 # Resolve anew; run on purpose, commit the result. PyTorch has its own file: its builds differ by platform.
 lock: $(STAMP)
