@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import now_ns, read_clock
 from watchstep_services.db.engine import Database
+from watchstep_services.db.lease import ACTION_LEASE, BACKTEST_LEASE, RUN_LEASE
 from watchstep_services.db.models import ActionRow, AlertRow, Backtest, RunRow, Segment
 
 _FRESH_SECONDS = 2.0
@@ -97,15 +98,15 @@ def _queues(session: Session) -> Iterator[GaugeMetricFamily]:
     queues: dict[str, tuple[ColumnElement[Any], ColumnElement[bool]]] = {
         "runs": (
             RunRow.due_ns.expression,
-            (RunRow.due_ns.is_not(None)) & (RunRow.due_ns <= now_ns()) & (RunRow.lease_until_ns <= now_ns()),
+            (RunRow.due_ns.is_not(None)) & (RunRow.due_ns <= now_ns()) & RUN_LEASE.is_free(),
         ),
         "actions": (
             ActionRow.next_ns.expression,
-            (ActionRow.state == "pending") & (ActionRow.next_ns <= now_ns()),
+            ACTION_LEASE.is_free(),
         ),
         "backtests": (
             case((Backtest.lease_until_ns > 0, Backtest.lease_until_ns), else_=Backtest.created_ns),
-            (Backtest.state != "done") & (Backtest.lease_until_ns <= now_ns()),
+            BACKTEST_LEASE.is_free(),
         ),
     }
     for queue, (since, due) in queues.items():

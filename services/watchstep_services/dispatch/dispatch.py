@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import case, func, select, update
+from sqlalchemy import case, func, select
 from sqlalchemy.orm import Session
 
 from watchstep.errors import WatchstepError
@@ -26,7 +26,8 @@ from watchstep_services.core.events import make_event
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.telemetry import logs, metrics, tracing
-from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.lease import ACTION_LEASE
 from watchstep_services.db.models import ActionRow, ActionTry, RunRow
 from watchstep_services.db.records import add_event
 from watchstep_services.dispatch.stop import try_stop
@@ -125,7 +126,7 @@ def due_actions(service: Service, limit: int = 100) -> list[int]:
     However many receivers do not answer, no stop waits behind what they are to be told. Of what people are told the first of each
     project comes before the second of any.
     """
-    is_due = (ActionRow.state == "pending", ActionRow.next_ns <= now_ns())
+    is_due = (ACTION_LEASE.is_free(),)
     asked = (
         select(ActionRow.id)
         .where(*is_due, ActionRow.kind.not_in(POSTS))
@@ -221,13 +222,8 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
     )
     with service.database.write() as session:
         # Until the try is recorded the action is not due again; if this process dies, it is when the lease ends.
-        taken: Any = session.execute(
-            update(ActionRow)
-            .where(ActionRow.id == action_id, ActionRow.state == "pending", ActionRow.next_ns <= now_ns())
-            .values(claims=ActionRow.claims + 1, next_ns=now_ns() + lease)
-            .execution_options(synchronize_session=False)
-        )
-        if taken.rowcount != 1:
+        token = ACTION_LEASE.claim(session, action_id, lease)
+        if token is None:
             return None
         row = session.get_one(ActionRow, action_id)
         run = session.get_one(RunRow, row.run_id)
@@ -240,7 +236,7 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
             stage=row.stage,
             stage_since_ns=row.stage_since_ns,
             tries=row.tries,
-            claims=row.claims,
+            claims=token,
             now_ns=read_clock(session),
             traceparent=row.traceparent,
             project=run.project,
@@ -250,8 +246,8 @@ def _claim(service: Service, action_id: int) -> DueAction | None:
 
 def _record(service: Service, due: DueAction, tried: AttemptResult) -> None:
     with service.database.write() as session:
-        row = session.get_one(ActionRow, due.id, with_for_update=True)
-        if row.claims != due.claims or row.state != "pending":
+        row = ACTION_LEASE.lock(session, due.id, due.claims)
+        if row is None or row.state != "pending":
             lost()
             return  # the lease ended and another worker has gone on from here
         now = read_clock(session)

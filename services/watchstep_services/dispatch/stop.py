@@ -23,7 +23,8 @@ from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.models import ActionRow, Attempt, EventRow
+from watchstep_services.db.lease import ACTION_LEASE
+from watchstep_services.db.models import Attempt, EventRow
 from watchstep_services.dispatch.barrier import agree, common_step, seconds_left
 from watchstep_services.dispatch.target import REFUSED, StopTarget, at_store, load_target, write_control
 from watchstep_services.runs import attempts
@@ -308,8 +309,8 @@ def _intend(service: Service, due: DueAction, stage: int) -> bool:
     if due.stage == stage:
         return True
     with service.database.write() as session:
-        row = session.get_one(ActionRow, due.id, with_for_update=True)
-        if row.claims != due.claims or row.state != "pending":
+        row = ACTION_LEASE.lock(session, due.id, due.claims)
+        if row is None or row.state != "pending":
             return False
         row.stage, row.stage_since_ns = stage, read_clock(session)
     return True

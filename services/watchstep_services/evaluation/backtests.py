@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from sqlalchemy import CursorResult, select, update
+from sqlalchemy import select
 
 from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import check_name
@@ -22,7 +22,8 @@ from watchstep_rules.custom.sandbox.pool import on_behalf_of
 from watchstep_services.core.redaction import without_addresses
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace
-from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.clock import read_clock
+from watchstep_services.db.lease import BACKTEST_LEASE
 from watchstep_services.db.models import Backtest, BacktestResult, Project, RunRow
 from watchstep_services.service.context import Service
 
@@ -129,9 +130,7 @@ def due_backtests(service: Service) -> tuple[int, ...]:
     with service.database.read() as session:
         return tuple(
             session.execute(
-                select(Backtest.id)
-                .where(Backtest.state != "done", Backtest.lease_until_ns <= now_ns())
-                .order_by(Backtest.id)
+                select(Backtest.id).where(BACKTEST_LEASE.is_free()).order_by(Backtest.id)
             ).scalars()
         )
 
@@ -177,18 +176,10 @@ def read_progress(service: Service, project: str, number: int) -> BacktestProgre
 
 def _claim(service: Service, number: int) -> tuple[Backtest, StorePlace] | None:
     with service.database.write() as session:
-        taken = session.execute(
-            update(Backtest)
-            .where(Backtest.id == number, Backtest.state != "done", Backtest.lease_until_ns <= now_ns())
-            .values(
-                claims=Backtest.claims + 1,
-                tries=Backtest.tries + 1,
-                lease_until_ns=now_ns() + nanoseconds(_LEASE_SECONDS),
-            )
-            .execution_options(synchronize_session=False)
-        )
-        assert isinstance(taken, CursorResult)
-        if taken.rowcount != 1:
+        if (
+            BACKTEST_LEASE.claim(session, number, nanoseconds(_LEASE_SECONDS), tries=Backtest.tries + 1)
+            is None
+        ):
             return None
         row = session.get_one(Backtest, number)
         return row, session.get_one(Project, row.project).place
@@ -203,21 +194,12 @@ def _note(service: Service, row: Backtest, result: Replayed | Failed) -> bool:
     more = row.next + 1 < len(row.runs)
     with service.database.write() as session:
         now = read_clock(session)
-        moved = session.execute(
-            update(Backtest)
-            .where(Backtest.id == row.id, Backtest.claims == row.claims)
-            .values(
-                next=row.next + 1,
-                tries=0,
-                lease_until_ns=0,
-                state="running" if more else "done",
-                finished_ns=None if more else now,
-            )
-            .execution_options(synchronize_session=False)
+        state, finished_ns = ("running", None) if more else ("done", now)
+        released = BACKTEST_LEASE.release(
+            session, row.id, row.claims, next=row.next + 1, tries=0, state=state, finished_ns=finished_ns
         )
-        assert isinstance(moved, CursorResult)
-        if moved.rowcount != 1:
-            return False  # another has taken it over
+        if not released:
+            return False  # another worker has taken it over
         # Nothing is posted from a result, so it needs no address of a webhook.
         document = without_addresses(result_as_data(result, _FINDINGS))
         session.add(BacktestResult(backtest_id=row.id, place=row.next, result=document))

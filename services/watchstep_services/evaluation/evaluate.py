@@ -1,10 +1,16 @@
-"""The heart: evaluate one run. Production calls it from a Celery task, the embedded service from a thread."""
+"""Evaluate one run. Production calls it from a Celery task, the embedded service from a thread.
+
+claim ── collect ──▶ judge ──▶ commit ──▶ committed
+│          │          └ the claim is not current ──▶ fenced
+│          └ another large evaluation runs ──▶ released, due again
+└ nothing to judge, or the store hangs ──▶ released
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +26,7 @@ from watchstep_rules.engine.lookback import Lookback
 from watchstep_rules.engine.rule_inputs import JudgingProgress
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import NANOSECONDS, nanoseconds
+from watchstep_services.db.lease import RUN_LEASE, LeasedRow, keep_lease
 from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import Attempt
 from watchstep_services.evaluation import cursor as cursors
@@ -33,11 +40,10 @@ from watchstep_services.evaluation.collect import (
     run_store_of,
     spans_of_ranks,
 )
-from watchstep_services.evaluation.commit import EvaluationOutcome, commit
+from watchstep_services.evaluation.commit import Committed, EvaluationOutcome, commit
 from watchstep_services.evaluation.context import read_context
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
-from watchstep_services.evaluation.keeping import keep_lease
-from watchstep_services.evaluation.observation import Observation, came_to, observing
+from watchstep_services.evaluation.observation import Observation, count_outcome, observing
 from watchstep_services.evaluation.plan import Gap, ended_ranks
 from watchstep_services.evaluation.seals import AttemptProgress, WriterProgress
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
@@ -86,12 +92,12 @@ def evaluate(service: Service, run_id: int) -> Evaluation:
     """Read and judge what is new of a run.
 
     Raises:
-        StoreError, ConfigError: the store did not answer; the run is let go and looked at again later.
+        StoreError, ConfigError: the store did not answer; the run is released and evaluated again later.
     """
-    with observing() as seen, ExitStack() as large:
-        held = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
-        evaluation = _evaluate(service, held, seen, large)
-    came_to(evaluation.outcome)
+    with observing() as observation:
+        current = claim(service.database, run_id, nanoseconds(service.settings.lease_seconds))
+        evaluation = _evaluate(service, current, observation)
+    count_outcome(evaluation.outcome)
     return evaluation
 
 
@@ -108,94 +114,126 @@ def evaluate_longest_due(service: Service, run_id: int) -> tuple[int, Evaluation
     Raises:
         StoreError, ConfigError: as `evaluate`.
     """
-    with observing() as seen, ExitStack() as large:
+    with observing() as observation:
         lease_ns = nanoseconds(service.settings.lease_seconds)
-        held = claim_longest_due(service.database, run_id, service.worker, lease_ns)
-        if held is None:
-            held = claim(service.database, run_id, lease_ns)
-        evaluation = _evaluate(service, held, seen, large)
-    came_to(evaluation.outcome)
-    return (run_id if held is None else held.run_id), evaluation
+        current = claim_longest_due(service.database, run_id, service.worker, lease_ns)
+        if current is None:
+            current = claim(service.database, run_id, lease_ns)
+        evaluation = _evaluate(service, current, observation)
+    count_outcome(evaluation.outcome)
+    return (run_id if current is None else current.run_id), evaluation
 
 
-def _evaluate(service: Service, held: Claim | None, seen: Observation, large: ExitStack) -> Evaluation:
-    if held is None:
+def _evaluate(service: Service, claim: Claim | None, observation: Observation) -> Evaluation:
+    if claim is None:
         return Evaluation("busy")
-    seen.claimed(held)
-    failpoint("evaluate.claimed", held)
-    collected = None
+    observation.claimed(claim)
+    failpoint("evaluate.claimed", claim)
+    with ExitStack() as large_turn:
+        try:
+            evaluation = _evaluate_claimed(service, claim, observation, large_turn)
+        except FencedError:
+            evaluation = Evaluation("fenced")
+    if evaluation.outcome == "fenced":
+        failpoint("evaluate.fenced", claim)
+    return evaluation
+
+
+def _evaluate_claimed(
+    service: Service, claim: Claim, observation: Observation, large_turn: ExitStack
+) -> Evaluation:
+    """The three phases: collect what is new, judge it, commit the outcome. Only the last writes results.
+
+    Raises:
+        FencedError: another worker has taken the run; nothing was written.
+    """
+    collected: Collected | None = None
+    judgement: Judgement | None = None
     try:
-        if not _answers(service, held):
-            wait = service.hanging_stores.retry_seconds(held.place.registration)
-            return Evaluation("idle", _postpone(service, held, wait))
-        guard, absent = ReadingGuard(service.database, held), AbsentLookups()
-        rule_seconds = service.settings.rule_seconds
-        time_limits = charged(
-            service.database, held.project, rule_seconds, service.usual_time, lambda: absent.seconds
-        )
-        noted = service.hanging_stores.noted(held.place.registration)
-        with keep_lease(service, held), guard.watching(), on_behalf_of(held.project), time_limits, noted:
-            source = RunSource(run_store_of(service, held), guard, absent)
-            collected = _collect(service, held, source)
-            failpoint("evaluate.read", held)
-            postponed = collected.is_large and not service.large_turn.take(held.project)
-            if collected.is_large and not postponed:
-                large.callback(service.large_turn.release)
-            if collected.attempt and not postponed:
-                outcome, history = _judge(service, held, source, collected)
-        if postponed:
+        if not _answers(service, claim):
+            wait = service.hanging_stores.retry_seconds(claim.place.registration)
+            return Evaluation("idle", _postpone(service, claim, wait))
+        with _reading(service, claim) as source:
+            collected = _collect(service, claim, source)
+            failpoint("evaluate.read", claim)
+            waits = collected.is_large and not _take_large_turn(service, claim, large_turn)
+            if collected.attempt and not waits:
+                judgement = _judge(service, claim, source, collected)
+        if waits:
             # A thread that waited for the other evaluation would keep other runs from their turn.
-            return Evaluation("idle", _postpone(service, held, RETRY_SECONDS))
-        if not collected.attempt:
-            more = release(service.database, held, _due(service, held, collected))
-            failpoint("evaluate.released", held)
+            return Evaluation("idle", _postpone(service, claim, RETRY_SECONDS))
+        if judgement is None:
+            more = release(service.database, claim, _due(service, claim, collected))
+            failpoint("evaluate.released", claim)
             return Evaluation("idle", more)
-        failpoint("evaluate.judged", held)
-        with seen.committing(held, outcome):
-            done = commit(service, held, outcome)
+        failpoint("evaluate.judged", claim)
+        with observation.committing(claim, judgement.outcome):
+            committed = commit(service, claim, judgement.outcome)
     except FencedError:
-        done = None
-    except BaseException as error:
-        _release(service, held, error, collected)
         raise
-    if done is None:
-        failpoint("evaluate.fenced", held)
+    except BaseException as error:
+        _release_failed(service, claim, error, collected)
+        raise
+    if committed is None:
         return Evaluation("fenced")
-    failpoint("evaluate.committed", held)
-    seen.committed(held, outcome)
-    key = (held.run_id, outcome.collected.attempt)
-    service.histories.put(key, outcome.cursor, history.lookback, history.rows)
-    service.remembered.put(
-        key, held.epoch, [one.committed(done.told.get(one.row.id)) for one in outcome.judged]
+    failpoint("evaluate.committed", claim)
+    observation.committed(claim, judgement.outcome)
+    return _remember(service, claim, judgement, committed)
+
+
+@contextmanager
+def _reading(service: Service, claim: Claim) -> Iterator[RunSource]:
+    """The part of an evaluation that reads and judges: the claim is renewed, and rules run under the project's limits."""
+    guard, absent = ReadingGuard(service.database, claim), AbsentLookups()
+    rule_seconds = service.settings.rule_seconds
+    time_limits = charged(
+        service.database, claim.project, rule_seconds, service.usual_time, lambda: absent.seconds
     )
-    more = outcome.collected.more or done.hinted
-    steady = history.steady and not any(one.transitions for one in outcome.judged)
-    return Evaluation("committed", more, tuple(done.actions), steady)
+    silence_noted = service.hanging_stores.noted(claim.place.registration)
+    seconds, name = service.settings.lease_seconds, f"run {claim.project}/{claim.run}"
+    leased = LeasedRow(service.database, RUN_LEASE, claim.run_id, claim.epoch, seconds, name)
+    with keep_lease(leased), guard.watching(), on_behalf_of(claim.project), time_limits, silence_noted:
+        yield RunSource(run_store_of(service, claim), guard, absent)
 
 
-def _answers(service: Service, held: Claim) -> bool:
+def _answers(service: Service, claim: Claim) -> bool:
     """Whether the run's store may be used: it does not hang, as far as this process knows."""
 
     def probe() -> None:
-        run_store_of(service, held).get(layout.RUN_DOCUMENT)
+        run_store_of(service, claim).get(layout.RUN_DOCUMENT)
 
-    return service.hanging_stores.answers(held.place.registration, probe)
-
-
-def _postpone(service: Service, held: Claim, seconds: float) -> bool:
-    """Let the run go, to be evaluated in some seconds; whether it is due again at once."""
-    return release(service.database, held, held.now_ns + nanoseconds(seconds))
+    return service.hanging_stores.answers(claim.place.registration, probe)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    rows: History
-    lookback: Lookback
-    steady: bool
+def _take_large_turn(service: Service, claim: Claim, large_turn: ExitStack) -> bool:
+    """Whether a large evaluation may be judged and committed now; then the turn ends with the evaluation."""
+    taken = service.large_turn.take(claim.project)
+    if taken:
+        large_turn.callback(service.large_turn.release)
+    return taken
 
 
-def _release(service: Service, held: Claim, error: BaseException, collected: Collected | None) -> None:
-    """Note why an evaluation failed, and let the run go. An attempt that failed comes after the others from now on."""
+def _postpone(service: Service, claim: Claim, seconds: float) -> bool:
+    """Release the run, to be evaluated in some seconds; whether it is due again at once."""
+    return release(service.database, claim, claim.now_ns + nanoseconds(seconds))
+
+
+def _remember(service: Service, claim: Claim, judgement: Judgement, committed: Committed) -> Evaluation:
+    """Cache what the next evaluation begins with, if this process does it."""
+    outcome = judgement.outcome
+    key = (claim.run_id, outcome.collected.attempt)
+    service.histories.put(key, outcome.cursor, judgement.lookback, judgement.rows)
+    loaded = [judged.committed(committed.told.get(judged.row.id)) for judged in outcome.judged]
+    service.remembered.put(key, claim.epoch, loaded)
+    more = outcome.collected.more or committed.hinted
+    steady = judgement.steady and not any(judged.transitions for judged in outcome.judged)
+    return Evaluation("committed", more, tuple(committed.actions), steady)
+
+
+def _release_failed(
+    service: Service, claim: Claim, error: BaseException, collected: Collected | None
+) -> None:
+    """Note why an evaluation failed, and release the run. An attempt that failed comes after the others from now on."""
     attempt = "" if collected is None else collected.attempt
     retry_ns = nanoseconds(_RETRY_SECONDS)
     failure = error if isinstance(error, Exception) and not is_of_all(error) else None
@@ -203,7 +241,7 @@ def _release(service: Service, held: Claim, error: BaseException, collected: Col
         if failure is not None:
             problem = _problem_of(failure)
             with suppress(FencedError), service.database.write() as session:
-                run = lock_run(session, held.run_id, held)
+                run = lock_run(session, claim.run_id, claim)
                 health = {**run.health, "evaluation": problem}
                 if attempt:
                     failed = {**health.get(FAILED_ATTEMPTS, {}), attempt: problem}
@@ -211,10 +249,10 @@ def _release(service: Service, held: Claim, error: BaseException, collected: Col
                 run.health = health
         if failure is not None and collected is not None and attempt and attempt not in collected.failing:
             retry_ns = 0  # the others need not wait
-        release_after_failure(service.database, held, retry_ns)
+        release_after_failure(service.database, claim, retry_ns)
     except SQLAlchemyError as another:
-        # What ended the evaluation is raised, not this: the lease ends by itself, and then the run is due as it was.
-        _log.warning("run %s/%s: is held until its lease ends: %s", held.project, held.run, another)
+        # The error that ended the evaluation is raised, not this: the lease expires, and then the run is due as it was.
+        _log.warning("run %s/%s: claimed until its lease expires: %s", claim.project, claim.run, another)
 
 
 def _problem_of(error: Exception) -> str:
@@ -224,36 +262,68 @@ def _problem_of(error: Exception) -> str:
     return f"the service failed on it ({type(error).__name__}); see the service's log"
 
 
-def _judge(
-    service: Service, held: Claim, source: RunSource, collected: Collected
-) -> tuple[EvaluationOutcome, _Kept]:
+@dataclass(frozen=True)
+class Judgement:
+    """What the second phase gives to the third.
+
+    Attributes:
+        outcome: what is committed.
+        rows: earlier rows that the next evaluation looks back to.
+        lookback: how far the rules look back.
+        steady: the run goes on as it did.
+    """
+
+    outcome: EvaluationOutcome
+    rows: History
+    lookback: Lookback
+    steady: bool
+
+
+def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
+    """What there is to judge: rows, or else an attempt that is to be sealed further or whose silence is to be judged."""
+    collected = collect(service, claim, source)
+    if collected.blocks:
+        return collected
+    silent = ticks.attempt_to_tick(service, claim.run_id, claim.now_ns)
+    # A lost announcement is as silent as a training that stands still; only the store can tell which.
+    if silent and discover(service, claim.run_id, claim).fresh:
+        collected = collect(service, claim, source)
+        silent = ticks.attempt_to_tick(service, claim.run_id, claim.now_ns)
+    if not collected.attempt:
+        waiting = (_attempt_to_seal(service, claim, collected.failing), silent)
+        named = [attempt for attempt in waiting if attempt]
+        collected.attempt = min(named, key=lambda attempt: attempt in collected.failing, default="")
+    return collected
+
+
+def _judge(service: Service, claim: Claim, source: RunSource, collected: Collected) -> Judgement:
     attempt = collected.attempts.get(collected.attempt)
     if attempt is None or not attempt.world_size:
-        attempt = attempts.load(service.database, source.store, held.run_id, collected.attempt, held)
+        attempt = attempts.load(service.database, source.store, claim.run_id, collected.attempt, claim)
     # Ticks of rules that watch the clock may come before the first rows.
     first = (
         next((block for _, block in collected.blocks if len(block)), None) if attempt.largest < 0 else None
     )
     if first is not None:
-        pin_baseline(service, source.store, attempt, held.project, first.catalogue)
-    configs = ticks.held_configs(service, held, collected.attempt, anew=first is not None)
+        pin_baseline(service, source.store, attempt, claim.project, first.catalogue)
+    configs = ticks.held_configs(service, claim, collected.attempt, anew=first is not None)
     depth = lookback(configs)
-    before, lost = _history(service, held, source, attempt, depth)
+    before, lost = _history(service, claim, source, attempt, depth)
     for entry, _ in collected.blocks:
         source.guard.check(entry.key)  # what ends the process from here on is due to what is judged now
 
-    progress = _progress(service, held, attempt, collected)
+    progress = _progress(service, claim, attempt, collected)
     # While more waits to be read, a worker is not silent: it is only not read yet.
     patience = _NEVER if collected.more else nanoseconds(service.settings.allowed_lateness_seconds)
     blocks = [block if depth.histograms else block.without_histograms() for _, block in collected.blocks]
-    parts = list(enumerate(blocks, held.journal))
+    parts = list(enumerate(blocks, claim.journal))
     arrived = joined(parts, History.empty()).block
     steps = np.concatenate([before.block.step, arrived.step])
-    seal = seals.bounded(seals.decide(progress, held.now_ns, patience), progress.sealed, steps)
+    seal = seals.bounded(seals.decide(progress, claim.now_ns, patience), progress.sealed, steps)
     sealed = seal.step if seal else progress.sealed
-    ended = not collected.blocks and ticks.is_over(service, held.run_id, collected.attempt)
+    ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
     judged = judge_all(
-        configs, before.block, arrived, JudgingProgress(attempt.sealed, sealed, held.now_ns, ended)
+        configs, before.block, arrived, JudgingProgress(attempt.sealed, sealed, claim.now_ns, ended)
     )
     if lost is not None:
         judged = report_lost_context(judged, lost, attempt.sealed)
@@ -267,56 +337,39 @@ def _judge(
         judged=judged,
         ended=ended,
         lost=lost,
-        due_ns=_due(service, held, collected, replace(progress, sealed=sealed), judged),
+        due_ns=_due(service, claim, collected, replace(progress, sealed=sealed), judged),
     )
-    goes_on = held.state == "running" and held.attempt == attempt.attempt and not attempt.ends
-    return outcome, _Kept(rows, depth, goes_on)
+    steady = claim.state == "running" and claim.attempt == attempt.attempt and not attempt.ends
+    return Judgement(outcome, rows, depth, steady)
 
 
-def _collect(service: Service, held: Claim, source: RunSource) -> Collected:
-    """What there is to judge: rows, or else an attempt that is to be sealed further or whose silence is to be judged."""
-    collected = collect(service, held, source)
-    if collected.blocks:
-        return collected
-    silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
-    # A lost announcement is as silent as a training that stands still; only the store can tell which.
-    if silent and discover(service, held.run_id, held).fresh:
-        collected = collect(service, held, source)
-        silent = ticks.attempt_to_tick(service, held.run_id, held.now_ns)
-    if not collected.attempt:
-        waiting = (_attempt_to_seal(service, held, collected.failing), silent)
-        named = [attempt for attempt in waiting if attempt]
-        collected.attempt = min(named, key=lambda attempt: attempt in collected.failing, default="")
-    return collected
-
-
-def _attempt_to_seal(service: Service, held: Claim, failing: frozenset[str]) -> str:
+def _attempt_to_seal(service: Service, claim: Claim, failing: frozenset[str]) -> str:
     """An attempt in which a deadline lets further steps be sealed, one that did not fail if there is; empty for none."""
     with service.database.read() as session:
         rows = session.execute(
-            select(Attempt).where(Attempt.run_id == held.run_id, Attempt.sealed < Attempt.largest)
+            select(Attempt).where(Attempt.run_id == claim.run_id, Attempt.sealed < Attempt.largest)
         ).scalars()
         found = sorted((row for row in rows if row.writers), key=lambda row: row.attempt in failing)
     patience = nanoseconds(service.settings.allowed_lateness_seconds)
-    nothing = Collected("", cursors.decode(held.cursor))
+    nothing = Collected("", cursors.decode(claim.cursor))
     for row in found:
-        if seals.decide(_progress(service, held, row, nothing), held.now_ns, patience):
+        if seals.decide(_progress(service, claim, row, nothing), claim.now_ns, patience):
             return row.attempt
     return ""
 
 
 def _history(
-    service: Service, held: Claim, source: RunSource, attempt: Attempt, depth: Lookback
+    service: Service, claim: Claim, source: RunSource, attempt: Attempt, depth: Lookback
 ) -> tuple[History, LostContext | None]:
     """Earlier rows: from this process if it judged last, else from the store; and what cannot be read there."""
-    known = service.histories.get((held.run_id, attempt.attempt), held.cursor, depth)
+    known = service.histories.get((claim.run_id, attempt.attempt), claim.cursor, depth)
     if known is not None:
         return known, None
     return read_context(service.database, source, attempt, depth)
 
 
-def _progress(service: Service, held: Claim, row: Attempt, collected: Collected) -> AttemptProgress:
-    until = held.now_ns - nanoseconds(service.settings.gap_seconds)
+def _progress(service: Service, claim: Claim, row: Attempt, collected: Collected) -> AttemptProgress:
+    until = claim.now_ns - nanoseconds(service.settings.gap_seconds)
     progress = AttemptProgress(
         row.world_size,
         row.first_heard_ns,
@@ -337,7 +390,7 @@ def _progress(service: Service, held: Claim, row: Attempt, collected: Collected)
 
 def _due(
     service: Service,
-    held: Claim,
+    claim: Claim,
     collected: Collected,
     progress: AttemptProgress | None = None,
     judged: Sequence[Judged] = (),
@@ -345,46 +398,46 @@ def _due(
     """When to look again, should no hint come before."""
     settings = service.settings
     if collected.more:
-        return held.now_ns
-    retry_ns = held.now_ns + nanoseconds(_RETRY_SECONDS)
+        return claim.now_ns
+    retry_ns = claim.now_ns + nanoseconds(_RETRY_SECONDS)
     moments = [retry_ns for _ in collected.failed]
-    moments += [_gap_due(service, held, gap) for gap in collected.waiting]
-    moments += _later_seals(service, held, collected)
+    moments += [_gap_due(service, claim, gap) for gap in collected.waiting]
+    moments += _later_seals(service, claim, collected)
     if progress is not None:
         sealing = seals.due_ns(progress, nanoseconds(settings.allowed_lateness_seconds))
         moments += [] if sealing is None else [sealing]
-    ticking = _tick_due(service, held, collected.attempt, judged)
+    ticking = _tick_due(service, claim, collected.attempt, judged)
     moments += [] if ticking is None else [ticking]
     return min(moments, default=None)
 
 
-def _tick_due(service: Service, held: Claim, attempt: str, judged: Sequence[Judged]) -> int | None:
+def _tick_due(service: Service, claim: Claim, attempt: str, judged: Sequence[Judged]) -> int | None:
     """When a rule wants to be judged though nothing comes; a rule that asks for the past gets the next second."""
-    if held.attempt == attempt and ticks.next_tick(judged) is None:
+    if claim.attempt == attempt and ticks.next_tick(judged) is None:
         return None  # none of its rules watches the clock
-    newest = ticks.newest_attempt(service, held.run_id)
+    newest = ticks.newest_attempt(service, claim.run_id)
     if not newest:
         return None
     remembered = (
-        judged if newest == attempt else ticks.load_configs(service, held.run_id, newest, only_clocks=True)
+        judged if newest == attempt else ticks.load_configs(service, claim.run_id, newest, only_clocks=True)
     )
     due = ticks.next_tick(remembered)
-    return None if due is None else max(due, held.now_ns + NANOSECONDS)
+    return None if due is None else max(due, claim.now_ns + NANOSECONDS)
 
 
-def _gap_due(service: Service, held: Claim, gap: Gap) -> int:
+def _gap_due(service: Service, claim: Claim, gap: Gap) -> int:
     return min(
         gap.since_ns + nanoseconds(service.settings.gap_seconds),
-        held.now_ns + service.settings.listing_ns(local=held.place.is_local),
+        claim.now_ns + service.settings.listing_ns(local=claim.place.is_local),
     )
 
 
-def _later_seals(service: Service, held: Claim, collected: Collected) -> list[int]:
+def _later_seals(service: Service, claim: Claim, collected: Collected) -> list[int]:
     """When deadlines let steps of other attempts be sealed."""
-    nothing = Collected("", cursors.decode(held.cursor))
+    nothing = Collected("", cursors.decode(claim.cursor))
     due = [
         seals.due_ns(
-            _progress(service, held, row, nothing), nanoseconds(service.settings.allowed_lateness_seconds)
+            _progress(service, claim, row, nothing), nanoseconds(service.settings.allowed_lateness_seconds)
         )
         for row in collected.attempts.values()
         if row.sealed < row.largest and row.attempt != collected.attempt

@@ -76,7 +76,7 @@ def observing() -> Iterator[Observation]:
             raise
 
 
-def came_to(outcome: str) -> None:
+def count_outcome(outcome: str) -> None:
     """Count how an evaluation ended."""
     metrics.EVALUATIONS.labels(outcome).inc()
     if outcome == "fenced":

@@ -18,12 +18,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import bindparam, update
+from sqlalchemy import bindparam
 
 from watchstep.errors import FormatError
 from watchstep.format.layout import SegmentKey
 from watchstep_services.db.engine import Database
-from watchstep_services.db.records import RUNS
+from watchstep_services.db.lease import RUN_LEASE
 from watchstep_services.runs.claim import Claim, FencedError
 
 CAREFUL = 3
@@ -86,8 +86,8 @@ class ReadingGuard:
         if path == self._noted:
             return
         values = {
-            "of_run": self._claim.run_id,
-            "mine": self._claim.epoch,
+            "lease_key": self._claim.run_id,
+            "lease_token": self._claim.epoch,
             "reading": f"{self._claim.epoch} {path}" if path else "",
             "unfinished": unfinished,
         }
@@ -102,8 +102,4 @@ def unfinished_after(claim: Claim, *, more: bool) -> int:
     return CAREFUL if more and claim.unfinished >= CAREFUL else 0
 
 
-_NOTE = (
-    update(RUNS)
-    .where(RUNS.c.id == bindparam("of_run"), RUNS.c.epoch == bindparam("mine"))
-    .values(reading=bindparam("reading"), unfinished_claims=bindparam("unfinished"))
-)
+_NOTE = RUN_LEASE.writing.values(reading=bindparam("reading"), unfinished_claims=bindparam("unfinished"))

@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session
@@ -20,6 +19,7 @@ from watchstep.reading.compaction import compact
 from watchstep.store.store import Store
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.lease import UPKEEP_LEASE, unlocked
 from watchstep_services.db.limits import lift
 from watchstep_services.db.models import ActionRow, Project, RunRow, Segment, Upkeep
 from watchstep_services.db.upsert import insert_missing
@@ -124,18 +124,18 @@ def _enter_ended(service: Service) -> None:
 def _claim(service: Service, busy: Collection[str]) -> UpkeepClaim | None:
     """The next run with something due, of no busy project; those with nothing due now are put off until they have."""
     due_now = (
-        select(Upkeep)
+        select(Upkeep.run_id)
         .join(RunRow, RunRow.id == Upkeep.run_id)
-        .where(Upkeep.next_ns <= now_ns(), Upkeep.lease_until_ns <= now_ns(), RunRow.project.not_in(busy))
+        .where(Upkeep.next_ns <= now_ns(), UPKEEP_LEASE.is_free(), RunRow.project.not_in(busy))
         .order_by(Upkeep.next_ns, Upkeep.run_id)
         .limit(1)
-        .with_for_update(of=Upkeep, skip_locked=True)
     )
     while True:
         with service.database.write() as session:
-            row = session.execute(due_now).scalar_one_or_none()
-            if row is None:
+            run_id = session.execute(unlocked(due_now, Upkeep)).scalar_one_or_none()
+            if run_id is None:
                 return None
+            row = session.get_one(Upkeep, run_id)
             run, now = session.get_one(RunRow, row.run_id), read_clock(session)
             due = next_step(policy_of(session, service.settings, run.project), _kept(row))
             if run.state not in _OVER:
@@ -148,10 +148,11 @@ def _claim(service: Service, busy: Collection[str]) -> UpkeepClaim | None:
                 # Its process ended in the middle of this: it may do so again, and is tried less and less often.
                 _put_off(row, f"{due[0]}: the process that did it was killed or crashed", now)
             else:
-                row.claims += 1
-                row.lease_until_ns = now + _LEASE_NS
-                row.deleting = row.deleting or due[0] == "delete_run"
-                return UpkeepClaim(run.id, run.project, run.run, row.claims, due[0], row.ended_ns)
+                deleting = row.deleting or due[0] == "delete_run"
+                token = UPKEEP_LEASE.claim(session, run.id, _LEASE_NS, deleting=deleting)
+                if token is None:
+                    return None  # the clock was set back just now
+                return UpkeepClaim(run.id, run.project, run.run, token, due[0], row.ended_ns)
 
 
 def _kept(row: Upkeep) -> UpkeepProgress:
@@ -312,10 +313,9 @@ def _put_off(row: Upkeep, problem: str, now: int) -> None:
     row.next_ns = now + min(_LONGEST_NS, _AGAIN_NS * 2 ** min(row.tries, 20))
 
 
-def _mine(session: Session, held: UpkeepClaim) -> Any:
+def _mine(session: Session, held: UpkeepClaim) -> Upkeep | None:
     """The run's row, unless another process has taken the run since."""
-    row = session.get(Upkeep, held.run_id, with_for_update=True)
-    return row if row is not None and row.claims == held.claims else None
+    return UPKEEP_LEASE.lock(session, held.run_id, held.claims)
 
 
 _THREADS = 2

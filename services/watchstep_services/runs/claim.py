@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import BigInteger, bindparam, case, or_, select, update
+from sqlalchemy import BigInteger, bindparam, case, or_, select
 from sqlalchemy.orm import Session
 
 from watchstep_services.core.failpoints import failpoint
@@ -16,6 +16,7 @@ from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
+from watchstep_services.db.lease import RUN_LEASE, unlocked
 from watchstep_services.db.models import Project, ProjectStore, RunRow, StoreRow
 from watchstep_services.db.records import RUNS
 
@@ -44,6 +45,7 @@ class Claim:
         now_ns: the tick's clock.
         hints: how many hints of work had come; those that come later are not lost.
         state: of the run.
+        state_attempt: the attempt whose start or end was published last.
         attempt: the run's newest.
         unfinished: claims before this one, in a row, whose process ended without a commit or a release.
         reading: the segment that the last of them was reading, where that was noted; else empty.
@@ -60,6 +62,7 @@ class Claim:
     now_ns: int
     hints: int
     state: str
+    state_attempt: str
     attempt: str
     unfinished: int = 0
     reading: str = ""
@@ -112,6 +115,7 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         now_ns=clock_of(run),
         hints=run.hints,
         state=run.state,
+        state_attempt=run.state_attempt,
         attempt=run.attempt,
         unfinished=run.unfinished_claims,
         reading=_read_by_last(run.reading, run.epoch),
@@ -131,19 +135,14 @@ def clock_of(row: Any) -> int:
 
 # Made once: every evaluation begins with these.
 _ANY = (
-    update(RunRow)
-    .where(RunRow.lease_until_ns <= now_ns())
-    .values(
-        epoch=RunRow.epoch + 1,
-        lease_until_ns=now_ns() + bindparam("lease_ns", type_=BigInteger()),
-        # A commit and a release set the lease to 0: a lease that is merely over was left by a process that ended.
+    RUN_LEASE.claiming.values(
+        # A commit and a release set the deadline to 0: one that has merely passed was left by a process that ended.
         unfinished_claims=case((RunRow.lease_until_ns > 0, RunRow.unfinished_claims + 1), else_=RunRow.unfinished_claims),
     )
     .returning(
-        RunRow.id, RunRow.project, RunRow.run, RunRow.epoch, RunRow.cursor, RunRow.journal, RunRow.ticks, RunRow.hints, RunRow.state, RunRow.attempt,
+        RunRow.id, RunRow.project, RunRow.run, RunRow.epoch, RunRow.cursor, RunRow.journal, RunRow.ticks, RunRow.hints, RunRow.state, RunRow.state_attempt, RunRow.attempt,
         RunRow.unfinished_claims, RunRow.reading, now_ns().label("now_ns"),
     )
-    .execution_options(synchronize_session=False)
 )  # fmt: skip
 _PLACED = (
     ProjectStore.store_id, ProjectStore.prefix, StoreRow.version,
@@ -177,7 +176,7 @@ _LONGEST_DUE = (
     select(RunRow.id)
     .where(
         RunRow.due_ns <= _NOW,
-        RunRow.lease_until_ns <= _NOW,
+        RUN_LEASE.is_free(_NOW),
         or_(
             RunRow.id == bindparam("asked_id"),
             _MINE,
@@ -192,24 +191,14 @@ _LONGEST_DUE = (
         + case((_DEFERRED_UNTIL > _NOW, _DEFERRED_UNTIL - _NOW), else_=0)
     )
     .limit(1)
-    # One that is being written, were it by a worker that stands still, keeps nobody from the others.
-    .with_for_update(skip_locked=True)
-    .scalar_subquery()
 )
-_CLAIM_LONGEST_DUE = _both(_ANY.where(RunRow.id == _LONGEST_DUE))
+_CLAIM_LONGEST_DUE = _both(_ANY.where(RunRow.id == unlocked(_LONGEST_DUE, RunRow).scalar_subquery()))
 
 
 def renew(database: Database, held: Claim, lease_ns: int) -> bool:
-    """Hold a claim for longer; False where another has taken the run."""
-    with database.once() as session:
-        return _changed(
-            session.execute(
-                update(RunRow)
-                .where(RunRow.id == held.run_id, RunRow.epoch == held.epoch)
-                .values(lease_until_ns=now_ns() + lease_ns)
-                .execution_options(synchronize_session=False)
-            )
-        )
+    """Extend a claim; False where another worker has taken the run."""
+    with database.bare() as connection:
+        return RUN_LEASE.renew(connection, held.run_id, held.epoch, lease_ns)
 
 
 def release(database: Database, held: Claim, due_ns: int | None) -> bool:
@@ -223,7 +212,7 @@ def release(database: Database, held: Claim, due_ns: int | None) -> bool:
     Returns:
         Whether a hint came while it was held, whose message may have found it held: it is to be looked at again.
     """
-    named = {"of_run": held.run_id, "mine": held.epoch, "seen": held.hints, "next_ns": due_ns}
+    named = {"lease_key": held.run_id, "lease_token": held.epoch, "seen": held.hints, "next_ns": due_ns}
     with database.bare() as connection:
         hints = connection.execute(_RELEASE, named).scalar_one_or_none()
     return hints is not None and hints != held.hints
@@ -237,15 +226,14 @@ def release_after_failure(database: Database, held: Claim, after_ns: int) -> Non
         held: the claim.
         after_ns: how long to wait, from now on.
     """
-    named = {"of_run": held.run_id, "mine": held.epoch, "seen": held.hints, "after_ns": after_ns}
+    named = {"lease_key": held.run_id, "lease_token": held.epoch, "seen": held.hints, "after_ns": after_ns}
     with database.bare() as connection:
         connection.execute(_RELEASE_AFTER_FAILURE, named)
 
 
 _UNHINTED = RUNS.c.hints == bindparam("seen")
 # Made once. Where a hint came meanwhile it is due at once, and whoever lets it go sends a message.
-_MINE_STILL = update(RUNS).where(RUNS.c.id == bindparam("of_run"), RUNS.c.epoch == bindparam("mine"))
-_RELEASE = _MINE_STILL.values(
+_RELEASE = RUN_LEASE.writing.values(
     lease_until_ns=0,
     unfinished_claims=0,
     reading="",
@@ -253,15 +241,11 @@ _RELEASE = _MINE_STILL.values(
     asked_ns=case((_UNHINTED, RUNS.c.asked_ns), else_=now_ns()),
 ).returning(RUNS.c.hints)
 # Nobody sends a message: the sweep finds the run. What was hinted meanwhile may be of another attempt, and does not wait.
-_RELEASE_AFTER_FAILURE = _MINE_STILL.values(
+_RELEASE_AFTER_FAILURE = RUN_LEASE.writing.values(
     lease_until_ns=0,
     reading="",
     due_ns=case((_UNHINTED, now_ns() + bindparam("after_ns", type_=BigInteger())), else_=now_ns()),
 )
-
-
-def _changed(result: Any) -> bool:
-    return bool(result.rowcount == 1)
 
 
 class FencedError(Exception):
@@ -279,8 +263,10 @@ def lock_run(session: Session, run_id: int, held: Claim | None) -> RunRow:
     Raises:
         FencedError: another worker has taken the run.
     """
-    run = session.get_one(RunRow, run_id, with_for_update=True)
-    if held is not None and run.epoch != held.epoch:
+    if held is None:
+        return session.get_one(RunRow, run_id, with_for_update=True)
+    run = RUN_LEASE.lock(session, run_id, held.epoch)
+    if run is None:
         raise FencedError
     return run
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.db.engine import Database
+from watchstep_services.db.lease import RUN_LEASE
 from watchstep_services.db.models import ProjectRule, RuleConfigRow, RuleStateRow, RunRow
 from watchstep_services.db.records import hint
 from watchstep_services.runs.lifecycle import ENDED
@@ -177,7 +178,5 @@ def _retire(row: RuleConfigRow) -> None:
 def _fence(session: Session, run: RunRow) -> None:
     """Have an evaluation that began under other rules write nothing; the next one comes at once."""
     session.flush()
-    session.execute(
-        update(RunRow).where(RunRow.id == run.id).values(epoch=RunRow.epoch + 1, lease_until_ns=0)
-    )
+    RUN_LEASE.revoke(session, run.id)
     hint(session, run.id)

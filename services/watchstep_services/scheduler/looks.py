@@ -21,6 +21,7 @@ from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.core.store_location import StorePlace
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.lease import POLL_LEASE, unlocked
 from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import BoundJobRow, Project, RunRow
 from watchstep_services.runs.discovery import discover
@@ -68,26 +69,11 @@ class RunPoll:
 
 def take(service: Service) -> list[RunPoll]:
     """Looks that are due, so many at once; until they are done or the worker is dead, no other worker takes them."""
-    due = (
-        select(RunRow.id)
-        .where(RunRow.look_ns <= now_ns())
-        .order_by(RunRow.look_ns)
-        .limit(AT_ONCE)
-        .with_for_update(skip_locked=True)
-    )
+    due = select(RunRow.id).where(POLL_LEASE.is_free()).order_by(RunRow.look_ns).limit(AT_ONCE)
     with service.database.write() as session:
         now = read_clock(session)
-        taken = now + _TAKEN_NS
-        ids = list(
-            session.execute(
-                update(RunRow)
-                .where(RunRow.id.in_(due))
-                .values(look_ns=taken)
-                .returning(RunRow.id)
-                .execution_options(synchronize_session=False)
-            ).scalars()
-        )
-        if not ids:
+        tokens = POLL_LEASE.claim_all(session, RunRow.id.in_(unlocked(due, RunRow)), _TAKEN_NS)
+        if not tokens:
             return []
         rows = session.execute(
             select(RunRow, Project, BoundJobRow.state)
@@ -95,11 +81,11 @@ def take(service: Service) -> list[RunPoll]:
             .outerjoin(
                 BoundJobRow, (BoundJobRow.run_id == RunRow.id) & (BoundJobRow.attempt == RunRow.attempt)
             )
-            .where(RunRow.id.in_(ids))
+            .where(RunRow.id.in_(tokens))
             .order_by(RunRow.id)
         ).all()
         return [
-            RunPoll(run, project.place, now, job is not None and job not in OVER, taken)
+            RunPoll(run, project.place, now, job is not None and job not in OVER, tokens[run.id])
             for run, project, job in rows
         ]
 
@@ -152,12 +138,7 @@ def _look(service: Service, one: RunPoll) -> None:
             .values(quiet_ns=quiet)
             .execution_options(synchronize_session=False)
         )
-        session.execute(
-            update(RunRow)
-            .where(RunRow.id == run.id, RunRow.look_ns == one.taken_ns)
-            .values(look_ns=now_ns() + after)
-            .execution_options(synchronize_session=False)
-        )
+        POLL_LEASE.release(session, run.id, one.taken_ns, look_ns=now_ns() + after)
 
 
 def _fault(error: Exception) -> WatchstepError:
@@ -240,12 +221,7 @@ def _put_off(service: Service, looks: list[RunPoll]) -> None:
         return
     with service.database.once() as session:
         for one in looks:
-            session.execute(
-                update(RunRow)
-                .where(RunRow.id == one.run.id, RunRow.look_ns == one.taken_ns)
-                .values(look_ns=now_ns() + _PUT_OFF_NS)
-                .execution_options(synchronize_session=False)
-            )
+            POLL_LEASE.release(session, one.run.id, one.taken_ns, look_ns=now_ns() + _PUT_OFF_NS)
 
 
 def tell(service: Service, run_id: int, error: WatchstepError | None) -> None:

@@ -15,6 +15,7 @@ from watchstep.errors import WatchstepError
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.clock_steps import follow_clock
+from watchstep_services.db.lease import RUN_LEASE, unlocked
 from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import RunRow
 from watchstep_services.dispatch.dispatch import due_actions
@@ -130,7 +131,7 @@ def note_asked(service: Service, runs: Sequence[int]) -> None:
 
 def _free(runs: Sequence[int]) -> Select[int]:
     """Those that nobody is writing: a worker that stands still in the middle of that must not hold up the sweep."""
-    return select(RunRow.id).where(RunRow.id.in_(runs)).order_by(RunRow.id).with_for_update(skip_locked=True)
+    return unlocked(select(RunRow.id).where(RunRow.id.in_(runs)).order_by(RunRow.id), RunRow)
 
 
 def find_due(service: Service) -> Work:
@@ -161,7 +162,7 @@ def _due_runs(service: Service) -> tuple[int, ...]:
                 select(RunRow.id)
                 .where(
                     RunRow.due_ns <= now,
-                    RunRow.lease_until_ns <= now,
+                    RUN_LEASE.is_free(now),
                     # A message "sent" in the future was sent before the database's clock was set back: it may be lost.
                     or_(RunRow.asked_ns <= now - MESSAGE_NS, RunRow.asked_ns > now),
                 )

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 import uvicorn
-from sqlalchemy import update
+from sqlalchemy import true
 
 from watchstep.capture.service.location import SERVICE_NOTE, make_home
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
@@ -35,7 +35,8 @@ from watchstep_services.auth.tokens import create_token
 from watchstep_services.core.settings import NANOSECONDS, Settings
 from watchstep_services.db.clock import now_ns
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import ActionRow, RunRow
+from watchstep_services.db.lease import ACTION_LEASE, RUN_LEASE
+from watchstep_services.db.models import ActionRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.dispatch.dispatch import next_due_ns
@@ -50,10 +51,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_OVER_NS = 1
-"""A lease that is over. One that was given back is 0, and a claim that finds one over knows that its holder died."""
-
-
 def end_leases(database: Database) -> None:
     """End every lease on runs, and let every stop that waits be tried at once.
 
@@ -61,13 +58,8 @@ def end_leases(database: Database) -> None:
     new number.
     """
     with database.write() as session:
-        for statement in (
-            update(RunRow).where(RunRow.lease_until_ns > now_ns()).values(lease_until_ns=_OVER_NS),
-            update(ActionRow)
-            .where(ActionRow.kind == "stop", ActionRow.state == "pending", ActionRow.next_ns > now_ns())
-            .values(next_ns=now_ns()),
-        ):
-            session.execute(statement.execution_options(synchronize_session=False))
+        RUN_LEASE.expire_all(session, true())
+        ACTION_LEASE.expire_all(session, ActionRow.kind == "stop", now_ns())
 
 
 _UPKEEP_AT_ONCE = 100

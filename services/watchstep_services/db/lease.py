@@ -1,0 +1,317 @@
+"""Leases: the one implementation of work that several workers share and one does at a time.
+
+A row of work has a deadline by the database's clock and, in most tables, an epoch that every claim increments:
+
+    free ── claim ──▶ claimed, epoch n ── commit or release ──▶ free
+                        │    ▲ renew
+                        ▼    │
+                     expired, epoch n ── claim ──▶ claimed, epoch n + 1
+
+The epoch is the fencing token: a write in the name of a claim names it and changes nothing once another claim, or `Lease.revoke`,
+has incremented it. So at most one claim is current, whatever a worker that was paused past its deadline still does. A worker whose lease has
+expired and that nobody has replaced may commit: its work is complete, and doing it again would give the same.
+
+SQLite and PostgreSQL run the same statements. They differ in one point, which `Lease.lock` hides: SQLite has a single writer and ignores
+``FOR UPDATE``. Groups of alerts have no lease: they are flushed within one transaction, under the lock of their row.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    CursorResult,
+    Select,
+    Update,
+    and_,
+    bindparam,
+    true,
+    update,
+)
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.elements import KeyedColumnElement
+
+from watchstep_services.core.settings import nanoseconds
+from watchstep_services.db.clock import now_ns
+from watchstep_services.db.engine import Database
+from watchstep_services.db.models import ActionRow, Backtest, Base, RunRow, Upkeep
+
+EXPIRED_NS = 1
+"""Deadline of a lease that was ended for its holder. One that was released is 0, so a claim can tell the two apart."""
+
+_Row = TypeVar("_Row", bound=Base)
+LeaseTime = int | ColumnElement[int]
+"""Nanoseconds, as a number or as an expression of the row's columns."""
+
+
+@dataclass(frozen=True)
+class Lease(Generic[_Row]):
+    """The lease columns of a table.
+
+    Attributes:
+        model: the table.
+        key: column of its primary key.
+        until: column of the deadline; a row whose deadline has passed is free.
+        epoch: column that counts claims; None where the deadline itself is the fencing token.
+        is_open: which rows still have work.
+    """
+
+    model: type[_Row]
+    key: str
+    until: str
+    epoch: str | None
+    is_open: ColumnElement[bool]
+
+    @property
+    def token(self) -> str:
+        """Column of the fencing token."""
+        return self.epoch or self.until
+
+    def is_free(self, at_ns: ColumnElement[int] | None = None) -> ColumnElement[bool]:
+        """Whether a row has work that nobody has claimed.
+
+        Args:
+            at_ns: the time; a scalar subquery lets the database use an index. By default the clock is read at each row.
+        """
+        return and_(self.is_open, self._column(self.until) <= (now_ns() if at_ns is None else at_ns))
+
+    @property
+    def claiming(self) -> Update:
+        """Claims the rows that further conditions select, if they are free. Parameter: ``lease_ns``."""
+        counted = {} if self.epoch is None else {self.epoch: self._column(self.epoch) + 1}
+        deadline = now_ns() + bindparam("lease_ns", type_=BigInteger())
+        return (
+            update(self.model)
+            .where(self.is_free())
+            .values({**counted, self.until: deadline})
+            .execution_options(synchronize_session=False)
+        )
+
+    @property
+    def writing(self) -> Update:
+        """Writes to a row in the name of a claim. Parameters: ``lease_key`` and ``lease_token``."""
+        return (
+            update(self.model)
+            .where(
+                self._column(self.key) == bindparam("lease_key"),
+                self._column(self.token) == bindparam("lease_token"),
+            )
+            .execution_options(synchronize_session=False)
+        )
+
+    def claim(self, session: Session, key: int, lease_ns: LeaseTime, **values: object) -> int | None:
+        """Claim one row.
+
+        Args:
+            session: the transaction.
+            key: the row's.
+            lease_ns: how long, a number or an expression of the row's columns.
+            **values: further columns to set.
+
+        Returns:
+            The fencing token; None where the row is not free.
+        """
+        return self.claim_all(session, self._column(self.key) == key, lease_ns, **values).get(key)
+
+    def claim_all(
+        self, session: Session, chosen: ColumnElement[bool], lease_ns: LeaseTime, **values: object
+    ) -> dict[int, int]:
+        """Claim all free rows that a condition selects, as `claim`; returns their fencing tokens by key."""
+        statement = self.claiming.values({self.until: now_ns() + lease_ns, **values}).where(chosen)
+        columns = self._column(self.key), self._column(self.token)
+        return {int(key): int(token) for key, token in session.execute(statement.returning(*columns))}
+
+    def renew(self, connection: Connection, key: int, token: int, lease_ns: int) -> bool:
+        """Extend a claim; False where it is not current any more."""
+        named = {"lease_key": key, "lease_token": token}
+        return connection.execute(self.writing.values({self.until: now_ns() + lease_ns}), named).rowcount == 1
+
+    def release(self, session: Session, key: int, token: int, **values: object) -> bool:
+        """End a claim, setting further columns; False where it is not current any more, and nothing was written."""
+        named = {"lease_key": key, "lease_token": token}
+        released = session.execute(self.writing.values({self.until: 0, **values}), named)
+        assert isinstance(released, CursorResult)
+        return released.rowcount == 1
+
+    def lock(self, session: Session, key: int, token: int) -> _Row | None:
+        """Lock a row until the transaction ends; None where the claim is not current any more, or the row is gone."""
+        row = session.get(self.model, key, with_for_update=True)
+        return row if row is not None and getattr(row, self.token) == token else None
+
+    def revoke(self, session: Session, key: int) -> None:
+        """Free a row: whoever has claimed it writes nothing."""
+        assert self.epoch is not None  # a deadline is no count
+        values = {self.epoch: self._column(self.epoch) + 1, self.until: 0}
+        statement = update(self.model).where(self._column(self.key) == key).values(values)
+        session.execute(statement.execution_options(synchronize_session=False))
+
+    def expire_all(
+        self, session: Session, chosen: ColumnElement[bool], deadline: LeaseTime = EXPIRED_NS
+    ) -> None:
+        """End the claims of workers that are known to be gone. They stay fenced: the next claim has another token."""
+        claimed = and_(self.is_open, self._column(self.until) > now_ns(), chosen)
+        statement = update(self.model).where(claimed).values({self.until: deadline})
+        session.execute(statement.execution_options(synchronize_session=False))
+
+    def _column(self, name: str) -> KeyedColumnElement[int]:
+        return self.model.__table__.c[name]
+
+
+def unlocked(statement: Select[int], model: type[Base]) -> Select[int]:
+    """Leave out rows that another transaction is writing, and lock the others: a worker that hangs delays nobody else."""
+    return statement.with_for_update(of=model, skip_locked=True)
+
+
+RUN_LEASE = Lease(RunRow, "id", "lease_until_ns", "epoch", true())
+"""Of evaluations."""
+ACTION_LEASE = Lease(ActionRow, "id", "next_ns", "claims", ActionRow.state == "pending")
+"""Of deliveries and stops. The deadline is also the time of the next try: an action whose worker is gone is due again."""
+BACKTEST_LEASE = Lease(Backtest, "id", "lease_until_ns", "claims", Backtest.state != "done")
+"""Of the runs of backtests."""
+UPKEEP_LEASE = Lease(Upkeep, "run_id", "lease_until_ns", "claims", true())
+"""Of steps of retention."""
+POLL_LEASE = Lease(RunRow, "id", "look_ns", None, true())
+"""Of polls of runs. An announcement sets another deadline at any time, and is thereby the current one."""
+
+
+_MOST_RENEWALS = 120
+"""Forty leases: what takes longer hangs, and another may try."""
+_IDLE_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LeasedRow:
+    """A claimed row, to be renewed.
+
+    Attributes:
+        database: where it is.
+        lease: of which table.
+        key: the row's.
+        token: the fencing token.
+        seconds: for how long it is renewed.
+        name: of the work, in the log.
+    """
+
+    database: Database
+    lease: Lease[Any]
+    key: int
+    token: int
+    seconds: float
+    name: str
+
+    def renew(self) -> bool:
+        """Extend the claim; False where it is not current any more. A database that does not answer is asked again."""
+        try:
+            with self.database.bare() as connection:
+                return self.lease.renew(connection, self.key, self.token, nanoseconds(self.seconds))
+        except SQLAlchemyError as error:
+            _log.warning("%s: the lease is not renewed: %s", self.name, error)
+            return True
+
+
+@contextmanager
+def keep_lease(row: LeasedRow) -> Iterator[None]:
+    """Renew a claim three times in each lease, from a thread, until the block ends.
+
+    A claim that another worker has replaced is renewed no more; the block finds out at its commit.
+    """
+    renewer = _renewer_of(os.getpid())
+    number = renewer.add(row)
+    try:
+        yield
+    finally:
+        renewer.remove(number)
+
+
+@dataclass
+class _Renewal:
+    row: LeasedRow
+    due: float
+    count: int = 0
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two renewals."""
+        return self.row.seconds / 3
+
+
+class _Renewer:
+    """One thread for all claims of a process, asleep until the first is due: most work ends before, and never wakes it."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._renewals: dict[int, _Renewal] = {}
+        self._numbers = itertools.count()
+        self._wakes = 0.0
+        self._current: int | None = None
+        self._runs = False
+
+    def add(self, row: LeasedRow) -> int:
+        """Renew a claim from now on; returns its number."""
+        with self._condition:
+            number = next(self._numbers)
+            renewal = self._renewals[number] = _Renewal(row, 0.0)
+            renewal.due = time.monotonic() + renewal.interval
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="watchstep-leases", daemon=True).start()
+            elif renewal.due < self._wakes:
+                self._condition.notify_all()
+        return number
+
+    def remove(self, number: int) -> None:
+        """Renew a claim no longer: when this returns, no renewal is under way."""
+        with self._condition:
+            self._renewals.pop(number, None)
+            self._condition.wait_for(lambda: self._current != number)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                number = self._await_due()
+                if number is None:
+                    self._runs = False
+                    return
+                renewal, self._current = self._renewals[number], number
+            goes_on = renewal.count < _MOST_RENEWALS and renewal.row.renew()
+            with self._condition:
+                self._current = None
+                renewal.count, renewal.due = renewal.count + 1, time.monotonic() + renewal.interval
+                if not goes_on:
+                    self._renewals.pop(number, None)
+                self._condition.notify_all()
+
+    def _await_due(self) -> int | None:
+        """The claim to renew next; None after a minute without claims. The lock is held."""
+        idle_until = time.monotonic() + _IDLE_SECONDS
+        while True:
+            first = min(self._renewals, key=lambda number: self._renewals[number].due, default=None)
+            now = time.monotonic()
+            if first is not None:
+                idle_until = now + _IDLE_SECONDS
+                if self._renewals[first].due <= now:
+                    return first
+            elif now >= idle_until:
+                return None
+            self._wakes = idle_until if first is None else self._renewals[first].due
+            self._condition.wait(self._wakes - now)
+
+
+@functools.lru_cache(maxsize=1)
+def _renewer_of(process: int) -> _Renewer:  # noqa: ARG001 - the cache's key: a forked child has no thread of its parent's
+    return _Renewer()
