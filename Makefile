@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two processes run tests, each whole files; what stands in one file shares its servers.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# Runs a suite in two processes, writes its report to $CI_REPORTS or reports/, and holds it to its budget of processor time.
+SUITE := $(BIN)/python -m tests.suite
 
-.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service docs lock clean
+# Compiling the tests anew in each process, with their asserts rewritten, takes 10 s of processor time.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-slow test-laws test-faults test-life lint bench bench-service docs wheel lock clean
 
 NATIVE := hatch_build.py $(wildcard sdk/watchstep/kernels/native/*.[ch])
 
@@ -28,19 +31,19 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(PYTEST) --ignore tests/sdk/faults -m "not slow"
+	$(SUITE) test $(SUITE_ARGS)
 
 # Compilers, production's processes, a small campaign of kills: some minutes.
 test-slow: $(STAMP)
-	$(PYTEST) --ignore tests/sdk/faults -m slow
+	$(SUITE) test-slow $(SUITE_ARGS)
 
 # What holds of every rule, however a run is split, and of figures, on more examples.
 test-laws: $(STAMP)
-	WATCHSTEP_LAW_EXAMPLES=100 $(BIN)/pytest -n 2 tests/rules/test_contract.py tests/rules/engine tests/sdk/format/test_statistics.py
+	$(SUITE) test-laws $(SUITE_ARGS)
 
 # Stores and disks that fail, processes that are ended in every way: a minute or two.
 test-faults: $(STAMP)
-	$(BIN)/pytest tests/sdk/faults
+	$(SUITE) test-faults $(SUITE_ARGS)
 
 # The life of alerts beside its model, many times over.
 test-life: $(STAMP)
@@ -66,6 +69,11 @@ docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --clean --strict
 	@echo "build/docs/index.html; search needs a server: python -m http.server -d build/docs"
 
+# Wheels for x86-64 and AArch64 Linux in dist/, their platform tags checked. The compiler for both is installed for it alone.
+wheel: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/wheel.txt
+	$(BIN)/python infra/wheels.py
+
 # Resolve anew; run on purpose, commit the result. PyTorch has its own file: its builds differ by platform.
 lock: $(STAMP)
 	$(BIN)/python -m pip install --quiet uv
@@ -75,4 +83,4 @@ lock: $(STAMP)
 		--excludes requirements/torch-apart.in --extra bench -c requirements/lock.txt pyproject.toml -o requirements/bench.txt
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) reports .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,8 +1,13 @@
-"""Build the compiled CPU kernel into the package, where there is a C compiler; the package works without it."""
+"""Build the compiled CPU kernel into the package, where there is a C compiler; the package works without it.
+
+`CC` names the compiler, with its arguments. `WATCHSTEP_WHEEL_PLATFORM` is the platform tag of a wheel for other machines, such as
+`manylinux_2_17_aarch64` (`make wheel`); the build fails then if the kernel does not compile.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -26,6 +31,14 @@ SOURCES = (
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-Wall", "-Wextra")
 
 
+def _compiler() -> list[str] | None:
+    """The first of `CC`, cc, gcc and clang that there is, with its arguments."""
+    for command in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
+        if command and (program := shutil.which(command[0])):
+            return [program, *command[1:]]
+    return None
+
+
 class NativeKernelHook(BuildHookInterface[Any]):
     """Runs before a wheel, editable or not, is put together."""
 
@@ -35,12 +48,15 @@ class NativeKernelHook(BuildHookInterface[Any]):
         """Compile the kernel; without a compiler, or where it fails, say so and go on."""
         root = Path(self.root)
         (root / LIBRARY).unlink(missing_ok=True)  # never one of older sources
-        compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+        wheel_platform = os.environ.get("WATCHSTEP_WHEEL_PLATFORM")
+        compiler = _compiler()
         if compiler is None:
+            if wheel_platform:
+                raise RuntimeError("watchstep: no C compiler, and a wheel for other machines needs one")
             self.app.display_warning("watchstep: no C compiler, statistics will be computed by numpy")
             return
         command = [
-            compiler,
+            *compiler,
             *FLAGS,
             *(str(root / FOLDER / name) for name in SOURCES),
             "-lm",
@@ -49,12 +65,14 @@ class NativeKernelHook(BuildHookInterface[Any]):
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the sources are ours
         if done.returncode:
+            if wheel_platform:
+                raise RuntimeError(f"watchstep: the kernel does not compile:\n{done.stderr}")
             self.app.display_warning(
                 f"watchstep: the kernel does not compile, statistics will be computed by numpy:\n{done.stderr}"
             )
             return
         # The library knows nothing of Python: one wheel a platform serves every version.
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        platform = wheel_platform or sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["artifacts"].append(str(LIBRARY))
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"

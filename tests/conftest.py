@@ -6,20 +6,22 @@ import os
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from watchstep.store.store import Store
 
-# Whether Triton compiles or interprets is settled when anything imports it, and several libraries do.
-if not torch.cuda.is_available():
+# Triton decides whether it compiles or interprets when anything imports it, and several libraries do. This is decided without
+# PyTorch, whose import takes a second.
+if version("torch").endswith("+cpu") or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Of several threads most would wait here, and OpenMP's wait busily: on cores that are shared, that took ten times the work.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+# PyTorch reads this when it is imported. Of several threads most wait, and OpenMP's threads wait busily: on shared cores, that took
+# ten times the processor time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How many examples a law is held to, where it does not say so itself; `make test-laws` asks for more.
 settings.register_profile(
@@ -31,6 +33,32 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("repeatable")
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and of the children that it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Note where a test's processor time begins."""
+    item.stash[_CPU_START] = _cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Add a test's name and processor time to its report, for `tests.suite`."""
+    try:
+        return (yield)
+    finally:
+        cpu = _cpu_seconds() - item.stash[_CPU_START]
+        item.user_properties += [("nodeid", item.nodeid), ("cpu_seconds", f"{cpu:.3f}")]
+
+
+_CPU_START = pytest.StashKey[float]()
 
 
 @pytest.fixture(autouse=True)

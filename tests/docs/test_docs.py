@@ -96,7 +96,9 @@ def test_rule_files_are_valid(text: str) -> None:
     [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         ROOT / "infra" / "README.md",
+        ROOT / "infra" / "helm" / "watchstep" / "README.md",
         *PAGES,
         *DECISIONS.glob("*.md"),
     ],

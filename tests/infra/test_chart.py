@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import yaml
 
 import watchstep
-from tests.infra.compose import ROOT, command_of, health_of
+from tests.infra.compose import ROOT, command_of, health_of, services
 from watchstep_services.core.settings import PREFIX, Settings
 
 CHART = ROOT / "infra" / "helm" / "watchstep"
@@ -32,8 +33,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "keda": ("worker.autoscaling.by=keda", "metrics.podMonitor=true"),
     "hpa": ("worker.autoscaling.by=hpa", "api.processes=2", "image.pullSecrets={registry}"),
     "bare": (
-        "migrations.job=false", "podDisruptionBudget.enabled=false", "networkPolicy.enabled=false",
+        "migrations.job=false", "test.enabled=false", "podDisruptionBudget.enabled=false", "networkPolicy.enabled=false",
         "serviceAccount.create=false", "serviceAccount.name=mine",
+    ),
+    "ingress": (
+        "ingress.enabled=true", "ingress.className=nginx", "ingress.tls.secret=certificate",
+        "ingress.controllerNamespace.team=edge", "networkPolicy.apiFrom[0].podSelector.matchLabels.app=notebook",
+        "extraEnv[0].name=AWS_PROFILE", "extraEnv[0].value=runs", "extraEnv[1].name=NODE",
+        "extraEnv[1].valueFrom.fieldRef.fieldPath=spec.nodeName",
     ),
     "own rules": ("rules=rules: []", "settings.WATCHSTEP_LOG_LEVEL=WARNING", "nodeSelector.disk=ssd"),
 }  # fmt: skip
@@ -231,6 +238,8 @@ def test_selectors_find_their_pods_and_no_others(manifests: dict[str, list[dict[
         ("woker.replicas=3", "woker"),
         ("settings.SEAL_SECONDS=1", "SEAL_SECONDS"),
         ("api.replicas=0", "/api/replicas"),
+        ("ingress.pathType=Regex", "/ingress/pathType"),
+        ("extraEnv[0].value=x", "/extraEnv/0"),
     ],
 )
 def test_values_that_cannot_be_are_refused(value: str, said: str, helm: Path) -> None:
@@ -240,6 +249,76 @@ def test_values_that_cannot_be_are_refused(value: str, said: str, helm: Path) ->
     assert said in done.stderr
 
 
+def test_an_ingress_leads_to_the_api(manifests: dict[str, list[dict[str, Any]]], helm: Path) -> None:
+    ingress = named(manifests["ingress"], "Ingress", "watch-api")["spec"]
+    assert ingress["ingressClassName"] == "nginx"
+    assert ingress["tls"] == [{"hosts": ["watchstep.example"], "secretName": "certificate"}]
+    (rule,) = ingress["rules"]
+    assert rule["host"] == "watchstep.example"  # that of publicUrl
+    (path,) = rule["http"]["paths"]
+    backend = path["backend"]["service"]
+    service = named(manifests["ingress"], "Service", backend["name"])["spec"]
+    assert backend["port"]["name"] in {port["name"] for port in service["ports"]}
+    assert not [each for each in manifests["plain"] if each["kind"] == "Ingress"]
+    other = rendered(
+        helm, "ingress.enabled=true", "ingress.host=api.other.example", "publicUrl=https://a.example:8443/w"
+    )
+    assert named(other, "Ingress", "watch-api")["spec"]["rules"][0]["host"] == "api.other.example"
+
+
+def test_the_network_policy_lets_the_controller_and_the_test_through(
+    manifests: dict[str, list[dict[str, Any]]],
+) -> None:
+    policy = named(manifests["ingress"], "NetworkPolicy", "watch-api")["spec"]
+    (rule,) = policy["ingress"]
+    sources = rule["from"]
+    assert {"podSelector": {"matchLabels": {"app": "notebook"}}} in sources
+    assert {"namespaceSelector": {"matchLabels": {"team": "edge"}}} in sources
+    labels = named(manifests["ingress"], "Pod", "watch-test")["metadata"]["labels"]
+    selectors = [each["podSelector"]["matchLabels"] for each in sources if "podSelector" in each]
+    assert any(selector.items() <= labels.items() for selector in selectors)
+    egress = named(manifests["ingress"], "NetworkPolicy", "watch")["spec"]["egress"]
+    assert any(port["port"] == 8642 for each in egress for port in each["ports"])
+
+
+def test_extra_variables_are_in_every_container(manifests: dict[str, list[dict[str, Any]]]) -> None:
+    for pod in pods(manifests["ingress"]).values():
+        variables = {each["name"]: each for each in container(pod)["env"]}
+        assert variables["AWS_PROFILE"]["value"] == "runs"
+        assert variables["NODE"]["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+
+
+def test_helm_test_asks_the_api(manifests: dict[str, list[dict[str, Any]]]) -> None:
+    pod = named(manifests["plain"], "Pod", "watch-test")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    arguments = container(pod["spec"])["args"]
+    assert arguments[:2] == ["python", "-c"]
+    assert arguments[-1] == "http://watch-api/readyz"
+    compile(arguments[2], "test", "exec")
+    assert not [each for each in manifests["bare"] if each["kind"] == "Pod"]
+
+
+def test_the_readme_names_values_that_there_are() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    table = (CHART / "README.md").read_text(encoding="utf-8").partition("| --- |")[2]
+    names = [
+        name
+        for line in table.splitlines()
+        for name in re.findall(r"`([\w.]+)`", line.split("|")[1] if "|" in line else "")
+    ]
+    assert len(names) > 10
+    for name in names:
+        value: Any = values
+        for part in name.split("."):
+            assert part in value, name
+            value = value[part]
+
+
 def test_versions_agree() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     assert chart["appVersion"] == chart["version"] == watchstep.__version__
+    assert metadata.version("watchstep") == watchstep.__version__
+    images = {service["image"].rpartition(":") for service in services().values() if "build" in service}
+    assert {version for _, _, version in images} == {watchstep.__version__}

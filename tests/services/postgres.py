@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import tempfile
@@ -65,3 +66,5 @@ def running_postgres() -> Iterator[Postgres]:
                 yield Postgres(server.get_uri().replace("postgresql://", "postgresql+psycopg://"))
             finally:
                 server.cleanup()
+                # pgserver cleans up once more at exit, and logs to a stream that pytest has closed by then.
+                atexit.unregister(server._cleanup)

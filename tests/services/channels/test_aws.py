@@ -6,7 +6,6 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 from pydantic import ValidationError
 
 from tests.services.channels.samples import sample
@@ -23,6 +22,8 @@ ACCOUNT = "123456789012"
 
 @pytest.fixture(scope="module")
 def moto_url() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -18,6 +17,8 @@ LONG = (
 
 @pytest.mark.parametrize("title", ["non_finite_values: short", LONG, f"{LONG} $\\alpha$ \x1b[31m"])
 def test_the_title_of_the_picture_is_not_cut_off(tmp_path: Path, title: str) -> None:
+    import matplotlib.image
+
     hook, training = Hook(tmp_path, run="r", config=CaptureConfig(overhead_budget=None)), Training()
     hook.watch(training.model, training.optimizer)
     training.run(4)

@@ -116,4 +116,7 @@ env:
     valueFrom:
       secretKeyRef: { name: {{ .secret }}, key: {{ .key }} }
 {{- end }}
+{{- with .Values.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}

@@ -1,0 +1,94 @@
+"""The suites' reports, their budgets and the last lines of their output."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import suite
+from tests.suite import Case, Suite
+
+# Packages whose import takes 0.1 s of processor time and more. Every process that runs tests imports every test module, so a
+# module imports them in its fixtures and tests. PyTorch (1 s) is not among them: tests of most folders need it in each process.
+HEAVY = {
+    "accelerate", "lightning", "matplotlib", "moto", "optuna", "pandas", "pgserver", "ray", "sklearn", "tensorboard",
+    "transformers", "wandb", "xgboost",
+}  # fmt: skip
+WITHOUT_TORCH = (
+    "conftest.py",
+    "suite.py",
+    "infra",
+    "docs",
+    "launch/view",
+    "services/api",
+    "services/cli",
+    "services/db",
+)
+
+
+def _imported(body: list[ast.stmt]) -> Iterator[str]:
+    """Packages that a module imports when it is imported, in the blocks of `if` and `try`, too."""
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            yield statement.module.partition(".")[0]
+        elif isinstance(statement, ast.If) and ast.unparse(statement.test) != "TYPE_CHECKING":
+            yield from _imported(statement.body + statement.orelse)
+        elif isinstance(statement, ast.Try):
+            yield from _imported(statement.body)
+
+
+def test_collection_imports_no_heavy_framework() -> None:
+    folder = Path(suite.ROOT) / "tests"
+    wrong: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        heavy = HEAVY | ({"torch"} if name.startswith(WITHOUT_TORCH) else set())
+        if imported := heavy.intersection(_imported(ast.parse(path.read_text(encoding="utf-8")).body)):
+            wrong[name] = sorted(imported)
+    assert not wrong, "import them inside fixtures and tests"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Suite:
+    """A suite with one test of each result."""
+    (tmp_path / "test_small.py").write_text(
+        "def test_passes():\n    pass\n\n\ndef test_fails():\n    assert 1 == 2, 'told why'\n",
+        encoding="utf-8",
+    )
+    return Suite((str(tmp_path / "test_small.py"), "-p", "no:cacheprovider"), workers=0)
+
+
+def test_a_failing_suite_ends_with_a_line_for_each_failed_test(small: Suite, tmp_path: Path) -> None:
+    result = suite.run("small", small, tmp_path, [], retry=True)
+    assert (result.passed, result.flaky) == (False, [])
+    last = suite.summary("small", result)[-1]
+    assert last.startswith("FAILED ")
+    assert last.endswith("test_fails: AssertionError: told why"), last
+
+
+def test_a_suite_that_exceeds_its_budget_fails(
+    small: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHSTEP_SUITE_BUDGET", "0.001")
+    result = suite.run("small", small, tmp_path, ["-k", "passes"], retry=False)
+    assert result.code == 0
+    assert not result.passed
+    assert "exceeded its budget" in suite.summary("small", result)[-1]
+
+
+def test_the_slowest_tests_come_first() -> None:
+    cases = [Case(f"tests/test_a.py::test_{number}", float(number), None, None) for number in range(30)]
+    lines = suite.slowest(cases)
+    assert len(lines) == suite.SLOWEST
+    assert lines[0].endswith("test_29")
+
+
+def test_slow_tests_are_found_by_their_mark() -> None:
+    files = suite.marked_files("slow")
+    assert "tests/services/api/test_fuzz.py" in files
+    assert "tests/sdk/format/test_statistics.py" not in files
