@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _TABLES = (
-    "attempts", "ticks", "seals", "segments", "alerts", "alert_standings", "findings", "rule_memories", "events", "actions",
+    "attempts", "ticks", "watermarks", "segments", "alerts", "alert_instances", "findings", "rule_states", "events", "actions",
     "action_tries",
 )  # fmt: skip
 

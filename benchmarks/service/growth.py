@@ -115,15 +115,15 @@ def _add_virtual(database: Database, first: int, until: int) -> None:
         runs = [
             {
                 "project": "sample", "run": f"virtual-{number}", "state": "running", "attempt": "a1",
-                "control": ControlDocument().as_data(), "health": {}, "created_ns": now, "heard_ns": now,
-                "listed_ns": now, "look_ns": now + _LATER_NS, "quiet_ns": 30 * NANOSECONDS,
+                "control": ControlDocument().as_data(), "health": {}, "created_ns": now, "last_seen_ns": now,
+                "listed_ns": now, "poll_ns": now + _LATER_NS, "poll_interval_ns": 30 * NANOSECONDS,
             }
             for number in range(first, until)
         ]  # fmt: skip
         ids = list(session.execute(insert(RunRow).returning(RunRow.id), runs).scalars())
         attempts = [
             {
-                "run_id": run_id, "attempt": "a1", "world_size": 1, "first_heard_ns": now, "largest": 99, "sealed": 99,
+                "run_id": run_id, "attempt": "a1", "world_size": 1, "first_seen_ns": now, "largest": 99, "watermark": 99,
                 "writers": {}, "ends": {}, "context": list(range(40)), "ticks": 25, "journaled": 0,
             }
             for run_id in ids

@@ -38,8 +38,8 @@ def test_what_an_evaluation_and_a_dispatch_write_is_seen_apart(
         (action,) = driven.actions(run_id)
         evaluated = Counter(audit.written_by(database.engine, {"pid": 7, "run_id": run_id}, start))
         assert evaluated.keys() >= {
-            "UPDATE runs", "INSERT ticks", "UPDATE segments", "INSERT alerts", "INSERT alert_standings",
-            "INSERT findings", "INSERT rule_memories", "INSERT actions",
+            "UPDATE runs", "INSERT ticks", "UPDATE segments", "INSERT alerts", "INSERT alert_instances",
+            "INSERT findings", "INSERT rule_states", "INSERT actions",
             "INSERT events watchstep.alert.firing",
         }  # fmt: skip
         assert evaluated["INSERT actions"] == 1

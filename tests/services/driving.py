@@ -100,8 +100,8 @@ class Driven:
             rows = session.execute(select(Segment).filter_by(run_id=run_id)).scalars()
             return {(row.writer, row.seq): row.state for row in rows}
 
-    def seals(self, run_id: int) -> list[tuple[int, str]]:
-        """(step, cause) of each seal, in order."""
+    def watermarks(self, run_id: int) -> list[tuple[int, str]]:
+        """(step, cause) of each advance of the watermark, in order."""
         with self.service.database.read() as session:
             rows = session.execute(
                 select(WatermarkRow).filter_by(run_id=run_id).order_by(WatermarkRow.tick)
@@ -126,7 +126,7 @@ class Driven:
             rows = session.execute(
                 select(RuleStateRow).order_by(RuleStateRow.config_id, RuleStateRow.attempt)
             ).scalars()
-            return [(row.config_id, row.attempt, row.memory, row.findings) for row in rows]
+            return [(row.config_id, row.attempt, row.state, row.findings) for row in rows]
 
     def events(self, run_id: int) -> list[dict[str, Any]]:
         """All events, in order."""

@@ -41,11 +41,11 @@ class HeldRun:
 
     id: int
     due_ns: int | None
-    quiet_ns: int
+    poll_interval_ns: int
     urgent_ns: int
     health: dict[str, Any]
     control: dict[str, Any]
-    holder: str
+    cached_by: str
     now_ns: int
 
 
@@ -54,11 +54,11 @@ _HELD = (
     select(
         RunRow.id,
         RunRow.due_ns,
-        RunRow.quiet_ns,
+        RunRow.poll_interval_ns,
         RunRow.urgent_ns,
         RunRow.health,
         RunRow.control,
-        RunRow.holder,
+        RunRow.cached_by,
         now_ns().label("now_ns"),
         Project.archived_ns,
     )

@@ -214,7 +214,7 @@ def _in_error(session: Session, run_id: int) -> dict[tuple[int, str], tuple[_Ill
             RunRow.project,
             RunRow.run,
             RunRow.attempt,
-            RuleStateRow.memory,
+            RuleStateRow.state,
         )
         .join(RunRow, RunRow.id == RuleConfigRow.run_id)
         .join(
@@ -222,7 +222,7 @@ def _in_error(session: Session, run_id: int) -> dict[tuple[int, str], tuple[_Ill
             (RuleStateRow.config_id == RuleConfigRow.id) & (RuleStateRow.attempt == RunRow.attempt),
         )
         .where(RunRow.id == run_id, ~RuleConfigRow.origin.startswith("retired"))
-        .where(RuleStateRow.memory.contains(_IN_ERROR, autoescape=True))
+        .where(RuleStateRow.state.contains(_IN_ERROR, autoescape=True))
         .order_by(RuleConfigRow.id)
     ).all()
     found = {}

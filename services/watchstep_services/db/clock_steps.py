@@ -50,16 +50,16 @@ _Column = InstrumentedAttribute[Any]
 MOMENTS: tuple[tuple[Sequence[_Column], Any], ...] = (
     (
         (
-            RunRow.due_ns, RunRow.lease_until_ns, RunRow.asked_ns, RunRow.look_ns, RunRow.listed_ns, RunRow.heard_ns, RunRow.urgent_ns,
+            RunRow.due_ns, RunRow.lease_until_ns, RunRow.requested_ns, RunRow.poll_ns, RunRow.listed_ns, RunRow.last_seen_ns, RunRow.urgent_ns,
         ),
         None,
     ),
     ((Project.listed_ns, Project.deferred_until_ns), None),
-    ((Attempt.first_heard_ns, Attempt.journal_due_ns), None),
+    ((Attempt.first_seen_ns, Attempt.journal_due_ns), None),
     ((BoundJobRow.gone_ns,), None),
     ((Segment.found_ns,), Segment.state == "announced"),
     ((ActionRow.next_ns, ActionRow.stage_since_ns), ActionRow.state == "pending"),
-    ((AlertGroup.due_ns, AlertGroup.told_ns), None),
+    ((AlertGroup.due_ns, AlertGroup.notified_ns), None),
     ((Upkeep.next_ns, Upkeep.lease_until_ns), None),
     ((Backtest.lease_until_ns,), Backtest.state != "done"),
 )  # fmt: skip

@@ -183,7 +183,7 @@ BACKTEST_LEASE = Lease(Backtest, "id", "lease_until_ns", "claims", Backtest.stat
 """Of the runs of backtests."""
 UPKEEP_LEASE = Lease(Upkeep, "run_id", "lease_until_ns", "claims", true())
 """Of steps of retention."""
-POLL_LEASE = Lease(RunRow, "id", "look_ns", None, true())
+POLL_LEASE = Lease(RunRow, "id", "poll_ns", None, true())
 """Of polls of runs. An announcement sets another deadline at any time, and is thereby the current one."""
 
 

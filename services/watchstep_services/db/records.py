@@ -120,5 +120,5 @@ def hint(
         "due_ns": case((waiting, RunRow.due_ns), else_=now_ns()),
     }
     # Without a message the sweep is to send one at once, whenever the last was sent.
-    values["asked_ns"] = case((waiting, RunRow.asked_ns), else_=now_ns() if asked else 0)
+    values["requested_ns"] = case((waiting, RunRow.requested_ns), else_=now_ns() if asked else 0)
     session.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))

@@ -48,10 +48,10 @@ _AHEAD_NS = 15 * NANOSECONDS
 _SILENT_NS = 60 * NANOSECONDS
 """After so long without a segment, with another attempt running, an attempt is over: what remained of it was uploaded late."""
 
-Standing = Literal["over", "open", "goes_on"]
+AttemptActivity = Literal["over", "open", "goes_on"]
 
 
-def standing_of(service: Service, target: StopTarget, now_ns: int) -> Standing:
+def activity_of(service: Service, target: StopTarget, now_ns: int) -> AttemptActivity:
     """Whether an attempt that is not the newest is over, goes on, or nobody can tell yet.
 
     It is over where nothing was found of it since the newest began to write. It goes on where the newest has ended, or has been silent for
@@ -65,7 +65,7 @@ def standing_of(service: Service, target: StopTarget, now_ns: int) -> Standing:
         return "over"
     if newest is None:
         return "goes_on"
-    if newest.first_heard_ns > own_ns and not runs:
+    if newest.first_seen_ns > own_ns and not runs:
         return "over"
     stop = ControlDocument.from_data(target.run.control).stop
     has_ended = len(newest.ends) >= max(1, newest.world_size)
@@ -90,7 +90,7 @@ def _runs_in_its_own_job(service: Service, target: StopTarget) -> bool:
 
 def _last_heard_ns(attempt: Attempt) -> int:
     """When its newest segment was found, by the database's clock; 0 where there is none."""
-    return max((int(heard_ns) for _, heard_ns, _ in attempt.writers.values()), default=0)
+    return max((int(last_seen_ns) for _, last_seen_ns, _ in attempt.writers.values()), default=0)
 
 
 _log = logging.getLogger(__name__)
@@ -193,10 +193,10 @@ def _later(due: DueAction) -> int:
 def _ask(service: Service, due: DueAction, target: StopTarget) -> AttemptResult:
     attempt = target.attempt.attempt
     if target.run.attempt != attempt:
-        standing = standing_of(service, target, due.now_ns)
-        if standing == "over":
+        activity = activity_of(service, target, due.now_ns)
+        if activity == "over":
             return AttemptResult("skipped", f"attempt {attempt} is over: {target.run.attempt} runs now")
-        if standing == "open":
+        if activity == "open":
             return _again(due)
     if target.is_over:
         return _over(service, due, target, ASK)

@@ -22,7 +22,7 @@ from watchstep_services.core.events import CloudEvent, EventType, make_event
 from watchstep_services.core.redaction import action_key, without_addresses
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow
 from watchstep_services.db.records import add_action, add_event
-from watchstep_services.evaluation import standing
+from watchstep_services.evaluation import alert_instances
 from watchstep_services.evaluation.evidence import evidence_of, fingerprint
 from watchstep_services.evaluation.incidents import Incidents, update_incidents
 from watchstep_services.notify.membership import Named, regroup
@@ -125,7 +125,7 @@ _EVENTS: dict[Phase, EventType] = {
 
 
 def publish(
-    service: Service, session: Session, place: EventContext, judged: Sequence[Judged], sealed: int
+    service: Service, session: Session, place: EventContext, judged: Sequence[Judged], watermark: int
 ) -> list[int]:
     """Follow the alerts of a run through their changes on one attempt.
 
@@ -136,7 +136,7 @@ def publish(
         session: the transaction that commits them.
         place: where and when.
         judged: every rule config of the run.
-        sealed: the last step of the attempt that every worker has passed.
+        watermark: the last step of the attempt that every worker has passed.
 
     Returns:
         Ids of the actions that this causes.
@@ -158,8 +158,8 @@ def publish(
                 changed += told.changed
                 began |= told.began
     incidents.assign(session, place)
-    for row, why in standing.left_behind(session, place, list(judged), sealed):
-        actions += _end(session, place, row, sealed, why)
+    for row, why in alert_instances.left_behind(session, place, list(judged), watermark):
+        actions += _end(session, place, row, watermark, why)
         changed.append(row)
     regroup(service, session, Named(place.run_id, place.project, place.run), changed, began, place.now_ns)
     return actions
@@ -192,7 +192,7 @@ class _Told:
 
     def tell(self) -> list[int]:
         """Publish the event; returns the ids of new actions."""
-        before = standing.find(self._session, self._place, self._judged)
+        before = alert_instances.find(self._session, self._place, self._judged)
         earlier = before.attempt if before is not None and before.phase == Phase.FIRING.value else ""
         data = _data(self._session, self._place, self._judged, self._transition)
         if self._transition.phase is Phase.FIRING:
@@ -203,7 +203,7 @@ class _Told:
             _EVENTS[self._transition.phase], self._place.base_url, self._place.named, self._place.now_ns, data
         )
         said = {"event_id": event.id, "message": data["message"], "explanation": data["explanation"]}
-        row, change = standing.follow(self._session, self._place, self._judged, self._transition, said)
+        row, change = alert_instances.follow(self._session, self._place, self._judged, self._transition, said)
         self._session.flush()
         silence = covering(self._silences, labels_of(row, self._place.project, self._place.run))
         data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
@@ -216,7 +216,7 @@ class _Told:
         return [*self._webhooks(row, change, silence, event), *self._follow(event, silence)]
 
     def _webhooks(
-        self, row: AlertInstanceRow, change: standing.Change, silence: Active | None, event: CloudEvent
+        self, row: AlertInstanceRow, change: alert_instances.Change, silence: Active | None, event: CloudEvent
     ) -> list[int]:
         hidden = self._mute_hidden(row)
         if hidden or not self._config.webhooks:
@@ -268,7 +268,7 @@ def _revise(
     """Publish that an alert names a likelier cause. It fires already: nobody is told anew, and nothing is stopped again."""
     data = _data(session, place, judged, transition)
     data["incident"] = incidents.as_data(judged.row.id)
-    row = standing.revise(session, place, judged, transition, data)
+    row = alert_instances.revise(session, place, judged, transition, data)
     if row is not None:
         silence = covering(silences, labels_of(row, place.project, place.run))
         data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
@@ -296,7 +296,7 @@ def _end(session: Session, place: EventContext, row: AlertInstanceRow, step: int
             "dry_run": row.dry_run,
             "inhibited_by": row.inhibited_by or None,
             "message": row.message,
-            "explanation": standing.resolved_title(row, step),
+            "explanation": alert_instances.resolved_title(row, step),
             "rule_config": {"name": row.name} if config is None else without_addresses(config.data),
             "finding": row.finding,
             "fingerprint": row.fingerprint,
@@ -304,7 +304,7 @@ def _end(session: Session, place: EventContext, row: AlertInstanceRow, step: int
             "ended_by": why,
         },
     )
-    standing.close_left_behind(session, row, step, place.now_ns, event.id)
+    alert_instances.close_left_behind(session, row, step, place.now_ns, event.id)
     add_event(session, place.run_id, event, place.now_ns)
     urls = [] if config is None else _webhook_urls(config.data)
     if row.is_hidden or not urls:

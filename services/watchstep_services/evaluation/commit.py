@@ -48,8 +48,8 @@ from watchstep_services.evaluation.alerting import publish
 from watchstep_services.evaluation.collect import Collected, spans_of_ranks
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
 from watchstep_services.evaluation.plan import Gap
-from watchstep_services.evaluation.seals import AttemptProgress, SealDecision, writers_as_data
 from watchstep_services.evaluation.unfinished_reads import unfinished_after
+from watchstep_services.evaluation.watermark import AttemptProgress, WatermarkAdvance, writers_as_data
 from watchstep_services.runs.claim import Claim, EventContext
 from watchstep_services.runs.lifecycle import start_run
 from watchstep_services.runs.rule_health import has_news, tell_health
@@ -67,8 +67,8 @@ class EvaluationOutcome:
     Attributes:
         collected: the segments.
         cursor: after them, canonical text.
-        progress: how far the attempt came, before the new seal.
-        seal: the new seal, if any.
+        progress: how far the attempt came, before the watermark advances.
+        advance: of the watermark, if any.
         context: journal positions that the next evaluation may look back to.
         judged: what the rules said.
         ended: no row came, and the attempt has ended: its silence was not judged.
@@ -79,7 +79,7 @@ class EvaluationOutcome:
     collected: Collected
     cursor: str
     progress: AttemptProgress
-    seal: SealDecision | None
+    advance: WatermarkAdvance | None
     context: list[int]
     judged: list[Judged]
     ended: bool
@@ -89,7 +89,7 @@ class EvaluationOutcome:
     @property
     def watermark(self) -> int:
         """The last step that every worker has passed, after this evaluation."""
-        return self.seal.step if self.seal else self.progress.sealed
+        return self.advance.step if self.advance else self.progress.watermark
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _write_progress(
             "writers": json.dumps(values["writers"]),
             "context": json.dumps(values["context"]),
             "segments": json.dumps(segments),
-            "states": json.dumps([{"config_id": config_id, "memory": state} for config_id, state in states]),
+            "states": json.dumps([{"config_id": config_id, "state": state} for config_id, state in states]),
         }
         row = connection.execute(_at_once(connection.dialect), named).one_or_none()
     else:
@@ -195,15 +195,15 @@ def _write_tables(
     named = {name: values[name] for name in ("run_id", "tick", "attempt", "at_ns")}
     connection.execute(_TICK, {**named, "position": values["journal"], "ended": values["ended"]})
     if values["cause"] is not None:
-        connection.execute(_WATERMARK, {**named, "step": values["sealed"], "cause": values["cause"]})
+        connection.execute(_WATERMARK, {**named, "step": values["watermark"], "cause": values["cause"]})
     if states:
         attempt = values["attempt"]
-        rows = [{"of": config_id, "on": attempt, "state": state} for config_id, state in states]
+        rows = [{"of": config_id, "on": attempt, "new_state": state} for config_id, state in states]
         connection.execute(_STATE, rows)
 
 
 def _progress_values(claim: Claim, outcome: EvaluationOutcome, worker: str) -> dict[str, Any]:
-    collected, progress, seal = outcome.collected, outcome.progress, outcome.seal
+    collected, progress, advance = outcome.collected, outcome.progress, outcome.advance
     return {
         "lease_key": claim.run_id,
         "lease_token": claim.epoch,
@@ -213,21 +213,21 @@ def _progress_values(claim: Claim, outcome: EvaluationOutcome, worker: str) -> d
         "ticks": claim.tick + 1,
         "unfinished": unfinished_after(claim, more=collected.more),
         "last": max((entry.key.last for entry, _ in collected.blocks), default=-1),
-        "holder": worker,
+        "cached_by": worker,
         "known_hints": claim.hints,
         "due": outcome.due_ns,
         "more": collected.more,
         "run_id": claim.run_id,
         "attempt": collected.attempt,
         "writers": writers_as_data(progress.writers),
-        "first_heard_ns": progress.first_heard_ns,
+        "first_seen_ns": progress.first_seen_ns,
         "largest": progress.largest,
-        "sealed": outcome.watermark,
+        "watermark": outcome.watermark,
         "context": outcome.context,
         "tick": claim.tick,
         "at_ns": claim.now_ns,
         "ended": outcome.ended,
-        "cause": seal.cause if seal else None,
+        "cause": advance.cause if advance else None,
     }
 
 
@@ -248,22 +248,24 @@ _MOVE = (
             (_RUN.last_step < bindparam("last", type_=BigInteger()), bindparam("last", type_=BigInteger())),
             else_=_RUN.last_step,
         ),
-        holder=bindparam("holder"),
+        cached_by=bindparam("cached_by"),
         due_ns=case((_HINTED, now_ns()), else_=bindparam("due", type_=BigInteger())),
         # A worker that releases a run which has more to read, or was hinted at meanwhile, sends the next message.
-        asked_ns=case((or_(_HINTED, bindparam("more", type_=Boolean())), now_ns()), else_=_RUN.asked_ns),
+        requested_ns=case(
+            (or_(_HINTED, bindparam("more", type_=Boolean())), now_ns()), else_=_RUN.requested_ns
+        ),
     )
     .returning(_RUN.hints, now_ns(), _RUN.health, _RUN.state, _RUN.state_attempt)
 )
 _MOVE_NAMES = (
-    "lease_key", "lease_token", "read_cursor", "cursor", "journal", "ticks", "unfinished", "last", "holder", "known_hints", "due", "more",
+    "lease_key", "lease_token", "read_cursor", "cursor", "journal", "ticks", "unfinished", "last", "cached_by", "known_hints", "due", "more",
 )  # fmt: skip
 _SEGMENT = (
     update(Segment.__table__)  # type: ignore[arg-type]
     .where(Segment.__table__.c.id == bindparam("row_id"))
     .values(state="read", position=bindparam("position"), ranks=bindparam("ranks"))
 )
-_ATTEMPT_NAMES = ("writers", "first_heard_ns", "largest", "ticks", "sealed", "context")
+_ATTEMPT_NAMES = ("writers", "first_seen_ns", "largest", "ticks", "watermark", "context")
 _ATTEMPT = (
     update(Attempt.__table__)  # type: ignore[arg-type]
     .where(
@@ -277,7 +279,7 @@ _STATES = RuleStateRow.__table__.c
 _STATE = (
     update(RuleStateRow.__table__)  # type: ignore[arg-type]
     .where(_STATES.config_id == bindparam("of"), _STATES.attempt == bindparam("on"))
-    .values(memory=bindparam("state"))
+    .values(state=bindparam("new_state"))
 )
 
 
@@ -291,11 +293,11 @@ def _at_once(dialect: Dialect) -> TextClause:
 _AT_ONCE = """
 WITH moved AS (
     UPDATE runs SET
-        cursor = :cursor, journal = :journal, ticks = :ticks, lease_until_ns = 0, holder = :holder,
+        cursor = :cursor, journal = :journal, ticks = :ticks, lease_until_ns = 0, cached_by = :cached_by,
         unfinished_claims = :unfinished, reading = '',
         last_step = greatest(last_step, CAST(:last AS bigint)),
         due_ns = CASE WHEN hints <> :known_hints THEN {now} ELSE CAST(:due AS bigint) END,
-        asked_ns = CASE WHEN hints <> :known_hints OR CAST(:more AS boolean) THEN {now} ELSE asked_ns END
+        requested_ns = CASE WHEN hints <> :known_hints OR CAST(:more AS boolean) THEN {now} ELSE requested_ns END
     WHERE id = :lease_key AND epoch = :lease_token AND cursor = :read_cursor
     RETURNING id, hints, {now} AS now_ns, health, state, state_attempt
 ), came AS (
@@ -304,8 +306,8 @@ WITH moved AS (
     WHERE segments.id = given.row_id
 ), went AS (
     UPDATE attempts SET
-        writers = CAST(:writers AS json), first_heard_ns = :first_heard_ns, largest = :largest, ticks = :ticks,
-        sealed = CAST(:sealed AS bigint), context = CAST(:context AS json)
+        writers = CAST(:writers AS json), first_seen_ns = :first_seen_ns, largest = :largest, ticks = :ticks,
+        watermark = CAST(:watermark AS bigint), context = CAST(:context AS json)
     FROM moved WHERE attempts.run_id = moved.id AND attempts.attempt = :attempt
 ), ticked AS (
     INSERT INTO ticks (run_id, tick, attempt, position, at_ns, ended)
@@ -313,14 +315,14 @@ WITH moved AS (
         CAST(:at_ns AS bigint), CAST(:ended AS boolean)
     FROM moved
 ), passed AS (
-    INSERT INTO seals (run_id, tick, attempt, step, cause, at_ns)
-    SELECT moved.id, CAST(:tick AS bigint), CAST(:attempt AS varchar), CAST(:sealed AS bigint),
+    INSERT INTO watermarks (run_id, tick, attempt, step, cause, at_ns)
+    SELECT moved.id, CAST(:tick AS bigint), CAST(:attempt AS varchar), CAST(:watermark AS bigint),
         CAST(:cause AS varchar), CAST(:at_ns AS bigint)
     FROM moved WHERE CAST(:cause AS varchar) IS NOT NULL
 ), remembered AS (
-    UPDATE rule_memories SET memory = given.memory
-    FROM moved, json_to_recordset(CAST(:states AS json)) AS given (config_id bigint, memory text)
-    WHERE rule_memories.config_id = given.config_id AND rule_memories.attempt = :attempt
+    UPDATE rule_states SET state = given.state
+    FROM moved, json_to_recordset(CAST(:states AS json)) AS given (config_id bigint, state text)
+    WHERE rule_states.config_id = given.config_id AND rule_states.attempt = :attempt
 )
 SELECT hints, now_ns, health, state, state_attempt FROM moved
 """
@@ -342,7 +344,7 @@ def _write_news(
     for judged in outcome.judged:
         state = _write_findings(session, attempt, judged, states.get(judged.row.id))
         tell_health(session, context, judged, state, outcome.watermark)
-        reported[judged.row.id] = state.told_health
+        reported[judged.row.id] = state.reported_health
     return publish(service, session, context, outcome.judged, outcome.watermark), reported
 
 
@@ -412,7 +414,7 @@ _RULE_STATES = (
             select(RuleConfigRow.id).where(RuleConfigRow.run_id == bindparam("of_run"))
         ),
     )
-    .options(defer(RuleStateRow.memory))  # `_write_progress` has written it
+    .options(defer(RuleStateRow.state))  # `_write_progress` has written it
 )
 
 
@@ -422,7 +424,7 @@ def _write_findings(
     """Add new findings, up to so many of a rule config; returns the row of its state, which is made with the first."""
     if state is None:
         state = RuleStateRow(
-            config_id=judged.row.id, attempt=attempt, memory=judged.kept, findings=0, told_health=""
+            config_id=judged.row.id, attempt=attempt, state=judged.kept, findings=0, reported_health=""
         )
         session.add(state)
     if not judged.findings:

@@ -69,10 +69,10 @@ def read_context(
             source.guard.check(segment.key)
             parts.append((segment.position, _rows_of(run_store, segment, depth, compacted)))
             if sum(len(rows) for _, rows in parts) > _MOST_ROWS:  # of each segment a few rows may be needed
-                history, parts = trimmed(joined(parts, history), depth, attempt.sealed), []
+                history, parts = trimmed(joined(parts, history), depth, attempt.watermark), []
         except (FormatError, NotFoundError) as error:
             lost.append((segment, error.what))
-    history = trimmed(joined(parts, history), depth, attempt.sealed)
+    history = trimmed(joined(parts, history), depth, attempt.watermark)
     if not lost:
         return history, None
     if _is_empty(run_store):

@@ -30,7 +30,8 @@ from watchstep_services.db.lease import RUN_LEASE, LeasedRow, keep_lease
 from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import Attempt
 from watchstep_services.evaluation import cursor as cursors
-from watchstep_services.evaluation import seals, ticks
+from watchstep_services.evaluation import ticks
+from watchstep_services.evaluation import watermark as watermarks
 from watchstep_services.evaluation.baselines import pin_baseline
 from watchstep_services.evaluation.collect import (
     AbsentLookups,
@@ -45,8 +46,8 @@ from watchstep_services.evaluation.context import read_context
 from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
 from watchstep_services.evaluation.observation import Observation, count_outcome, observing
 from watchstep_services.evaluation.plan import Gap, ended_ranks
-from watchstep_services.evaluation.seals import AttemptProgress, WriterProgress
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
+from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress
 from watchstep_services.runs import attempts
 from watchstep_services.runs.claim import (
     Claim,
@@ -280,7 +281,7 @@ class Judgement:
 
 
 def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
-    """What there is to judge: rows, or else an attempt that is to be sealed further or whose silence is to be judged."""
+    """What there is to judge: rows, or else an attempt whose watermark is to advance or whose silence is to be judged."""
     collected = collect(service, claim, source)
     if collected.blocks:
         return collected
@@ -290,7 +291,7 @@ def _collect(service: Service, claim: Claim, source: RunSource) -> Collected:
         collected = collect(service, claim, source)
         silent = ticks.attempt_to_tick(service, claim.run_id, claim.now_ns)
     if not collected.attempt:
-        waiting = (_attempt_to_seal(service, claim, collected.failing), silent)
+        waiting = (_attempt_past_deadline(service, claim, collected.failing), silent)
         named = [attempt for attempt in waiting if attempt]
         collected.attempt = min(named, key=lambda attempt: attempt in collected.failing, default="")
     return collected
@@ -319,41 +320,43 @@ def _judge(service: Service, claim: Claim, source: RunSource, collected: Collect
     parts = list(enumerate(blocks, claim.journal))
     arrived = joined(parts, History.empty()).block
     steps = np.concatenate([before.block.step, arrived.step])
-    seal = seals.bounded(seals.decide(progress, claim.now_ns, patience), progress.sealed, steps)
-    sealed = seal.step if seal else progress.sealed
+    advance = watermarks.bounded(
+        watermarks.decide(progress, claim.now_ns, patience), progress.watermark, steps
+    )
+    watermark = advance.step if advance else progress.watermark
     ended = not collected.blocks and ticks.is_over(service, claim.run_id, collected.attempt)
     judged = judge_all(
-        configs, before.block, arrived, JudgingProgress(attempt.sealed, sealed, claim.now_ns, ended)
+        configs, before.block, arrived, JudgingProgress(attempt.watermark, watermark, claim.now_ns, ended)
     )
     if lost is not None:
-        judged = report_lost_context(judged, lost, attempt.sealed)
-    rows = trimmed(joined(parts, before), depth, sealed)
+        judged = report_lost_context(judged, lost, attempt.watermark)
+    rows = trimmed(joined(parts, before), depth, watermark)
     outcome = EvaluationOutcome(
         collected=collected,
         cursor=cursors.encode(collected.cursor),
         progress=progress,
-        seal=seal,
+        advance=advance,
         context=rows.positions,
         judged=judged,
         ended=ended,
         lost=lost,
-        due_ns=_due(service, claim, collected, replace(progress, sealed=sealed), judged),
+        due_ns=_due(service, claim, collected, replace(progress, watermark=watermark), judged),
     )
     steady = claim.state == "running" and claim.attempt == attempt.attempt and not attempt.ends
     return Judgement(outcome, rows, depth, steady)
 
 
-def _attempt_to_seal(service: Service, claim: Claim, failing: frozenset[str]) -> str:
-    """An attempt in which a deadline lets further steps be sealed, one that did not fail if there is; empty for none."""
+def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[str]) -> str:
+    """An attempt in which a deadline lets the watermark advance, one that did not fail if there is; empty for none."""
     with service.database.read() as session:
         rows = session.execute(
-            select(Attempt).where(Attempt.run_id == claim.run_id, Attempt.sealed < Attempt.largest)
+            select(Attempt).where(Attempt.run_id == claim.run_id, Attempt.watermark < Attempt.largest)
         ).scalars()
         found = sorted((row for row in rows if row.writers), key=lambda row: row.attempt in failing)
     patience = nanoseconds(service.settings.allowed_lateness_seconds)
     nothing = Collected("", cursors.decode(claim.cursor))
     for row in found:
-        if seals.decide(_progress(service, claim, row, nothing), claim.now_ns, patience):
+        if watermarks.decide(_progress(service, claim, row, nothing), claim.now_ns, patience):
             return row.attempt
     return ""
 
@@ -372,10 +375,10 @@ def _progress(service: Service, claim: Claim, row: Attempt, collected: Collected
     until = claim.now_ns - nanoseconds(service.settings.gap_seconds)
     progress = AttemptProgress(
         row.world_size,
-        row.first_heard_ns,
-        seals.writers_from_data(row.writers),
+        row.first_seen_ns,
+        watermarks.writers_from_data(row.writers),
         ended_ranks(collected.cursor, row.attempt, row.ends, until),
-        row.sealed,
+        row.watermark,
     )
     # Of a node's writer a segment holds several ranks, of which each may be at another step.
     return progress.heard(
@@ -402,10 +405,10 @@ def _due(
     retry_ns = claim.now_ns + nanoseconds(_RETRY_SECONDS)
     moments = [retry_ns for _ in collected.failed]
     moments += [_gap_due(service, claim, gap) for gap in collected.waiting]
-    moments += _later_seals(service, claim, collected)
+    moments += _later_watermarks(service, claim, collected)
     if progress is not None:
-        sealing = seals.due_ns(progress, nanoseconds(settings.allowed_lateness_seconds))
-        moments += [] if sealing is None else [sealing]
+        deadline_ns = watermarks.due_ns(progress, nanoseconds(settings.allowed_lateness_seconds))
+        moments += [] if deadline_ns is None else [deadline_ns]
     ticking = _tick_due(service, claim, collected.attempt, judged)
     moments += [] if ticking is None else [ticking]
     return min(moments, default=None)
@@ -432,14 +435,14 @@ def _gap_due(service: Service, claim: Claim, gap: Gap) -> int:
     )
 
 
-def _later_seals(service: Service, claim: Claim, collected: Collected) -> list[int]:
-    """When deadlines let steps of other attempts be sealed."""
+def _later_watermarks(service: Service, claim: Claim, collected: Collected) -> list[int]:
+    """When deadlines let the watermarks of other attempts advance."""
     nothing = Collected("", cursors.decode(claim.cursor))
     due = [
-        seals.due_ns(
+        watermarks.due_ns(
             _progress(service, claim, row, nothing), nanoseconds(service.settings.allowed_lateness_seconds)
         )
         for row in collected.attempts.values()
-        if row.sealed < row.largest and row.attempt != collected.attempt
+        if row.watermark < row.largest and row.attempt != collected.attempt
     ]
     return [moment for moment in due if moment is not None]

@@ -180,9 +180,9 @@ def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluati
     if not ticks:
         return
     first, last = ticks[0].tick, ticks[-1].tick
-    seals = {
-        seal.tick: seal.step
-        for seal in session.execute(
+    watermarks = {
+        row.tick: row.step
+        for row in session.execute(
             select(WatermarkRow).where(
                 WatermarkRow.run_id == attempt.run_id, WatermarkRow.tick.between(first, last)
             )
@@ -190,14 +190,14 @@ def _evaluations(session: Session, attempt: Attempt) -> Iterator[JournalEvaluati
     }
     known = session.execute(select(TickRow).where(of_run, TickRow.tick.between(first - 1, last))).scalars()
     ends = {tick.tick: tick.position for tick in known}
-    sealed = _sealed_before(session, attempt)
+    watermark = _watermark_before(session, attempt)
     for tick in ticks:
-        sealed = seals.get(tick.tick, sealed)
+        watermark = watermarks.get(tick.tick, watermark)
         segments = _segments(session, attempt.run_id, ends.get(tick.tick - 1, 0), tick.position)
-        yield JournalEvaluation(tick.tick, tick.at_ns, sealed, tick.ended, segments)
+        yield JournalEvaluation(tick.tick, tick.at_ns, watermark, tick.ended, segments)
 
 
-def _sealed_before(session: Session, attempt: Attempt) -> int:
+def _watermark_before(session: Session, attempt: Attempt) -> int:
     step = session.execute(
         select(WatermarkRow.step)
         .where(

@@ -53,7 +53,7 @@ def held_configs(service: Service, held: Claim, attempt: str, *, anew: bool = Fa
 
 # Made once: every evaluation asks it.
 _CONFIGS = (
-    select(RuleConfigRow, RuleStateRow.memory, RuleStateRow.told_health)
+    select(RuleConfigRow, RuleStateRow.state, RuleStateRow.reported_health)
     .outerjoin(
         RuleStateRow,
         (RuleStateRow.config_id == RuleConfigRow.id)
@@ -87,7 +87,7 @@ def is_over(service: Service, run_id: int, attempt: str) -> bool:
         row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
     if row is None or run.attempt != attempt or run.state in ENDED:
         return True
-    never_wrote = not row.first_heard_ns
+    never_wrote = not row.first_seen_ns
     return len(row.ends) >= max(1, row.world_size) or (never_wrote and run.state == "lost")
 
 

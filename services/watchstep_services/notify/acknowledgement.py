@@ -57,7 +57,7 @@ def _groups(session: Session, row: AlertInstanceRow) -> list[AlertGroup]:
         session.execute(
             select(AlertGroup)
             .join(GroupMember, GroupMember.group_id == AlertGroup.id)
-            .where(GroupMember.standing_id == row.id)
+            .where(GroupMember.instance_id == row.id)
             .order_by(AlertGroup.key)
             .with_for_update()
         ).scalars()

@@ -131,7 +131,7 @@ def open_secrets(service: Service, session: Session, project: str, receiver: Rec
             row = session.get(ReceiverSecret, (project, receiver.name, field))
             if row is not None:
                 place = seal_place(project, receiver.name, field)
-                opened[field] = SecretBox(service.settings).open(place, row.sealed)
+                opened[field] = SecretBox(service.settings).open(place, row.encrypted)
         else:
             opened[field] = read_secret(field, secret)
         if field in opened:

@@ -110,7 +110,7 @@ class _Seen:
 
     @property
     def is_untold(self) -> bool:
-        return not self.row.is_hidden and self.member.told_episode != self.row.episode
+        return not self.row.is_hidden and self.member.notified_episode != self.row.episode
 
     @property
     def is_joined(self) -> bool:
@@ -125,12 +125,12 @@ class _Seen:
     @property
     def is_over(self) -> bool:
         """Its end was not told."""
-        return self.member.told_phase == "firing" and not self.fires and not self.is_news
+        return self.member.notified_phase == "firing" and not self.fires and not self.is_news
 
     @property
     def lasts(self) -> bool:
         """It fires, and that is known; nothing comes of a run that has ended."""
-        known = self.member.told_phase == "firing" and self.member.told_episode == self.row.episode
+        known = self.member.notified_phase == "firing" and self.member.notified_episode == self.row.episode
         return self.fires and known and self.run.state not in ENDED
 
     @property
@@ -185,7 +185,7 @@ def _put_off(service: Service, group_id: int, fault: str) -> None:
         )
         held = (
             select(AlertInstanceRow.run_id)
-            .join(GroupMember, GroupMember.standing_id == AlertInstanceRow.id)
+            .join(GroupMember, GroupMember.instance_id == AlertInstanceRow.id)
             .where(GroupMember.group_id == group_id)
         )
         said = f"alerts: the service failed to tell of them ({fault}); it is tried again each minute"
@@ -232,7 +232,7 @@ def flush(service: Service, group_id: int) -> int | None:
         ended = [one for one in seen if one.silence is None and one.is_over]
         action = _tell(service, session, group, told, now) if told else None
         for one in ended:  # told, or not to be told by its route
-            one.member.told_phase = "resolved"
+            one.member.notified_phase = "resolved"
         _mute(session, group, seen, now)
         _schedule(group, seen, now)
         _forget(session, group, seen)
@@ -244,7 +244,7 @@ def flush(service: Service, group_id: int) -> int | None:
 def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
     rows = session.execute(
         select(GroupMember, AlertInstanceRow, RunRow, Incident.summary)
-        .join(AlertInstanceRow, AlertInstanceRow.id == GroupMember.standing_id)
+        .join(AlertInstanceRow, AlertInstanceRow.id == GroupMember.instance_id)
         .join(RunRow, RunRow.id == AlertInstanceRow.run_id)
         .outerjoin(
             Incident,
@@ -271,7 +271,7 @@ def _joined(seen: Sequence[_Seen]) -> list[_Seen]:
     """Mark alerts of incidents that were told of; one that is more severe than all that was told of its incident is news."""
     told: dict[str, int] = {}
     for one in seen:
-        if one.incident is not None and one.member.told_phase == "firing" and not one.is_untold:
+        if one.incident is not None and one.member.notified_phase == "firing" and not one.is_untold:
             severity = SEVERITIES.index(one.row.severity)
             told[one.incident.id] = max(told.get(one.incident.id, -1), severity)
     return [
@@ -304,7 +304,7 @@ def _to_tell(group: AlertGroup, seen: Sequence[_Seen], now: int) -> _Told:
     again = [
         one for one in lasting if group.refresh or not (one.row.acknowledged_by or one.run.state == "lost")
     ]
-    if again and now >= group.told_ns + group.repeat_ns:
+    if again and now >= group.notified_ns + group.repeat_ns:
         return _Told(lasting, [], has_news=False)
     return _Told([], [], has_news=False)
 
@@ -312,7 +312,7 @@ def _to_tell(group: AlertGroup, seen: Sequence[_Seen], now: int) -> _Told:
 def _tell(service: Service, session: Session, group: AlertGroup, told: _Told, now: int) -> int | None:
     group.generation += 1
     group.repeats = 0 if told.has_news else group.repeats + 1
-    group.told_ns = now
+    group.notified_ns = now
     firing = sorted(told.firing, key=lambda one: not one.is_cause)
     alerts = [alert_of(one.row, one.run, "firing", now, one.incident) for one in firing]
     alerts += [alert_of(one.row, one.run, "resolved", now, one.incident) for one in told.over]
@@ -322,7 +322,7 @@ def _tell(service: Service, session: Session, group: AlertGroup, told: _Told, no
     payload: dict[str, Any] = {"receiver": group.receiver, "notification": notification.as_data()}
     cause = {"event_id": first.row.event_id, "at_ns": now, "payload": payload}
     for one in told.firing:
-        one.member.told_episode, one.member.told_phase = one.row.episode, "firing"
+        one.member.notified_episode, one.member.notified_phase = one.row.episode, "firing"
     return add_action(session, first.run.id, NOTIFY, f"{NOTIFY}:{group.id}:{group.generation}", cause)
 
 
@@ -343,21 +343,23 @@ def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
                 moments.append(one.silence.ends_ns)
         elif one.is_over:
             # It was over before it was told: that it fired is said first, and this after the interval.
-            moments.append(group.told_ns + group.interval_ns)
+            moments.append(group.notified_ns + group.interval_ns)
         elif (one.lasts or one.is_joined) and (group.refresh or not one.row.acknowledged_by):
-            moments.append((now if one.run.state == "lost" else group.told_ns) + group.repeat_ns)
+            moments.append((now if one.run.state == "lost" else group.notified_ns) + group.repeat_ns)
     group.due_ns = max(now, min(moments)) if moments else None
 
 
 def _forget(session: Session, group: AlertGroup, seen: Sequence[_Seen]) -> None:
     """Let go of alerts whose end is known, so that a group over many runs does not grow."""
     gone = [
-        one.row.id for one in seen if not one.fires and not one.is_news and one.member.told_phase != "firing"
+        one.row.id
+        for one in seen
+        if not one.fires and not one.is_news and one.member.notified_phase != "firing"
     ]
     if gone:
         session.flush()
         session.execute(
             delete(GroupMember)
-            .where(GroupMember.group_id == group.id, GroupMember.standing_id.in_(gone))
+            .where(GroupMember.group_id == group.id, GroupMember.instance_id.in_(gone))
             .execution_options(synchronize_session=False)
         )

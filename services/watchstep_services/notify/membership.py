@@ -100,7 +100,7 @@ def regroup(
     held = session.execute(
         select(AlertGroup.key)
         .join(GroupMember, GroupMember.group_id == AlertGroup.id)
-        .where(GroupMember.standing_id.in_(rows))
+        .where(GroupMember.instance_id.in_(rows))
     ).scalars()
     for key in sorted({*held, *members}):
         entered = members.get(key, [])
@@ -112,7 +112,12 @@ def regroup(
             insert_missing(
                 session,
                 GroupMember,
-                {"group_id": group.id, "standing_id": entry.row.id, "told_episode": 0, "told_phase": ""},
+                {
+                    "group_id": group.id,
+                    "instance_id": entry.row.id,
+                    "notified_episode": 0,
+                    "notified_phase": "",
+                },
             )
         wake(group, now_ns, urgent=_escalates(session, group, entered, began))
 
@@ -136,8 +141,8 @@ def _escalates(session: Session, group: AlertGroup, entered: list[_Entry], began
         return False
     told = session.execute(
         select(AlertInstanceRow.severity)
-        .join(GroupMember, GroupMember.standing_id == AlertInstanceRow.id)
-        .where(GroupMember.group_id == group.id, GroupMember.told_phase == "firing")
+        .join(GroupMember, GroupMember.instance_id == AlertInstanceRow.id)
+        .where(GroupMember.group_id == group.id, GroupMember.notified_phase == "firing")
     ).scalars()
     return max(map(SEVERITIES.index, new)) > max(map(SEVERITIES.index, told), default=-1)
 
@@ -145,7 +150,7 @@ def _escalates(session: Session, group: AlertGroup, entered: list[_Entry], began
 def wake(group: AlertGroup, now_ns: int, *, urgent: bool = False) -> None:
     """Have a group looked at: a new one, or one with a more severe alert, when it has gathered; one that was told after its interval."""
     waits = group.open and not urgent
-    at = max(now_ns, group.told_ns + group.interval_ns) if waits else now_ns + group.wait_ns
+    at = max(now_ns, group.notified_ns + group.interval_ns) if waits else now_ns + group.wait_ns
     group.due_ns = at if group.due_ns is None else min(group.due_ns, at)
 
 
@@ -175,7 +180,7 @@ def _make(session: Session, named: Named, key: str, entry: _Entry) -> None:
         "open": False,
         "generation": 0,
         "repeats": 0,
-        "told_ns": 0,
+        "notified_ns": 0,
         "due_ns": None,
         **_times(entry.route),
     }

@@ -46,7 +46,7 @@ def mute(session: Session, row: AlertInstanceRow, receiver: str, why: tuple[Reas
     """
     reason, detail = why
     values = {
-        "standing_id": row.id,
+        "instance_id": row.id,
         "episode": row.episode,
         "receiver": receiver,
         "reason": reason,

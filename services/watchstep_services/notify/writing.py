@@ -73,7 +73,7 @@ def put_receiver(
         )
     )
     for field, text in sealed.items():
-        session.add(ReceiverSecret(project=project, name=receiver.name, field=field, sealed=text))
+        session.add(ReceiverSecret(project=project, name=receiver.name, field=field, encrypted=text))
     return held
 
 

@@ -102,7 +102,7 @@ def purge_groups(service: Service) -> None:
             AlertGroup.run_id.is_(None),
             AlertGroup.due_ns.is_(None),
             AlertGroup.open.is_(False),
-            AlertGroup.told_ns < now_ns() - IDLE_NS,
+            AlertGroup.notified_ns < now_ns() - IDLE_NS,
             ~held.exists(),
         )
         .limit(_AT_ONCE)

@@ -114,7 +114,7 @@ def _enter_ended(service: Service) -> None:
                 "ended_ns": ended, "next_ns": 0, "summarized_ns": None, "compacted_ns": None, "originals_gone_ns": None, "tensors_gone_ns": None,
             }  # fmt: skip
             values = {
-                "lease_until_ns": 0, "claims": 0, "deleting": False, "held": False, "held_by": "", "held_why": "",
+                "lease_until_ns": 0, "claims": 0, "deleting": False, "on_hold": False, "hold_by": "", "hold_reason": "",
                 "tries": 0, "problem": "",
             }  # fmt: skip
             if not insert_missing(session, Upkeep, {"run_id": run_id, **reset, **values}):
@@ -162,7 +162,7 @@ def _kept(row: Upkeep) -> UpkeepProgress:
         row.originals_gone_ns,
         row.tensors_gone_ns,
         row.deleting,
-        row.held,
+        row.on_hold,
         row.summarized_ns,
     )
 

@@ -42,8 +42,8 @@ def ensure(session: Session, run_id: int, attempt: str) -> Attempt:
     row = session.execute(select(Attempt).filter_by(run_id=run_id, attempt=attempt)).scalar_one_or_none()
     if row is None:
         row = Attempt(
-            run_id=run_id, attempt=attempt, world_size=0, on_stop="ignore", started_ns=0, first_heard_ns=0,
-            sealed=-1, largest=-1, writers={}, ends={}, context=[],
+            run_id=run_id, attempt=attempt, world_size=0, on_stop="ignore", started_ns=0, first_seen_ns=0,
+            watermark=-1, largest=-1, writers={}, ends={}, context=[],
         )  # fmt: skip
         session.add(row)
         session.get_one(RunRow, run_id).attempt = attempt

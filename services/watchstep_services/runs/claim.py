@@ -163,7 +163,7 @@ def _both(statement: Any) -> tuple[Any, Any]:
 
 _CLAIM = _both(_ANY.where(RunRow.id == bindparam("run_id")))
 _NOW = select(now_ns()).scalar_subquery()  # asked once, so that the index of what is due can be used
-_MINE = RunRow.holder.in_(["", bindparam("worker")])
+_MINE = RunRow.cached_by.in_(["", bindparam("worker")])
 _LEFT = RunRow.lease_until_ns > 0  # and over: nobody let it go, so whoever held it is gone
 _URGENT = RunRow.urgent_ns > _NOW - URGENT_NS
 _DEFERRED_UNTIL = (
@@ -238,7 +238,7 @@ _RELEASE = RUN_LEASE.writing.values(
     unfinished_claims=0,
     reading="",
     due_ns=case((_UNHINTED, bindparam("next_ns", type_=BigInteger())), else_=now_ns()),
-    asked_ns=case((_UNHINTED, RUNS.c.asked_ns), else_=now_ns()),
+    requested_ns=case((_UNHINTED, RUNS.c.requested_ns), else_=now_ns()),
 ).returning(RUNS.c.hints)
 # Nobody sends a message: the sweep finds the run. What was hinted meanwhile may be of another attempt, and does not wait.
 _RELEASE_AFTER_FAILURE = RUN_LEASE.writing.values(

@@ -279,7 +279,7 @@ def _record(
             forgotten = _forget_bogus(session, run, before_ns, found, claimed=held is not None)
         run.listed_ns = now
         if fresh:
-            run.heard_ns = now
+            run.last_seen_ns = now
         if found.problems:
             run.health = {**run.health, "documents": dict(sorted(found.problems.items())[:20])}
         if left or UNLISTED in run.health:

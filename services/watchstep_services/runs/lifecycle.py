@@ -130,7 +130,7 @@ def advance_run(service: Service, run_id: int) -> RunState:
             job.state, job.exit_code = status.state, status.exit_code
             if status.is_over and job.gone_ns is None:
                 job.gone_ns = now
-                run.listed_ns = run.look_ns = (
+                run.listed_ns = run.poll_ns = (
                     0  # its last segments may not have been announced: list it at once
                 )
             gone_for = now - (job.gone_ns or now)
@@ -219,7 +219,7 @@ def _facts_of(
         gone_for_ns=gone_for,
         stopping=stop is not None and stop.state == "pending",
         stopped=stop is not None and stop.state == "done" and _ended_job(stop, status),
-        silent_ns=now - run.heard_ns,
+        silent_ns=now - run.last_seen_ns,
         before=cast("RunState", run.state) if run.state in ENDED and run.state_attempt == name else None,
     )
 
@@ -275,7 +275,7 @@ def _change(service: Service, run: RunRow, state: RunState, now: int, session: S
         run.state_attempt = run.attempt
     if state == "running":
         # A look at a run that was over put the next one off by minutes or hours.
-        run.look_ns = 0
+        run.poll_ns = 0
         add_event(
             session, run.id, make_event("watchstep.run.started", service.base_url, named, now, data), now
         )

@@ -166,13 +166,15 @@ def register(
         values = {
             "project": project, "run": run, "state": "created", "attempt": "", "epoch": 0, "lease_until_ns": 0,
             "cursor": "{}", "journal": 0, "ticks": 0, "last_step": -1, "control": ControlDocument().as_data(),
-            "health": {}, "created_ns": now, "heard_ns": now, "listed_ns": 0, "hints": 0,
+            "health": {}, "created_ns": now, "last_seen_ns": now, "listed_ns": 0, "hints": 0,
             "registered_by": registered_by,
         }  # fmt: skip
         insert_missing(session, RunRow, values)
         row = session.execute(select(RunRow).filter_by(project=project, run=run)).scalar_one()
         rule_configs.put_all(session, row, service.owner_rules, asked, origin)
-        session.execute(update(RunRow).where(RunRow.id == row.id).values(listed_ns=0, look_ns=0, quiet_ns=0))
+        session.execute(
+            update(RunRow).where(RunRow.id == row.id).values(listed_ns=0, poll_ns=0, poll_interval_ns=0)
+        )
         return row.id
 
 
@@ -379,7 +381,7 @@ def _look_at_begun(service: Service, store: Store, project: str, names: Sequence
             session.execute(
                 update(RunRow)
                 .where(*chosen, RunRow.state.in_((*ENDED, "lost")))
-                .values(look_ns=0, listed_ns=0)
+                .values(poll_ns=0, listed_ns=0)
                 .execution_options(synchronize_session=False)
             )
 

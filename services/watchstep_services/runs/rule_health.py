@@ -32,7 +32,7 @@ _KINDS: dict[RuleHealth, EventType] = {
 
 
 def tell_health(
-    session: Session, place: EventContext, judged: Judged, kept: RuleStateRow, sealed: int
+    session: Session, place: EventContext, judged: Judged, kept: RuleStateRow, watermark: int
 ) -> None:
     """Publish that a rule came into error, judges nothing, or is well again; each once.
 
@@ -41,37 +41,37 @@ def tell_health(
         place: where and when.
         judged: what the rule config said.
         kept: its row of the attempt.
-        sealed: the last step that every worker has passed.
+        watermark: the last step that every worker has passed.
     """
-    if not has_news(judged.config, judged.memory, kept.told_health, sealed):
+    if not has_news(judged.config, judged.memory, kept.reported_health, watermark):
         return
     health = judged.memory.health
     if health is RuleHealth.ERROR:
         _tell(session, place, judged.row, judged.memory, kept)
     elif health is RuleHealth.OK:
         _tell(session, place, judged.row, judged.memory, kept)
-        kept.told_health = ""
+        kept.reported_health = ""
     else:
         if not _was_told(session, judged.row.id):
             _tell(session, place, judged.row, judged.memory, kept)
-        kept.told_health = health.value
+        kept.reported_health = health.value
 
 
-def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, sealed: int) -> bool:
+def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, watermark: int) -> bool:
     """Whether `tell_health` has something to tell, or to note.
 
     Args:
         config: the rule config.
         memory: what it remembers.
         told: the health that was last told of.
-        sealed: the last step that every worker has passed.
+        watermark: the last step that every worker has passed.
     """
     health = memory.health
     if health is RuleHealth.ERROR:
         return told != RuleHealth.ERROR.value
     if health is RuleHealth.OK:
         return bool(told)
-    return not told and sealed >= NO_DATA_STEPS and _is_chosen(config)
+    return not told and watermark >= NO_DATA_STEPS and _is_chosen(config)
 
 
 def tell_silent(session: Session, place: EventContext) -> None:
@@ -82,17 +82,17 @@ def tell_silent(session: Session, place: EventContext) -> None:
         .where(
             RuleConfigRow.run_id == place.run_id,
             RuleStateRow.attempt == place.attempt,
-            RuleStateRow.told_health == "",
+            RuleStateRow.reported_health == "",
             ~RuleConfigRow.origin.startswith("retired"),
         )
         .order_by(RuleConfigRow.id)
     ).all()
     for row, kept in rows:
-        loaded = load_config(row, kept.memory)
+        loaded = load_config(row, kept.state)
         if loaded.memory.health is RuleHealth.NO_DATA and _is_chosen(loaded.config):
             if not _was_told(session, row.id):
                 _tell(session, place, row, loaded.memory, kept)
-            kept.told_health = RuleHealth.NO_DATA.value
+            kept.reported_health = RuleHealth.NO_DATA.value
 
 
 def _is_chosen(config: RuleConfig | None) -> bool:
@@ -104,7 +104,7 @@ def _was_told(session: Session, config_id: int) -> bool:
     return (
         session.execute(
             select(RuleStateRow.config_id)
-            .filter_by(config_id=config_id, told_health=RuleHealth.NO_DATA.value)
+            .filter_by(config_id=config_id, reported_health=RuleHealth.NO_DATA.value)
             .limit(1)
         ).first()
         is not None
@@ -126,4 +126,4 @@ def _tell(
     }
     event = make_event(_KINDS[memory.health], place.base_url, place.named, place.now_ns, data)
     add_event(session, place.run_id, event, place.now_ns)
-    kept.told_health = memory.health.value
+    kept.reported_health = memory.health.value

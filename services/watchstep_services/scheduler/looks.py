@@ -69,7 +69,7 @@ class RunPoll:
 
 def take(service: Service) -> list[RunPoll]:
     """Looks that are due, so many at once; until they are done or the worker is dead, no other worker takes them."""
-    due = select(RunRow.id).where(POLL_LEASE.is_free()).order_by(RunRow.look_ns).limit(AT_ONCE)
+    due = select(RunRow.id).where(POLL_LEASE.is_free()).order_by(RunRow.poll_ns).limit(AT_ONCE)
     with service.database.write() as session:
         now = read_clock(session)
         tokens = POLL_LEASE.claim_all(session, RunRow.id.in_(unlocked(due, RunRow)), _TAKEN_NS)
@@ -135,10 +135,10 @@ def _look(service: Service, one: RunPoll) -> None:
         session.execute(
             update(RunRow)
             .where(RunRow.id == run.id)
-            .values(quiet_ns=quiet)
+            .values(poll_interval_ns=quiet)
             .execution_options(synchronize_session=False)
         )
-        POLL_LEASE.release(session, run.id, one.taken_ns, look_ns=now_ns() + after)
+        POLL_LEASE.release(session, run.id, one.taken_ns, poll_ns=now_ns() + after)
 
 
 def _fault(error: Exception) -> WatchstepError:
@@ -150,13 +150,13 @@ def _fault(error: Exception) -> WatchstepError:
 def wants_listing(service: Service, one: RunPoll) -> bool:
     """Whether a run has been quiet for so long that its store is worth a listing."""
     run = one.run
-    quiet_since = max(run.heard_ns, run.listed_ns) if run.listed_ns else 0
+    quiet_since = max(run.last_seen_ns, run.listed_ns) if run.listed_ns else 0
     quiet = one.now_ns - quiet_since
     if run.state in ENDED or run.state == "lost":
         # It may still get a late segment or another attempt, but that is rare.
         return quiet >= nanoseconds(service.settings.silent_seconds)
     base = max(service.settings.listing_ns(local=one.place.is_local), service.listing_times.pause_ns(run.id))
-    return quiet >= base if one.has_job else quiet >= max(base, run.quiet_ns)
+    return quiet >= base if one.has_job else quiet >= max(base, run.poll_interval_ns)
 
 
 def _quiet(service: Service, one: RunPoll, listed: bool, fresh: bool) -> int:
@@ -168,21 +168,21 @@ def _quiet(service: Service, one: RunPoll, listed: bool, fresh: bool) -> int:
     if one.has_job:
         return _JOB_NS  # that it is gone, only asking tells
     base = service.settings.listing_ns(local=one.place.is_local)
-    announces = one.run.heard_ns > one.run.listed_ns > 0
-    before = max(base, one.run.quiet_ns)
+    announces = one.run.last_seen_ns > one.run.listed_ns > 0
+    before = max(base, one.run.poll_interval_ns)
     if not listed:
         return before
     return min(2 * before, max(base, LONGEST_QUIET_NS)) if announces and not fresh else base
 
 
-def _next(service: Service, row: RunRow, one: RunPoll, quiet_ns: int) -> int:
+def _next(service: Service, row: RunRow, one: RunPoll, poll_interval_ns: int) -> int:
     """How long until the next look."""
     if row.state in ENDED or row.state == "lost":
         silent = nanoseconds(service.settings.silent_seconds)
         # The longer it has been over the more seldom; spread, so that those that ended together are not listed together.
         since = (one.now_ns - (row.ended_ns or one.now_ns)) // _ENDED_SHARE
         return int(min(max(silent, since), max(silent, _LONGEST_ENDED_NS)) * (0.75 + (row.id % 64) / 128))
-    return quiet_ns
+    return poll_interval_ns
 
 
 def do_looks(service: Service, seconds: float) -> None:
@@ -221,7 +221,7 @@ def _put_off(service: Service, looks: list[RunPoll]) -> None:
         return
     with service.database.once() as session:
         for one in looks:
-            POLL_LEASE.release(session, one.run.id, one.taken_ns, look_ns=now_ns() + _PUT_OFF_NS)
+            POLL_LEASE.release(session, one.run.id, one.taken_ns, poll_ns=now_ns() + _PUT_OFF_NS)
 
 
 def tell(service: Service, run_id: int, error: WatchstepError | None) -> None:

@@ -32,9 +32,9 @@ class CeleryNotifier:
         self._hints: queue.Queue[tuple[str, int, dict[str, Any]]] = queue.Queue(_WAITING_HINTS)
         threading.Thread(target=self._forward, name="watchstep-hints", daemon=True).start()
 
-    def run_changed(self, run_id: int, holder: str = "") -> None:
+    def run_changed(self, run_id: int, worker: str = "") -> None:
         """Have a run evaluated, by the worker that holds its earlier rows, where there is one."""
-        self._put(EVALUATE, run_id, {"queue": queue_of(holder), "expires": _HOLDER_SECONDS} if holder else {})
+        self._put(EVALUATE, run_id, {"queue": queue_of(worker), "expires": _HOLDER_SECONDS} if worker else {})
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:  # noqa: ARG002 - whoever takes the message asks
         """Have an action tried."""

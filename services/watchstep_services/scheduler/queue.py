@@ -60,7 +60,7 @@ class WorkQueue:
         """Begin to work for a service."""
         self._service = service
 
-    def run_changed(self, run_id: int, holder: str = "") -> None:  # noqa: ARG002 - all threads hold the same
+    def run_changed(self, run_id: int, worker: str = "") -> None:  # noqa: ARG002 - all threads hold the same
         """Have a run evaluated: this one, or the one that comes before it, whose own message evaluates this one then."""
         self._put(("run", run_id))
 

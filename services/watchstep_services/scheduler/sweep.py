@@ -124,7 +124,7 @@ def note_asked(service: Service, runs: Sequence[int]) -> None:
             session.execute(
                 update(RunRow)
                 .where(RunRow.id.in_(_free(runs)))
-                .values(asked_ns=now_ns())
+                .values(requested_ns=now_ns())
                 .execution_options(synchronize_session=False)
             )
 
@@ -164,7 +164,7 @@ def _due_runs(service: Service) -> tuple[int, ...]:
                     RunRow.due_ns <= now,
                     RUN_LEASE.is_free(now),
                     # A message "sent" in the future was sent before the database's clock was set back: it may be lost.
-                    or_(RunRow.asked_ns <= now - MESSAGE_NS, RunRow.asked_ns > now),
+                    or_(RunRow.requested_ns <= now - MESSAGE_NS, RunRow.requested_ns > now),
                 )
                 .order_by(RunRow.due_ns)
                 .limit(_MOST_RUNS)

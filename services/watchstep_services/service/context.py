@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 class Notifier(Protocol):
     """Tells those who work that there is something to do. A hint: what is lost, the sweep finds."""
 
-    def run_changed(self, run_id: int, holder: str = "") -> None:
+    def run_changed(self, run_id: int, worker: str = "") -> None:
         """A run may have segments to judge; the worker that judged it last still holds its earlier rows."""
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:
@@ -56,7 +56,7 @@ class Notifier(Protocol):
 class Silent:
     """Tells nobody; the sweep finds everything."""
 
-    def run_changed(self, run_id: int, holder: str = "") -> None:
+    def run_changed(self, run_id: int, worker: str = "") -> None:
         """Nothing."""
 
     def action_due(self, action_id: int, post: DeliveryKey | None = None) -> None:

@@ -166,18 +166,20 @@ def _unreadable(held: Loaded) -> Judged:
     return Judged(held.row, None, told, told.model_dump_json(), [], [], told=held.told, problem=held.problem)
 
 
-def report_lost_context(judged: list[Judged], lost: LostContext, sealed: int) -> list[Judged]:
+def report_lost_context(judged: list[Judged], lost: LostContext, watermark: int) -> list[Judged]:
     """Set the health of the rule configs that needed earlier rows which cannot be read; what they found stays.
 
     Args:
         judged: what the rule configs said without these rows.
         lost: the rows.
-        sealed: the last sealed step before this evaluation.
+        watermark: the watermark before this evaluation.
     """
-    return [_reported(entry, lost, sealed) if _needed(entry, lost, sealed) else entry for entry in judged]
+    return [
+        _reported(entry, lost, watermark) if _needed(entry, lost, watermark) else entry for entry in judged
+    ]
 
 
-def _needed(judged: Judged, lost: LostContext, sealed: int) -> bool:
+def _needed(judged: Judged, lost: LostContext, watermark: int) -> bool:
     config, memory = judged.config, judged.memory
     if config is None or memory.health is RuleHealth.ERROR:
         return False
@@ -187,12 +189,12 @@ def _needed(judged: Judged, lost: LostContext, sealed: int) -> bool:
         return False
     waits = rule.merged(params) != "per_worker"
     looked_back = memory.judged > 0 and rule.lookback(params) > 0
-    return looked_back or (waits and lost.last_step > sealed)
+    return looked_back or (waits and lost.last_step > watermark)
 
 
-def _reported(judged: Judged, lost: LostContext, sealed: int) -> Judged:
+def _reported(judged: Judged, lost: LostContext, watermark: int) -> Judged:
     problem = lost.summary
-    if lost.last_step > sealed:
-        problem += f"; steps after {sealed} among them were not judged"
+    if lost.last_step > watermark:
+        problem += f"; steps after {watermark} among them were not judged"
     memory = judged.memory.model_copy(update={"health": RuleHealth.ERROR, "problem": problem[:500]})
     return replace(judged, memory=memory, kept=memory.model_dump_json(), changed=True)

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from watchstep_launch.backend import JobHandle
 from watchstep_launch.backends.local import backend as local
 from watchstep_launch.backends.slurm import backend as slurm
-from watchstep_services.db.models import BackendRow, BoundJobRow, JobHolder
+from watchstep_services.db.models import BackendRow, BoundJobRow, JobOwner
 from watchstep_services.db.upsert import insert_missing
 from watchstep_services.tenancy.conflict import ConflictError
 
@@ -78,9 +78,9 @@ def hold(session: Session, project: str, kind: str, job: JobHandle) -> None:
         ConflictError: it is another project's; which, is not told.
     """
     digest = digest_of(kind, job)
-    if insert_missing(session, JobHolder, {"job": digest, "project": project}):
+    if insert_missing(session, JobOwner, {"job": digest, "project": project}):
         return
-    holder = session.execute(select(JobHolder.project).filter_by(job=digest)).scalar_one()
+    holder = session.execute(select(JobOwner.project).filter_by(job=digest)).scalar_one()
     if holder != project:
         raise ConflictError(
             f"job {job.backend}:{job.id} is bound in another project",

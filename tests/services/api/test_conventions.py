@@ -175,7 +175,9 @@ def add_runs(driven: Driven, names: list[str], state: str = "created") -> None:
     with driven.service.database.write() as session:
         ensure_project(session, driven.service, "vision")
         for name in names:
-            session.add(RunRow(project="vision", run=name, state=state, control={}, created_ns=1, heard_ns=1))
+            session.add(
+                RunRow(project="vision", run=name, state=state, control={}, created_ns=1, last_seen_ns=1)
+            )
 
 
 @pytest.mark.parametrize("descending", [False, True])

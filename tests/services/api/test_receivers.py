@@ -58,7 +58,7 @@ def test_a_secret_goes_in_and_does_not_come_out(keyed: Api) -> None:
     assert shown.json()["receiver"]["secret"] == {"set": True}
     with keyed.driven.service.database.read() as session:
         (row,) = session.execute(select(ReceiverSecret)).scalars()
-    assert secret not in row.sealed
+    assert secret not in row.encrypted
     # What was shown may be sent back: the secret stays, and goes where the field goes.
     again = put(keyed, {**shown.json()["receiver"], "title": "{name}"})
     assert again.status_code == 200, again.text
@@ -266,7 +266,7 @@ def test_a_secret_that_was_opened_is_in_no_log(keyed: Api) -> None:
     put(keyed, webhook(secret=new_secret()))
     with service.database.write() as session:
         row = session.get_one(ReceiverSecret, (PROJECT, "hook", "secret"))
-        row.sealed = SecretBox(service.settings).seal(f"{PROJECT}/hook/secret", secret)
+        row.encrypted = SecretBox(service.settings).seal(f"{PROJECT}/hook/secret", secret)
     with service.database.read() as session:
         receiver = find_receiver(service, session, PROJECT, "hook")
         assert open_secrets(service, session, PROJECT, receiver) == {"secret": secret}

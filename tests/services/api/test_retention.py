@@ -54,7 +54,7 @@ def test_a_run_that_has_ended_is_deleted(api: Api, recording: Recording) -> None
 def test_a_run_that_is_held_is_not_deleted(api: Api, recording: Recording) -> None:
     end(api)
     held = api.call("PUT", f"{RUN}/hold", {"reason": "for the paper"}).json()
-    assert (held["held"], held["held_why"]) == (True, "for the paper")
+    assert (held["on_hold"], held["hold_reason"]) == (True, "for the paper")
     assert api.call("DELETE", RUN, role="admin").status_code == 409
     assert api.call("GET", f"{RUN}/keeping", role="viewer").json() == held
     api.call("DELETE", f"{RUN}/hold")

@@ -107,7 +107,7 @@ class Mortal:
             session.execute(
                 update(RunRow)
                 .filter_by(id=self.run_id)
-                .values(look_ns=0, quiet_ns=0, listed_ns=0, asked_ns=0)
+                .values(poll_ns=0, poll_interval_ns=0, listed_ns=0, requested_ns=0)
             )
         self.do(lambda: found.append(sweep(self.driven.service)))
         for work in found:
@@ -310,7 +310,7 @@ def told(driven: Driven, run_id: int) -> dict[str, Any]:
         "memories": driven.memories(),
         "actions": [(action.key, action.state) for action in driven.actions(run_id)],
         "segments": driven.segments(run_id),
-        "looked": (run.listed_ns, run.heard_ns, run.attempt, run.health),
+        "looked": (run.listed_ns, run.last_seen_ns, run.attempt, run.health),
     }
 
 

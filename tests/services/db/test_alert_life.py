@@ -88,12 +88,12 @@ def test_an_alerts_fingerprint_is_the_one_that_the_migration_made() -> None:
 def test_what_is_known_of_a_run_goes_with_it_and_the_log_stays(database: Database) -> None:
     write(database, columns(database, "projects", {"name": "vision"}))
     write(database, columns(database, "runs", {"id": 1, "project": "vision", "run": "night"}))
-    write(database, columns(database, "alert_standings", {"id": 1, "run_id": 1, "fingerprint": "f"}))
+    write(database, columns(database, "alert_instances", {"id": 1, "run_id": 1, "fingerprint": "f"}))
     write(database, columns(database, "alert_groups", {"id": 1, "project": "vision", "run_id": 1}))
-    write(database, columns(database, "alert_group_members", {"group_id": 1, "standing_id": 1}))
-    write(database, columns(database, "muted_notifications", {"id": 1, "standing_id": 1}))
+    write(database, columns(database, "alert_group_members", {"group_id": 1, "instance_id": 1}))
+    write(database, columns(database, "muted_notifications", {"id": 1, "instance_id": 1}))
     write(database, columns(database, "stop_audit", {"id": 1, "project": "vision", "run": "night"}))
     write(database, "DELETE FROM runs")
-    for table in ("alert_standings", "alert_groups", "alert_group_members", "muted_notifications"):
+    for table in ("alert_instances", "alert_groups", "alert_group_members", "muted_notifications"):
         assert rows(database, f"SELECT * FROM {table}") == []
     assert len(rows(database, "SELECT * FROM stop_audit")) == 1

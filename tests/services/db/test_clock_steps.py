@@ -29,7 +29,7 @@ from watchstep_services.db.models import (
     Upkeep,
 )
 from watchstep_services.evaluation.plan import Gap, GapPatience
-from watchstep_services.evaluation.seals import AttemptProgress, WriterProgress, decide
+from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress, decide
 from watchstep_services.runs.claim import claim
 from watchstep_services.scheduler.sweep import sweep
 
@@ -155,16 +155,16 @@ def test_every_moment_that_is_waited_for_moves_with_the_clock(
 
 def test_a_clock_that_goes_on_moves_nothing(timed: Driven, clock: Clock) -> None:
     run_id = timed.register()
-    before = timed.run(run_id).look_ns, timed.run(run_id).heard_ns
+    before = timed.run(run_id).poll_ns, timed.run(run_id).last_seen_ns
     for seconds in (0, 1, 100, -0.5, 1e6):
         clock.move(seconds)
         assert follow_clock(timed.service.database) == 0
-    assert (timed.run(run_id).look_ns, timed.run(run_id).heard_ns) == before
+    assert (timed.run(run_id).poll_ns, timed.run(run_id).last_seen_ns) == before
 
 
 def test_a_rank_that_was_heard_in_the_future_is_not_waited_for() -> None:
-    def progress(heard_ns: int) -> AttemptProgress:
-        writers = {"n/w/0": WriterProgress(9, 1, (0,)), "n/w/1": WriterProgress(4, heard_ns, (1,))}
+    def progress(last_seen_ns: int) -> AttemptProgress:
+        writers = {"n/w/0": WriterProgress(9, 1, (0,)), "n/w/1": WriterProgress(4, last_seen_ns, (1,))}
         return AttemptProgress(2, 1, writers, frozenset(), 4)
 
     assert decide(progress(HOUR), 0, SECOND) is not None

@@ -84,7 +84,7 @@ class Row:
 def rows_of(key: int) -> list[Base]:
     return [
         Project(name="vision", description="", listed_ns=0),
-        RunRow(id=key, project="vision", run="run", control={}, created_ns=0, heard_ns=0),
+        RunRow(id=key, project="vision", run="run", control={}, created_ns=0, last_seen_ns=0),
         ActionRow(id=key, key="key", run_id=key, event_id="e", kind="webhook", payload={}, created_ns=0),
         Backtest(id=key, project="vision", runs=["run"], rules=[], sweeps=[], created_ns=0),
         Upkeep(run_id=key),
@@ -204,7 +204,7 @@ def test_what_is_done_is_not_claimed(clocked: Database, kind: str) -> None:
 
 def test_a_batch_is_claimed_once(clocked: Database) -> None:
     with clocked.write() as session:
-        session.add(RunRow(id=2, project="vision", run="other", control={}, created_ns=0, heard_ns=0))
+        session.add(RunRow(id=2, project="vision", run="other", control={}, created_ns=0, last_seen_ns=0))
     with clocked.write() as session:
         tokens = POLL_LEASE.claim_all(session, RunRow.id.in_([1, 2]), NANOSECONDS)
     assert tokens == {1: STARTED_NS + NANOSECONDS, 2: STARTED_NS + NANOSECONDS}

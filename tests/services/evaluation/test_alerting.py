@@ -149,7 +149,7 @@ def test_a_memory_that_cannot_be_read_begins_anew(sqlite: Database, folder_store
     driven.announce(run_id, recording.write(0, 0, 3))
     driven.settle(run_id)
     with driven.service.database.write() as session:
-        session.execute(update(RuleStateRow).values(memory='{"alert": {"hits": {"loss@0/train": 3}}}'))
+        session.execute(update(RuleStateRow).values(state='{"alert": {"hits": {"loss@0/train": 3}}}'))
     driven = driven.restarted()  # the process that wrote it knows what it wrote
     driven.announce(run_id, recording.write(1, 4, 7, nan_from(5)))
     driven.settle(run_id)

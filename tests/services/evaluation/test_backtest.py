@@ -233,7 +233,7 @@ def late_worker(live: Live, recording: Recording) -> None:
     recording.write(1, 3, 9, nan_from(6), worker=1, taken_ns=live.now_ns)
     discover(live.driven.service, live.run_id)
     live.evaluate(1)
-    assert live.driven.seals(live.run_id) == [(2, "passed"), (9, "deadline")]
+    assert live.driven.watermarks(live.run_id) == [(2, "passed"), (9, "deadline")]
     assert first.writer.writer == "w1"
 
 

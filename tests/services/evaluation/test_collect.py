@@ -221,7 +221,7 @@ def test_the_end_of_a_writer_is_given_up_while_others_go_on(driven: Driven, fold
     hasty.settle(run_id)
     assert driven.segments(run_id)["w1", 1] == "missing"
     assert driven.run(run_id).health["missing_segments"] == 1
-    assert driven.seals(run_id)[-1] == (7, "passed")
+    assert driven.watermarks(run_id)[-1] == (7, "passed")
 
 
 def test_an_answer_that_was_cut_short_once_costs_no_segment(

@@ -191,7 +191,7 @@ def test_a_rule_that_ends_its_process_is_tried_for_another_project_at_once(
         driven.evaluate(run_id)
     with sqlite.read() as session:
         memories: list[Any] = list(
-            session.execute(select(RuleStateRow.memory).order_by(RuleStateRow.config_id)).scalars()
+            session.execute(select(RuleStateRow.state).order_by(RuleStateRow.config_id)).scalars()
         )
     assert len(memories) == 2
     for memory in memories:

@@ -22,7 +22,7 @@ class Line(Silent):
 
     waiting: deque[int] = field(default_factory=deque)
 
-    def run_changed(self, run_id: int, holder: str = "") -> None:
+    def run_changed(self, run_id: int, cached_by: str = "") -> None:
         self.waiting.append(run_id)
 
 
@@ -95,4 +95,4 @@ def test_a_run_that_is_due_keeps_its_place(driven: Driven) -> None:
         session.get_one(RunRow, run_id).due_ns = 5
     with driven.service.database.write() as session:
         hint(session, run_id, asked=True)
-    assert (driven.run(run_id).due_ns, driven.run(run_id).asked_ns) == (5, 0)
+    assert (driven.run(run_id).due_ns, driven.run(run_id).requested_ns) == (5, 0)

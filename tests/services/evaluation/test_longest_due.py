@@ -54,7 +54,7 @@ def runs(driven: Driven, store: Store, *states: dict[str, Any]) -> list[int]:
         with driven.service.database.write() as session:
             row = session.get_one(RunRow, ids[-1])
             row.due_ns = NOW_NS - int(state["ago"] * NANOSECONDS)
-            row.holder = state.get("holder", "")
+            row.cached_by = state.get("cached_by", "")
             row.urgent_ns = NOW_NS - int(state["urgent"] * NANOSECONDS) if "urgent" in state else 0
             row.lease_until_ns = NOW_NS + int(state["leased"] * NANOSECONDS) if "leased" in state else 0
     return ids
@@ -66,7 +66,9 @@ def taken(driven: Driven, asked: int) -> int | None:
 
 
 def test_what_has_been_due_for_longest_is_taken_first(driven: Driven, folder_store: Store) -> None:
-    newest, oldest, middle = runs(driven, folder_store, {"ago": 1}, {"ago": 3, "holder": "mine"}, {"ago": 2})
+    newest, oldest, middle = runs(
+        driven, folder_store, {"ago": 1}, {"ago": 3, "cached_by": "mine"}, {"ago": 2}
+    )
     assert [taken(driven, newest) for _ in range(4)] == [oldest, middle, newest, None]
 
 
@@ -77,9 +79,9 @@ def test_what_another_worker_holds_is_left_to_it_for_as_long_as_a_message_is_wai
     fresh, mine, forgotten = runs(
         driven,
         folder_store,
-        {"ago": 2, "holder": "other"},
-        {"ago": 1, "holder": "mine"},
-        {"ago": late, "holder": "other"},
+        {"ago": 2, "cached_by": "other"},
+        {"ago": 1, "cached_by": "mine"},
+        {"ago": late, "cached_by": "other"},
     )
     assert [taken(driven, mine) for _ in range(3)] == [forgotten, mine, None]
     assert taken(driven, fresh) == fresh
@@ -92,8 +94,8 @@ def test_a_run_whose_worker_died_goes_first_once_its_lease_is_over(
     stuck, mine = runs(
         driven,
         folder_store,
-        {"ago": late, "holder": "dead", "leased": 3600},
-        {"ago": 1, "holder": "mine"},
+        {"ago": late, "cached_by": "dead", "leased": 3600},
+        {"ago": 1, "cached_by": "mine"},
     )
     assert taken(driven, mine) == mine
     with driven.service.database.write() as session:
@@ -111,9 +113,9 @@ def test_where_all_wait_a_worker_keeps_to_what_it_holds_but_leaves_nothing_for_e
     others, longest, mine = runs(
         driven,
         folder_store,
-        {"ago": late + 1, "holder": "other"},
-        {"ago": 2 * late, "holder": "dead"},
-        {"ago": late, "holder": "mine"},
+        {"ago": late + 1, "cached_by": "other"},
+        {"ago": 2 * late, "cached_by": "dead"},
+        {"ago": late, "cached_by": "mine"},
     )
     assert [taken(driven, others) for _ in range(4)] == [longest, mine, others, None]
 
@@ -125,10 +127,10 @@ def test_where_something_sudden_happened_goes_before_what_has_not_waited_far_lon
     waited, urgent, longest, past = runs(
         driven,
         folder_store,
-        {"ago": ahead - 1, "holder": "mine"},
-        {"ago": 1, "holder": "mine", "urgent": 1},
-        {"ago": ahead + 3, "holder": "mine"},
-        {"ago": 2, "holder": "mine", "urgent": short + 1},
+        {"ago": ahead - 1, "cached_by": "mine"},
+        {"ago": 1, "cached_by": "mine", "urgent": 1},
+        {"ago": ahead + 3, "cached_by": "mine"},
+        {"ago": 2, "cached_by": "mine", "urgent": short + 1},
     )
     assert [taken(driven, past) for _ in range(5)] == [longest, urgent, waited, past, None]
 

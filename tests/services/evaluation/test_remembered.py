@@ -59,7 +59,7 @@ def test_an_evaluation_at_which_nothing_happens_asks_three_times(
     if database.engine.dialect.name == "postgresql":
         # Its first makes it running, which the second sees.
         assert asked[2:] == [3, 3, 3]
-    assert driven.seals(run_id) == [(4 * seq + 3, "passed") for seq in range(5)]
+    assert driven.watermarks(run_id) == [(4 * seq + 3, "passed") for seq in range(5)]
     assert set(driven.segments(run_id).values()) == {"read"}
 
 
@@ -111,7 +111,12 @@ def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven, 
         step(driven, run_id, recording, seq)
         driven.settle(run_id)
     step(driven, run_id, recording, 3)
-    before = (driven.memories(), driven.seals(run_id), driven.segments(run_id), driven.run(run_id).cursor)
+    before = (
+        driven.memories(),
+        driven.watermarks(run_id),
+        driven.segments(run_id),
+        driven.run(run_id).cursor,
+    )
     later: list[Any] = []
 
     def overtake(name: str, _what: Any) -> None:
@@ -121,7 +126,7 @@ def test_one_that_was_taken_over_while_it_judged_writes_nothing(driven: Driven, 
 
     with failpoints.listening(overtake):
         assert driven.evaluate(run_id).outcome == "fenced"
-    after = (driven.memories(), driven.seals(run_id), driven.segments(run_id), driven.run(run_id).cursor)
+    after = (driven.memories(), driven.watermarks(run_id), driven.segments(run_id), driven.run(run_id).cursor)
     assert (after, later[0].cursor) == (before, before[3])
     with driven.service.database.read() as session:
         assert len(session.execute(select(TickRow)).all()) == 3
@@ -190,7 +195,7 @@ def test_memory_changes_no_result(driven: Driven, folder_store: Store) -> None:
         for seq in range(6):
             step(driven, run_id, recording, seq, nan_from(13))
             (driven.restarted() if name == "run-2" else driven).settle(run_id)
-        found.append((driven.alerts(run_id), driven.seals(run_id), driven.event_types(run_id)))
+        found.append((driven.alerts(run_id), driven.watermarks(run_id), driven.event_types(run_id)))
     assert found[0] == found[1]
     half = len(driven.memories()) // 2
     assert [held[1:] for held in driven.memories()[:half]] == [held[1:] for held in driven.memories()[half:]]

@@ -159,7 +159,7 @@ def test_a_seal_after_the_end_judges_no_silence(watch: Watch, folder_store: Stor
     recording.end(worker=1)
     discover(watch.driven.service, run_id)
     assert watch.at(100, run_id) == "committed"
-    assert watch.driven.seals(run_id) == [(2, "passed"), (5, "passed")]
+    assert watch.driven.watermarks(run_id) == [(2, "passed"), (5, "passed")]
     assert watch.ticks(run_id)[-1] == (100, True)
     assert watch.phase(run_id) == ""
 

@@ -134,7 +134,7 @@ class Group:
     way: Way
     heard: dict[str, Heard] = field(default_factory=dict)
     due_ns: int | None = None
-    told_ns: int = 0
+    notified_ns: int = 0
     is_open: bool = False
     repeats: int = 0
     notifications: list[Said] = field(default_factory=list)
@@ -148,7 +148,11 @@ class Group:
 
     def _wake(self, now_ns: int) -> None:
         way = self.way
-        at = max(now_ns, self.told_ns + way.interval * SECOND) if self.is_open else now_ns + way.wait * SECOND
+        at = (
+            max(now_ns, self.notified_ns + way.interval * SECOND)
+            if self.is_open
+            else now_ns + way.wait * SECOND
+        )
         self.due_ns = at if self.due_ns is None else min(self.due_ns, at)
 
     def flush(self, silences: dict[str, int], now_ns: int) -> None:
@@ -167,7 +171,7 @@ class Group:
         if news or ends:
             self._tell(news + lasting, ends, 0, now_ns)
             told_of = news + lasting
-        elif again and now_ns >= self.told_ns + self.way.repeat * SECOND:
+        elif again and now_ns >= self.notified_ns + self.way.repeat * SECOND:
             self._tell(lasting, [], self.repeats + 1, now_ns)
             told_of = lasting
         else:
@@ -180,7 +184,7 @@ class Group:
         self.heard = {name: one for name, one in self.heard.items() if one.fires or one.is_news or one.firing}
 
     def _tell(self, firing: list[str], over: list[str], repeats: int, now_ns: int) -> None:
-        self.told_ns, self.repeats = now_ns, repeats
+        self.notified_ns, self.repeats = now_ns, repeats
         said = [(name, "firing", self.heard[name].alert.acknowledged) for name in firing]
         said += [(name, "resolved", self.heard[name].alert.acknowledged) for name in over]
         status = "firing" if firing else "resolved"
@@ -195,9 +199,9 @@ class Group:
                 if one.matters:
                     moments.append(silences[name])
             elif one.is_over:
-                moments.append(self.told_ns + self.way.interval * SECOND)
+                moments.append(self.notified_ns + self.way.interval * SECOND)
             elif (one.lasts or one.is_joined) and (self.way.refresh or not one.alert.acknowledged):
-                moments.append(self.told_ns + self.way.repeat * SECOND)
+                moments.append(self.notified_ns + self.way.repeat * SECOND)
         self.due_ns = max(now_ns, min(moments)) if moments else None
 
 

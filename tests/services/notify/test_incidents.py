@@ -94,7 +94,7 @@ def test_an_incident_is_notified_once_and_the_next_notification_names_all_of_it(
     assert said == [["of_loss"], ["of_loss", "of_first"]]
     with driven.service.database.write() as session:
         group = session.execute(select(AlertGroup)).scalar_one()
-        group.told_ns -= HOUR_NS
+        group.notified_ns -= HOUR_NS
         group.due_ns = 0
     flush_due(driven.service)
     repeated = notifications(driven, run_id)[1]

@@ -50,7 +50,7 @@ def group_later(driven: Driven, ns: int) -> None:
     """As if so much time had passed since the groups were told."""
     with driven.service.database.write() as session:
         session.execute(
-            update(AlertGroup).values(told_ns=AlertGroup.told_ns - ns, due_ns=AlertGroup.due_ns - ns)
+            update(AlertGroup).values(notified_ns=AlertGroup.notified_ns - ns, due_ns=AlertGroup.due_ns - ns)
         )
 
 

@@ -151,15 +151,15 @@ def test_what_a_held_run_has_stays(driven: Driven, folder_store: Store) -> None:
     with driven.service.database.write() as session:
         session.add(
             Upkeep(
-                run_id=run_id, ended_ns=0, next_ns=0, lease_until_ns=0, claims=0, held=True, held_by="operator",
-                held_why="paper", tries=0, problem="",
+                run_id=run_id, ended_ns=0, next_ns=0, lease_until_ns=0, claims=0, on_hold=True, hold_by="operator",
+                hold_reason="paper", tries=0, problem="",
             )
         )  # fmt: skip
     assert upkeep(driven.service) == 1
     assert list(recording.store.entries("tensors/"))
     with driven.service.database.write() as session:
         row = session.get_one(Upkeep, run_id)
-        row.held, row.next_ns = False, 0
+        row.on_hold, row.next_ns = False, 0
     upkeep(driven.service)
     assert not list(recording.store.entries())
 
@@ -352,7 +352,7 @@ def test_a_group_over_runs_goes_when_it_is_empty_and_one_that_comes_back_tells(
         # The message that was sent stays: another run's alert stood beside, say.
         session.execute(update(AlertGroup).values(due_ns=None, open=False))
         assert session.execute(select(AlertGroup.id)).scalar_one() == group.id, "it is not empty for long"
-        session.execute(update(AlertGroup).values(told_ns=AlertGroup.told_ns - 2 * IDLE_NS))
+        session.execute(update(AlertGroup).values(notified_ns=AlertGroup.notified_ns - 2 * IDLE_NS))
     kept_key = f"notify:{group.id}:1"
     stays = driven.register("stays")
     with driven.service.database.write() as session:

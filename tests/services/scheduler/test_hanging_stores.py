@@ -99,7 +99,7 @@ def test_looks_at_other_projects_runs_do_not_wait_for_it(driven: Driven, hanging
     assert not quick.run(hung).listed_ns
     assert faults() == before + 1
     for run_id in (hung, good):
-        set_run(quick, run_id, look_ns=0, listed_ns=0)
+        set_run(quick, run_id, poll_ns=0, listed_ns=0)
     do_looks(quick.service, 1e9)
     assert quick.run(good).listed_ns
     assert faults() == before + 1, "it is told once, and not waited for again"
@@ -120,7 +120,7 @@ def test_a_sweep_finds_and_hands_out_what_others_need(
     assert "others are asked meanwhile" in caplog.text
     hanging.released.set()
     quick.service.patience.close()
-    set_run(quick, hung, look_ns=0)
+    set_run(quick, hung, poll_ns=0)
     do_looks(quick.with_settings(store_wait_seconds=60.0).service, 1e9)
     quick.service.patience.close()
     assert "store" in quick.run(hung).health

@@ -168,7 +168,7 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
         assert told(driven) == {"bad", "good"}
 
         with driven.service.database.write() as session:
-            session.execute(update(RunRow).values(look_ns=0))
+            session.execute(update(RunRow).values(poll_ns=0))
         taken = looks.take(driven.service)
         with database.write() as hanging:
             hanging.execute(select(RunRow.id).filter_by(id=bad).with_for_update()).one()
@@ -211,6 +211,6 @@ def test_a_stores_trouble_is_over_when_it_answers(
         sweep(driven.service)
     assert driven.run(run_id).health["store"] == "store: does not answer"
     with driven.service.database.write() as session:
-        session.get_one(RunRow, run_id).look_ns = 0
+        session.get_one(RunRow, run_id).poll_ns = 0
     sweep(driven.service)
     assert "store" not in driven.run(run_id).health

@@ -54,21 +54,23 @@ def test_listings_in_vain_become_rare_and_found_ones_frequent(driven: Driven, fo
     for quiet in (4, 8, 16, 30, 30):  # it announces all there is, a little later each time than we look
         with slow.service.database.write() as session:
             now = read_clock(session)
-        set_run(slow, run_id, look_ns=0, listed_ns=now - 90 * NANOSECONDS, heard_ns=now - 80 * NANOSECONDS)
+        set_run(
+            slow, run_id, poll_ns=0, listed_ns=now - 90 * NANOSECONDS, last_seen_ns=now - 80 * NANOSECONDS
+        )
         look(slow.service, take(slow.service)[0])
-        assert slow.run(run_id).quiet_ns == quiet * NANOSECONDS
+        assert slow.run(run_id).poll_interval_ns == quiet * NANOSECONDS
     recording.write(0, 0, 3)  # nobody announces this one
-    set_run(slow, run_id, look_ns=0, listed_ns=1, heard_ns=1)
+    set_run(slow, run_id, poll_ns=0, listed_ns=1, last_seen_ns=1)
     look(slow.service, take(slow.service)[0])
-    assert slow.run(run_id).quiet_ns == 2 * NANOSECONDS
+    assert slow.run(run_id).poll_interval_ns == 2 * NANOSECONDS
 
 
 def test_a_look_that_somebody_wants_meanwhile_is_not_put_off(driven: Driven) -> None:
     run_id = driven.register()
     (one,) = take(driven.service)
-    set_run(driven, run_id, look_ns=0)
+    set_run(driven, run_id, poll_ns=0)
     look(driven.service, one)
-    assert driven.run(run_id).look_ns == 0
+    assert driven.run(run_id).poll_ns == 0
 
 
 def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_store: Store) -> None:
@@ -78,7 +80,7 @@ def test_a_run_that_starts_again_is_looked_at_at_once(driven: Driven, folder_sto
     first.end("failed", 3)
     discovering.discover(driven.service, run_id)
     assert advance_run(driven.service, run_id) == "failed"
-    set_run(driven, run_id, look_ns=0)
+    set_run(driven, run_id, poll_ns=0)
     look(driven.service, take(driven.service)[0])
     assert take(driven.service) == []  # a run that is over is looked at seldom
     announced(driven, run_id, Recording(folder_store, attempt="a2").begin(), 0)
@@ -118,7 +120,7 @@ def test_a_run_that_ends_is_not_left_due_after_the_clock_was_set_back(
     recording.end("completed", 3)
     discovering.discover(driven.service, run_id)
     set_run(
-        driven, run_id, asked_ns=clock.now_ns + 3600 * NANOSECONDS
+        driven, run_id, requested_ns=clock.now_ns + 3600 * NANOSECONDS
     )  # a message from before, which was lost
     assert advance_run(driven.service, run_id) == "completed"
     assert find_due(driven.service).runs == (run_id,)
@@ -135,9 +137,9 @@ def test_a_message_is_waited_for_before_another_is_sent(driven: Driven, folder_s
         put_segment(session, run_id, key, read_clock(session))
     with driven.service.database.write() as session:
         now = read_clock(session)
-    set_run(driven, run_id, due_ns=1, asked_ns=now)
+    set_run(driven, run_id, due_ns=1, requested_ns=now)
     assert find_due(driven.service).runs == ()
-    set_run(driven, run_id, asked_ns=now - 60 * NANOSECONDS)  # the broker has lost it
+    set_run(driven, run_id, requested_ns=now - 60 * NANOSECONDS)  # the broker has lost it
     assert find_due(driven.service).runs == (run_id,)
     note_asked(driven.service, find_due(driven.service).runs)
     assert find_due(driven.service).runs == ()
@@ -150,14 +152,14 @@ def test_a_run_of_which_nothing_is_heard_is_lost_and_comes_back(driven: Driven, 
     driven.settle(run_id)
     sweep(driven.service)
     assert driven.run(run_id).state == "running"
-    set_run(driven, run_id, heard_ns=1, look_ns=0)
+    set_run(driven, run_id, last_seen_ns=1, poll_ns=0)
     sweep(driven.service)
     assert driven.run(run_id).state == "lost"
     recording.write(1, 4, 7)
-    set_run(driven, run_id, look_ns=0, listed_ns=1)
+    set_run(driven, run_id, poll_ns=0, listed_ns=1)
     for found in sweep(driven.service).runs:
         driven.settle(found)
-    set_run(driven, run_id, look_ns=0)
+    set_run(driven, run_id, poll_ns=0)
     sweep(driven.service)
     assert driven.run(run_id).state == "running"
     types = driven.event_types(run_id)
@@ -188,7 +190,7 @@ def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
     assert after == before + 1
     assert "KeyError" in driven.run(bad).health["store"]
     assert driven.run(good).listed_ns
-    assert driven.run(bad).look_ns, "it has its next turn"
+    assert driven.run(bad).poll_ns, "it has its next turn"
     assert "bad cannot be looked at" in caplog.text
 
 

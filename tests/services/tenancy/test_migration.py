@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from watchstep_launch.backend import JobHandle
 from watchstep_services.db.engine import Database
-from watchstep_services.db.models import JobHolder, Project, StoreRow
+from watchstep_services.db.models import JobOwner, Project, StoreRow
 from watchstep_services.db.schema import downgrade, upgrade
 from watchstep_services.tenancy.backends import backends_of
 from watchstep_services.tenancy.jobs import digest_of
@@ -59,9 +59,9 @@ def test_urls_become_registered_stores_and_come_back(empty_database: Database) -
             assert allowed == (
                 set(PLACES) if database.engine.dialect.name == "sqlite" else {"vision", "audio"}
             )
-            (holder,) = session.execute(select(JobHolder)).scalars()
-            assert holder.project == "vision"
-            assert holder.job == digest_of("local", JobHandle("local", "7", IDENTITY))
+            (owner,) = session.execute(select(JobOwner)).scalars()
+            assert owner.project == "vision"
+            assert owner.job == digest_of("local", JobHandle("local", "7", IDENTITY))
         downgrade(database, "0006")
         with database.engine.connect() as connection:
             rows = connection.execute(sa.text("SELECT name, store_url FROM projects")).all()

@@ -222,7 +222,7 @@ def withdraw_acknowledgement(
 
 def _output(session: Session, row: AlertInstanceRow, project: str, run: str) -> StandingOutput:
     said = ("receiver", "reason", "detail", "episode", "at_ns")
-    muted = session.execute(select(Muted).filter_by(standing_id=row.id).order_by(Muted.id)).scalars()
+    muted = session.execute(select(Muted).filter_by(instance_id=row.id).order_by(Muted.id)).scalars()
     taken = None
     if row.acknowledged_by:
         taken = Acknowledgement(

@@ -73,9 +73,9 @@ def _taken_in(service: Service, project: str, run: str, body: AnnouncementInput)
         row = hold_open_run(session, project, run)
         waiting = row.due_ns is not None and row.due_ns <= row.now_ns
         pause = pause_seconds(row.now_ns - (row.due_ns or row.now_ns) if waiting else 0)
-        said: dict[str, Any] = {"heard_ns": row.now_ns}
-        if row.quiet_ns:
-            said["look_ns"] = row.now_ns + row.quiet_ns
+        said: dict[str, Any] = {"last_seen_ns": row.now_ns}
+        if row.poll_interval_ns:
+            said["poll_ns"] = row.now_ns + row.poll_interval_ns
         if body.urgent and row.now_ns - row.urgent_ns > _BELIEVED_AGAIN_NS:
             said["urgent_ns"] = row.now_ns
         health, before = _with_health(row.health, f"{writer.node}/{writer.writer}", body.health)
@@ -92,7 +92,7 @@ def _taken_in(service: Service, project: str, run: str, body: AnnouncementInput)
     if before is not None:
         metrics.recorder_said(before, body.health)
     if fresh and not waiting:  # else it stands in the line already, by an earlier message
-        service.notifier.run_changed(row.id, row.holder)
+        service.notifier.run_changed(row.id, row.cached_by)
     # Not by the framework, which would check it once more.
     told = AnnouncementResponse(control=ControlData.model_validate(row.control), pause_seconds=pause)
     return told.model_dump_json().encode()

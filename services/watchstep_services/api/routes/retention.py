@@ -60,9 +60,9 @@ class Keeping(BaseModel):
     """What was done to a run after its end. Times are nanoseconds since the epoch."""
 
     deleting: bool
-    held: bool
-    held_by: str
-    held_why: str
+    on_hold: bool
+    hold_by: str
+    hold_reason: str
     compacted_ns: int | None
     originals_gone_ns: int | None
     tensors_gone_ns: int | None
@@ -108,9 +108,9 @@ def delete_run(project: str, run: str, service: Served) -> Keeping:
                 409, f"run {project}/{run}: is {row.state}", "stop it, or wait until it has ended"
             )
         kept = _upkeep(session, row)
-        if kept.held:
+        if kept.on_hold:
             raise RequestRefusedError(
-                409, f"run {project}/{run}: is held ({kept.held_why})", "let it go first"
+                409, f"run {project}/{run}: is held ({kept.hold_reason})", "let it go first"
             )
         if is_being_stopped(session, row.id):
             raise RequestRefusedError(
@@ -139,7 +139,7 @@ def hold_run(project: str, run: str, body: RunHold, service: Served, caller: Cal
             raise RequestRefusedError(
                 409, f"run {project}/{run}: is being deleted", "some of it may be gone already"
             )
-        kept.held, kept.held_by, kept.held_why = True, caller.role, body.reason
+        kept.on_hold, kept.hold_by, kept.hold_reason = True, caller.role, body.reason
         return _keeping(kept)
 
 
@@ -149,7 +149,7 @@ def release(project: str, run: str, service: Served) -> Keeping:
     """Let the project's policy decide again."""
     with service.database.write() as session:
         kept = _upkeep(session, find_run(session, project, run))
-        kept.held, kept.held_by, kept.held_why, kept.next_ns = False, "", "", 0
+        kept.on_hold, kept.hold_by, kept.hold_reason, kept.next_ns = False, "", "", 0
         return _keeping(kept)
 
 
@@ -161,8 +161,8 @@ def _known(session: Session, project: str) -> None:
 
 def _fresh(run: RunRow) -> Upkeep:
     return Upkeep(
-        run_id=run.id, ended_ns=run.ended_ns or 0, next_ns=0, lease_until_ns=0, claims=0, deleting=False, held=False,
-        held_by="", held_why="", tries=0, problem="",
+        run_id=run.id, ended_ns=run.ended_ns or 0, next_ns=0, lease_until_ns=0, claims=0, deleting=False, on_hold=False,
+        hold_by="", hold_reason="", tries=0, problem="",
     )  # fmt: skip
 
 

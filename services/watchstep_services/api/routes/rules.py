@@ -148,7 +148,7 @@ def rules_of(service: Service, session: Session, run: RunRow, caller: Authentica
     states = []
     for config, held in rows:
         asked = load_config(config, None).config
-        memory = memory_of(None if held is None else held.memory)
+        memory = memory_of(None if held is None else held.state)
         states.append(
             RuleState(
                 name=config.name,

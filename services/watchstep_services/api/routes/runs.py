@@ -242,8 +242,10 @@ class AttemptOutput(BaseModel):
     world_size: int = Field(description="How many ranks it has; 0 before it is known.")
     on_stop: str = Field(description="What its workers do when they are asked to stop.")
     started_ns: int = Field(description="When it began, by its own clock; 0 before that is known.")
-    first_heard_ns: int = Field(description="When the service first read something of it; 0 before.")
-    sealed: int = Field(description="The last step that all live workers have passed; -1 before the first.")
+    first_seen_ns: int = Field(description="When the service first read something of it; 0 before.")
+    watermark: int = Field(
+        description="The last step that all live workers have passed; -1 before the first."
+    )
     largest: int = Field(description="The largest step that was read; -1 before the first.")
     ends: dict[str, Any] = Field(description="Rank: how it ended.")
     job: JobOutput | None

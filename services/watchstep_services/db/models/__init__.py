@@ -17,7 +17,7 @@ from watchstep_services.db.models.journal import Segment, TickRow, WatermarkRow
 from watchstep_services.db.models.outbox import ActionRow, ActionTry, EventRow
 from watchstep_services.db.models.projects import (
     BackendRow,
-    JobHolder,
+    JobOwner,
     Project,
     ProjectBackend,
     ProjectStore,
@@ -49,7 +49,7 @@ __all__ = [
     "FindingRow",
     "GroupMember",
     "Incident",
-    "JobHolder",
+    "JobOwner",
     "Muted",
     "PinnedBaseline",
     "Project",

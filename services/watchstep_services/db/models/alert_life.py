@@ -20,7 +20,7 @@ class AlertInstanceRow(Base):
     ``config_id`` and ``attempt`` are those that made it fire last; ``episode`` counts how often it began to fire.
     """
 
-    __tablename__ = "alert_standings"
+    __tablename__ = "alert_instances"
     __table_args__ = (UniqueConstraint("run_id", "fingerprint"),)
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
@@ -117,7 +117,7 @@ class AlertGroup(Base):
     open: Mapped[bool] = mapped_column(Boolean, default=False)
     generation: Mapped[int] = mapped_column(default=0)
     repeats: Mapped[int] = mapped_column(default=0)
-    told_ns: Mapped[int] = mapped_column(default=0)
+    notified_ns: Mapped[int] = mapped_column(default=0)
     due_ns: Mapped[int | None] = mapped_column(default=None, index=True)
 
 
@@ -127,11 +127,11 @@ class GroupMember(Base):
     __tablename__ = "alert_group_members"
 
     group_id: Mapped[int] = mapped_column(ForeignKey("alert_groups.id", ondelete="CASCADE"), primary_key=True)
-    standing_id: Mapped[int] = mapped_column(
-        ForeignKey("alert_standings.id", ondelete="CASCADE"), primary_key=True, index=True
+    instance_id: Mapped[int] = mapped_column(
+        ForeignKey("alert_instances.id", ondelete="CASCADE"), primary_key=True, index=True
     )
-    told_episode: Mapped[int] = mapped_column(default=0)
-    told_phase: Mapped[str] = mapped_column(String(16), default="")
+    notified_episode: Mapped[int] = mapped_column(default=0)
+    notified_phase: Mapped[str] = mapped_column(String(16), default="")
 
 
 class Muted(Base):
@@ -141,10 +141,10 @@ class Muted(Base):
     """
 
     __tablename__ = "muted_notifications"
-    __table_args__ = (UniqueConstraint("standing_id", "episode", "receiver", "reason", "detail"),)
+    __table_args__ = (UniqueConstraint("instance_id", "episode", "receiver", "reason", "detail"),)
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    standing_id: Mapped[int] = mapped_column(ForeignKey("alert_standings.id", ondelete="CASCADE"))
+    instance_id: Mapped[int] = mapped_column(ForeignKey("alert_instances.id", ondelete="CASCADE"))
     episode: Mapped[int]
     receiver: Mapped[str] = mapped_column(String(NAME_LENGTH))
     reason: Mapped[str] = mapped_column(String(16))

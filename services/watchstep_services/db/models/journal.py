@@ -54,9 +54,9 @@ class TickRow(Base):
 
 
 class WatermarkRow(Base):
-    """All steps up to this one are sealed since this tick."""
+    """All steps up to this one are complete since this tick."""
 
-    __tablename__ = "seals"
+    __tablename__ = "watermarks"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     tick: Mapped[int] = mapped_column(primary_key=True)

@@ -91,13 +91,13 @@ class ProjectBackend(Base):
     backend_id: Mapped[int] = mapped_column(ForeignKey("backends.id"), primary_key=True, index=True)
 
 
-class JobHolder(Base):
+class JobOwner(Base):
     """The project that a job belongs to, from the first time that it is bound: no other can bind it, or stop it.
 
     ``job`` is a digest of what the job is, on whatever backend it is registered.
     """
 
-    __tablename__ = "job_holders"
+    __tablename__ = "job_owners"
 
     job: Mapped[str] = mapped_column(String(64), primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"))

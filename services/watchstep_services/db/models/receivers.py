@@ -1,4 +1,4 @@
-"""Receivers of projects, their sealed secrets, and routing trees.
+"""Receivers of projects, their encrypted secrets, and routing trees.
 
 A project can have them before its first run, so they do not refer to its row.
 """
@@ -28,7 +28,7 @@ class ReceiverRow(Base):
 
 
 class ReceiverSecret(Base):
-    """A secret of a receiver, sealed with the service's key."""
+    """A secret of a receiver, encrypted with the service's key."""
 
     __tablename__ = "receiver_secrets"
     __table_args__ = (
@@ -40,7 +40,7 @@ class ReceiverSecret(Base):
     project: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     field: Mapped[str] = mapped_column(String(64), primary_key=True)
-    sealed: Mapped[str] = mapped_column(Text)
+    encrypted: Mapped[str] = mapped_column(Text)
 
 
 class RoutingTree(Base):

@@ -25,7 +25,7 @@ class RetentionPolicy(Base):
 class Upkeep(Base):
     """What was done to a run after its end, and by when it is to be looked at again.
 
-    ``ended_ns`` is the end that the times belong to: after another attempt's end all is due anew. A run that is ``held``
+    ``ended_ns`` is the end that the times belong to: after another attempt's end all is due anew. A run that is ``on_hold``
     loses nothing, whatever the policy says.
     """
 
@@ -41,8 +41,8 @@ class Upkeep(Base):
     originals_gone_ns: Mapped[int | None] = mapped_column(default=None)
     tensors_gone_ns: Mapped[int | None] = mapped_column(default=None)
     deleting: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
-    held: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
-    held_by: Mapped[str] = mapped_column(String(NAME_LENGTH), default="")
-    held_why: Mapped[str] = mapped_column(Text, default="")
+    on_hold: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
+    hold_by: Mapped[str] = mapped_column(String(NAME_LENGTH), default="")
+    hold_reason: Mapped[str] = mapped_column(Text, default="")
     tries: Mapped[int] = mapped_column(default=0)
     problem: Mapped[str] = mapped_column(Text, default="")

@@ -30,13 +30,13 @@ class RuleConfigRow(Base):
 class RuleStateRow(Base):
     """What a rule config remembers of one attempt: a `RuleMemory` as JSON text, and the health that was last told of."""
 
-    __tablename__ = "rule_memories"
+    __tablename__ = "rule_states"
 
     config_id: Mapped[int] = mapped_column(ForeignKey("rule_configs.id"), primary_key=True)
     attempt: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
-    memory: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(Text)
     findings: Mapped[int] = mapped_column(default=0)
-    told_health: Mapped[str] = mapped_column(String(16), default="", server_default="")
+    reported_health: Mapped[str] = mapped_column(String(16), default="", server_default="")
 
 
 class AlertRow(Base):

@@ -13,8 +13,8 @@ from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 class RunRow(Base):
     """A run: where it stands, the fence around its evaluation, and when it is next looked at.
 
-    ``holder``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``asked_ns``: when a message last said so. ``look_ns``: when it is looked at though nobody
-    hints at it; an announcement puts that off by ``quiet_ns``, 0 before the first look. ``urgent_ns``: when a recorder that was believed
+    ``cached_by``: the worker that evaluated it last, and has its earlier rows in memory. ``due_ns``: when it is evaluated; ``requested_ns``: when a message last said so. ``poll_ns``: when it is looked at though nobody
+    hints at it; an announcement puts that off by ``poll_interval_ns``, 0 before the first look. ``urgent_ns``: when a recorder that was believed
     last said that something sudden had happened. ``registered_by``: the id of the operator's or admin's token that made it known;
     empty where nobody's did. ``unfinished_claims``: claims in a row that were neither committed nor released: their process
     ended; ``reading``: the epoch of the last of them and the segment that it was reading, noted once there were some
@@ -41,14 +41,14 @@ class RunRow(Base):
     health: Mapped[dict[str, Any]] = mapped_column(default=dict)
     created_ns: Mapped[int]
     ended_ns: Mapped[int | None] = mapped_column(default=None)
-    heard_ns: Mapped[int]
+    last_seen_ns: Mapped[int]
     listed_ns: Mapped[int] = mapped_column(default=0)
     due_ns: Mapped[int | None] = mapped_column(default=None, index=True)
     hints: Mapped[int] = mapped_column(default=0)
-    asked_ns: Mapped[int] = mapped_column(default=0, server_default="0")
-    look_ns: Mapped[int] = mapped_column(default=0, server_default="0", index=True)
-    quiet_ns: Mapped[int] = mapped_column(default=0, server_default="0")
-    holder: Mapped[str] = mapped_column(String(255), default="", server_default="")
+    requested_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    poll_ns: Mapped[int] = mapped_column(default=0, server_default="0", index=True)
+    poll_interval_ns: Mapped[int] = mapped_column(default=0, server_default="0")
+    cached_by: Mapped[str] = mapped_column(String(255), default="", server_default="")
     urgent_ns: Mapped[int] = mapped_column(default=0, server_default="0")
     registered_by: Mapped[str] = mapped_column(String(16), default="", server_default="")
     unfinished_claims: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -56,7 +56,7 @@ class RunRow(Base):
 
 
 class Attempt(Base):
-    """An attempt: its workers, how far each came, what is sealed, and which segments hold the history.
+    """An attempt: its workers, how far each came, its watermark, and which segments hold the history.
 
     Its evaluations are the run's ticks before ``ticks``; those before ``journaled`` are on the store, in so many parts. Where
     the store refused one, the next is tried no sooner than ``journal_due_ns``.
@@ -71,8 +71,8 @@ class Attempt(Base):
     world_size: Mapped[int] = mapped_column(default=0)
     on_stop: Mapped[str] = mapped_column(String(16), default="ignore")
     started_ns: Mapped[int] = mapped_column(default=0)
-    first_heard_ns: Mapped[int] = mapped_column(default=0)
-    sealed: Mapped[int] = mapped_column(default=-1)
+    first_seen_ns: Mapped[int] = mapped_column(default=0)
+    watermark: Mapped[int] = mapped_column(default=-1)
     largest: Mapped[int] = mapped_column(default=-1)
     writers: Mapped[dict[str, Any]] = mapped_column(default=dict)
     ends: Mapped[dict[str, Any]] = mapped_column(default=dict)

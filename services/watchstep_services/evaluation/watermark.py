@@ -1,4 +1,4 @@
-"""When a step is sealed: every live worker has passed it, or the silent ones have been waited for long enough."""
+"""How far the watermark advances: to the last step that every live worker has passed, or whose allowed lateness is over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Cause = Literal["passed", "deadline", "rows"]
 
 MOST_ROWS = 1_000_000
-"""Rows of an attempt that wait for seals, about 0.4 GB. Beyond that its steps are sealed though a worker is behind, until half of
+"""Rows of an attempt above the watermark, about 0.4 GB. Beyond that the watermark advances though a worker is behind, until half of
 them are left."""
 
 
@@ -22,19 +22,19 @@ class WriterProgress:
 
     Attributes:
         last: the last step of which it wrote rows.
-        heard_ns: when its newest segment was found, by the database's clock.
+        last_seen_ns: when its newest segment was found, by the database's clock.
         workers: ranks whose rows it wrote.
     """
 
     last: int
-    heard_ns: int
+    last_seen_ns: int
     workers: tuple[int, ...]
 
     def merged(self, other: WriterProgress) -> WriterProgress:
         """The further of both."""
         return WriterProgress(
             max(self.last, other.last),
-            max(self.heard_ns, other.heard_ns),
+            max(self.last_seen_ns, other.last_seen_ns),
             tuple(sorted({*self.workers, *other.workers})),
         )
 
@@ -45,17 +45,17 @@ class AttemptProgress:
 
     Attributes:
         world_size: workers to expect; 0 where nobody has said.
-        first_heard_ns: when its first segment was found.
+        first_seen_ns: when its first segment was found.
         writers: by "node/writer/rank".
         ended: ranks that ended and whose segments have all been read.
-        sealed: the last sealed step, -1 for none.
+        watermark: the last step that every worker has passed, -1 for none.
     """
 
     world_size: int
-    first_heard_ns: int
+    first_seen_ns: int
     writers: dict[str, WriterProgress]
     ended: frozenset[int]
-    sealed: int
+    watermark: int
 
     @property
     def largest(self) -> int:
@@ -64,24 +64,24 @@ class AttemptProgress:
 
     def heard(self, entries: Iterable[tuple[str, WriterProgress]]) -> AttemptProgress:
         """After further segments: of each rank in them, by "node/writer/rank", how far it came."""
-        writers, first = dict(self.writers), self.first_heard_ns
+        writers, first = dict(self.writers), self.first_seen_ns
         for name, seen in entries:
             before = writers.get(name)
-            first = min(first or seen.heard_ns, seen.heard_ns)
+            first = min(first or seen.last_seen_ns, seen.last_seen_ns)
             writers[name] = seen if before is None else before.merged(seen)
-        return replace(self, writers=writers, first_heard_ns=first)
+        return replace(self, writers=writers, first_seen_ns=first)
 
 
 @dataclass(frozen=True)
-class SealDecision:
-    """Steps up to this one are sealed, and why."""
+class WatermarkAdvance:
+    """The watermark comes to this step, and why."""
 
     step: int
     cause: Cause
 
 
-def decide(progress: AttemptProgress, now_ns: int, deadline_ns: int) -> SealDecision | None:
-    """The seal that can be set now, if it is beyond the last one.
+def decide(progress: AttemptProgress, now_ns: int, deadline_ns: int) -> WatermarkAdvance | None:
+    """The advance that can be set now, if it is beyond the last one.
 
     Args:
         progress: how far the attempt came.
@@ -90,37 +90,39 @@ def decide(progress: AttemptProgress, now_ns: int, deadline_ns: int) -> SealDeci
     """
     live = _live(progress)
     passed = min((step for step, _ in live), default=progress.largest)
-    if passed > progress.sealed:
-        return SealDecision(passed, "passed")
+    if passed > progress.watermark:
+        return WatermarkAdvance(passed, "passed")
     # Beyond the deadline ahead it was heard before the clock was set back, and nobody knows how long ago that is.
     fresh = [step for step, heard in live if -deadline_ns <= now_ns - heard < deadline_ns]
     reached = min(fresh, default=progress.largest)
-    return SealDecision(reached, "deadline") if reached > progress.sealed else None
+    return WatermarkAdvance(reached, "deadline") if reached > progress.watermark else None
 
 
-def bounded(seal: SealDecision | None, sealed: int, waiting: NDArray[np.int64]) -> SealDecision | None:
-    """The seal that can be set now, or one that must be set, where more rows wait than memory may hold.
+def bounded(
+    advance: WatermarkAdvance | None, watermark: int, waiting: NDArray[np.int64]
+) -> WatermarkAdvance | None:
+    """The advance that can be set now, or one that must be set, where more rows wait than memory may hold.
 
     A worker that is heard and stays behind could keep every other one's rows in memory for good.
 
     Args:
-        seal: what `decide` gave.
-        sealed: the last sealed step.
+        advance: what `decide` gave.
+        watermark: the watermark.
         waiting: int64 of shape (n,), steps of the rows that are in memory.
     """
-    step = sealed if seal is None else seal.step
+    step = watermark if advance is None else advance.step
     left = waiting[waiting > step]
     if len(left) <= MOST_ROWS:
-        return seal
+        return advance
     place = len(left) - MOST_ROWS // 2
-    return SealDecision(int(np.partition(left, place)[place]), "rows")
+    return WatermarkAdvance(int(np.partition(left, place)[place]), "rows")
 
 
 def due_ns(progress: AttemptProgress, deadline_ns: int) -> int | None:
-    """When a silent worker's deadline next lets steps be sealed; None where nothing waits."""
+    """When a silent worker's deadline next lets the watermark advance; None where nothing waits."""
     largest = progress.largest  # it looks at every writer
     behind = [heard for step, heard in _live(progress) if step < largest]
-    waits = progress.sealed < largest
+    waits = progress.watermark < largest
     return min(behind) + deadline_ns if waits and behind else None
 
 
@@ -130,18 +132,18 @@ def _live(progress: AttemptProgress) -> list[tuple[int, int]]:
     for writer in progress.writers.values():
         for rank in writer.workers:
             step, heard = ranks.get(rank, (-1, 0))
-            ranks[rank] = (max(step, writer.last), max(heard, writer.heard_ns))
+            ranks[rank] = (max(step, writer.last), max(heard, writer.last_seen_ns))
     live = [held for rank, held in ranks.items() if rank not in progress.ended]
     known = {*ranks, *progress.ended}
     # One stands for all that were never heard: how many there are is only what somebody wrote, and may be any number.
     if progress.world_size > sum(0 <= rank < progress.world_size for rank in known):
-        live.append((-1, progress.first_heard_ns))
+        live.append((-1, progress.first_seen_ns))
     return live
 
 
 def writers_as_data(writers: dict[str, WriterProgress]) -> dict[str, Any]:
     """A JSON-ready form."""
-    return {name: [held.last, held.heard_ns, list(held.workers)] for name, held in writers.items()}
+    return {name: [held.last, held.last_seen_ns, list(held.workers)] for name, held in writers.items()}
 
 
 def writers_from_data(data: dict[str, Any]) -> dict[str, WriterProgress]:

@@ -14,11 +14,11 @@ from watchstep.format.documents import EndDocument
 from watchstep.format.layout import SegmentKey, WriterId, end_document
 from watchstep.store.store import Store
 from watchstep_rules.config.rule_config import RuleConfig
-from watchstep_services.evaluation import seals
+from watchstep_services.evaluation import watermark as watermarks
 from watchstep_services.evaluation.collect import spans_of_ranks
-from watchstep_services.evaluation.seals import (
+from watchstep_services.evaluation.watermark import (
     AttemptProgress,
-    SealDecision,
+    WatermarkAdvance,
     WriterProgress,
     decide,
     due_ns,
@@ -30,33 +30,35 @@ from watchstep_services.runs.discovery import discover
 
 
 def progress(
-    world: int, *writers: tuple[int, int], ended: tuple[int, ...] = (), sealed: int = -1
+    world: int, *writers: tuple[int, int], ended: tuple[int, ...] = (), watermark: int = -1
 ) -> AttemptProgress:
     """Writer i is of rank i: (last step, last heard)."""
     held = {
         f"node/w{rank}": WriterProgress(last, heard, (rank,)) for rank, (last, heard) in enumerate(writers)
     }
-    return AttemptProgress(world, 100, held, frozenset(ended), sealed)
+    return AttemptProgress(world, 100, held, frozenset(ended), watermark)
 
 
-def test_a_step_is_sealed_when_every_live_worker_has_passed_it() -> None:
-    assert decide(progress(2, (7, 100), (5, 100)), 110, 50) == SealDecision(5, "passed")
-    assert decide(progress(2, (7, 100), (5, 100), sealed=5), 110, 50) is None
-    assert decide(progress(2, (7, 100), (5, 100), ended=(1,), sealed=5), 110, 50) == SealDecision(7, "passed")
-    assert decide(progress(0, (7, 100)), 110, 50) == SealDecision(7, "passed")
+def test_the_watermark_advances_when_every_live_worker_has_passed_it() -> None:
+    assert decide(progress(2, (7, 100), (5, 100)), 110, 50) == WatermarkAdvance(5, "passed")
+    assert decide(progress(2, (7, 100), (5, 100), watermark=5), 110, 50) is None
+    assert decide(progress(2, (7, 100), (5, 100), ended=(1,), watermark=5), 110, 50) == WatermarkAdvance(
+        7, "passed"
+    )
+    assert decide(progress(0, (7, 100)), 110, 50) == WatermarkAdvance(7, "passed")
 
 
 def test_a_silent_worker_is_waited_for_until_the_deadline() -> None:
-    one_is_silent = progress(2, (7, 140), (5, 100), sealed=5)
+    one_is_silent = progress(2, (7, 140), (5, 100), watermark=5)
     assert decide(one_is_silent, 149, 50) is None
-    assert decide(one_is_silent, 150, 50) == SealDecision(7, "deadline")
+    assert decide(one_is_silent, 150, 50) == WatermarkAdvance(7, "deadline")
     assert due_ns(one_is_silent, 50) == 150
     never_heard = progress(3, (7, 140), (7, 140))
     assert decide(never_heard, 149, 50) is None
-    assert decide(never_heard, 150, 50) == SealDecision(7, "deadline")
-    all_silent = progress(2, (7, 100), (5, 100), sealed=5)
-    assert decide(all_silent, 150, 50) == SealDecision(7, "deadline")
-    assert due_ns(progress(2, (7, 100), (7, 100), sealed=7), 50) is None
+    assert decide(never_heard, 150, 50) == WatermarkAdvance(7, "deadline")
+    all_silent = progress(2, (7, 100), (5, 100), watermark=5)
+    assert decide(all_silent, 150, 50) == WatermarkAdvance(7, "deadline")
+    assert due_ns(progress(2, (7, 100), (7, 100), watermark=7), 50) is None
 
 
 def test_progress_is_kept_as_data() -> None:
@@ -72,14 +74,14 @@ def test_two_workers_seal_together_and_a_dead_one_is_passed(driven: Driven, fold
     run_id = driven.register(rules=SEALED)
     driven.announce(run_id, recording.write(0, 0, 7))
     driven.settle(run_id)
-    assert driven.seals(run_id) == []
+    assert driven.watermarks(run_id) == []
 
     driven.announce(run_id, recording.write(0, 0, 5, worker=1))
     driven.settle(run_id)
-    assert driven.seals(run_id) == [(5, "passed")]
+    assert driven.watermarks(run_id) == [(5, "passed")]
 
     driven.with_settings(allowed_lateness_seconds=0.0).settle(run_id)
-    assert driven.seals(run_id) == [(5, "passed"), (7, "deadline")]
+    assert driven.watermarks(run_id) == [(5, "passed"), (7, "deadline")]
     assert {row[0]: row[3] for row in driven.memories()}.keys() == {1, 2, 3}
 
 
@@ -91,7 +93,7 @@ def test_a_worker_that_ended_holds_nothing_up_once_it_is_read(driven: Driven, fo
     recording.end("failed", 5, worker=1)
     discover(driven.service, run_id)
     driven.settle(run_id)
-    assert driven.seals(run_id) == [(7, "passed")]
+    assert driven.watermarks(run_id) == [(7, "passed")]
 
 
 def of_a_node(recording: Recording, seq: int, *reaches: tuple[int, int, int]) -> SegmentKey:
@@ -110,13 +112,13 @@ def test_ranks_of_one_writer_are_each_as_far_as_their_own_rows(driven: Driven, f
     run_id = driven.register(rules=SEALED)
     driven.announce(run_id, of_a_node(recording, 0, (0, 0, 7), (1, 0, 3)))
     driven.settle(run_id)
-    assert driven.seals(run_id) == [(3, "passed")]
+    assert driven.watermarks(run_id) == [(3, "passed")]
     driven.announce(run_id, of_a_node(recording, 1, (0, 8, 9)))
     driven.settle(run_id)
-    assert driven.seals(run_id) == [(3, "passed")]
+    assert driven.watermarks(run_id) == [(3, "passed")]
     driven.announce(run_id, of_a_node(recording, 2, (0, 10, 12), (1, 4, 8)))
     driven.settle(run_id)
-    assert driven.seals(run_id) == [(3, "passed"), (8, "passed")]
+    assert driven.watermarks(run_id) == [(3, "passed"), (8, "passed")]
 
 
 class Counted(np.ndarray[Any, np.dtype[Any]]):
@@ -152,11 +154,11 @@ def test_what_was_heard_of_very_many_ranks_is_taken_in_at_once(monkeypatch: pyte
         copies.append(before)
         return dataclasses.replace(before, **changes)
 
-    monkeypatch.setattr(seals, "replace", replaced)
+    monkeypatch.setattr(watermarks, "replace", replaced)
     heard = [(f"node/w0/{rank % 300}", WriterProgress(rank, 50 + rank, (rank % 300,))) for rank in range(600)]
     after = progress(300).heard(heard)
     assert len(copies) == 1
-    assert after.first_heard_ns == 50
+    assert after.first_seen_ns == 50
     assert after.writers == {
         f"node/w0/{rank}": WriterProgress(rank + 300, rank + 350, (rank,)) for rank in range(300)
     }
@@ -184,42 +186,42 @@ def test_of_ranks_of_one_writer_one_ends_before_the_others(driven: Driven, folde
         recording.store.put(end_document("a1", rank), documents.encode(end))
     discover(driven.service, run_id)
     driven.settle(run_id)
-    assert driven.seals(run_id) == [(9, "passed")]
+    assert driven.watermarks(run_id) == [(9, "passed")]
     assert driven.segments(run_id) == {("node-1", 0): "read", ("node-1", 1): "read"}
     driven.with_settings(gap_seconds=0.0).settle(run_id)
     assert driven.segments(run_id)["node-1", 2] == "missing"
 
 
 def test_a_world_of_any_size_costs_nothing() -> None:
-    told = progress(2**62, (7, 140), (7, 140), sealed=5)
+    told = progress(2**62, (7, 140), (7, 140), watermark=5)
     assert decide(told, 149, 50) is None
-    assert decide(told, 150, 50) == SealDecision(7, "deadline")
+    assert decide(told, 150, 50) == WatermarkAdvance(7, "deadline")
     assert due_ns(told, 50) == 150
 
 
 def test_an_ended_rank_that_was_never_heard_holds_nothing_up() -> None:
-    assert decide(progress(3, (7, 100), (7, 100), ended=(2,)), 110, 50) == SealDecision(7, "passed")
+    assert decide(progress(3, (7, 100), (7, 100), ended=(2,)), 110, 50) == WatermarkAdvance(7, "passed")
     assert decide(progress(4, (7, 100), (7, 100), ended=(2,)), 110, 50) is None
 
 
 def test_no_more_rows_wait_than_memory_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is heard and stays at step 0 would keep the rows of all others in memory for good."""
-    monkeypatch.setattr(seals, "MOST_ROWS", 100)
+    monkeypatch.setattr(watermarks, "MOST_ROWS", 100)
     steps = np.repeat(np.arange(60), 2)
-    assert seals.bounded(None, 20, steps) is None
-    assert seals.bounded(SealDecision(20, "passed"), -1, steps) == SealDecision(20, "passed")
-    decision = seals.bounded(None, -1, steps)
+    assert watermarks.bounded(None, 20, steps) is None
+    assert watermarks.bounded(WatermarkAdvance(20, "passed"), -1, steps) == WatermarkAdvance(20, "passed")
+    decision = watermarks.bounded(None, -1, steps)
     assert decision is not None
     assert decision.cause == "rows"
     assert (steps > decision.step).sum() <= 50
     of_one_step = np.full(1000, 7)
-    assert seals.bounded(None, -1, of_one_step) == SealDecision(7, "rows")
+    assert watermarks.bounded(None, -1, of_one_step) == WatermarkAdvance(7, "rows")
 
 
 def test_a_rank_that_stays_behind_holds_up_so_many_rows_only(
     driven: Driven, folder_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seals, "MOST_ROWS", 60)
+    monkeypatch.setattr(watermarks, "MOST_ROWS", 60)
     recording = Recording(folder_store).begin(world_size=2)
     run_id = driven.register()
     for seq in range(12):  # each of ten steps with three rows

@@ -153,7 +153,7 @@ _FIRING = (
 
 
 def left_behind(
-    session: Session, place: EventContext, judged: list[Judged], sealed: int
+    session: Session, place: EventContext, judged: list[Judged], watermark: int
 ) -> list[tuple[AlertInstanceRow, str]]:
     """Alerts that nothing makes fire any more, and why: no change of theirs will ever come.
 
@@ -164,7 +164,7 @@ def left_behind(
         session: the transaction.
         place: where and when.
         judged: all rule configs of the run, as they were judged on ``place.attempt``.
-        sealed: the last step of it that every worker has passed.
+        watermark: the last step of it that every worker has passed.
     """
     rows = list(session.execute(_FIRING, {"of_run": place.run_id}).scalars())
     if not rows or session.get_one(RunRow, place.run_id).attempt != place.attempt:
@@ -175,16 +175,16 @@ def left_behind(
         one = of.get(row.fingerprint)
         if one is None:
             found.append((row, "its rule config is no longer in use"))
-        elif _came_past(row, one, sealed):
+        elif _came_past(row, one, watermark):
             found.append((row, f"attempt {place.attempt} came past step {row.step} without it"))
     return found
 
 
-def _came_past(row: AlertInstanceRow, one: Judged, sealed: int) -> bool:
+def _came_past(row: AlertInstanceRow, one: Judged, watermark: int) -> bool:
     if one.config is None or one.memory.alert.phase in (Phase.FIRING, Phase.PENDING):
         return False
     judged = one.memory.judged > 0 or one.config.implementation.clock
-    return judged and (sealed >= row.step or one.config.implementation.clock)
+    return judged and (watermark >= row.step or one.config.implementation.clock)
 
 
 def close_left_behind(session: Session, row: AlertInstanceRow, step: int, now_ns: int, event_id: str) -> None:
