@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.format.block import Block, Places, concatenate
-from watchstep.format.histogram import Histograms
-from watchstep.format.statistics import Floats, StatisticsBatch
+from watchstep.format.statistics import Floats, Histograms, StatisticsBatch
 from watchstep.format.tensors import MODES, TensorInfo
 
 WIDTH = 64

@@ -21,10 +21,9 @@ from benchmarks.report import Figure, Report, arguments
 from watchstep import open_run
 from watchstep.format import documents
 from watchstep.format.block import Block, Places
-from watchstep.format.histogram import Histograms
 from watchstep.format.layout import RUN_DOCUMENT, SegmentKey, WriterId
 from watchstep.format.segment import catalogue_bytes, encode
-from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.statistics import Histograms, StatisticsBatch
 from watchstep.format.tensors import TensorInfo
 from watchstep.reading.compaction import compact
 from watchstep.store.store import Store

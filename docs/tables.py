@@ -17,9 +17,8 @@ from pydantic_core import PydanticUndefined
 
 from docs.default_sources import SOURCES
 from watchstep.format.system_figures import FIGURES
-from watchstep.wrapper.migrate_command import parser as migrate_parser
 from watchstep.wrapper.run_command import parser as run_parser
-from watchstep.wrapper.sync_command import parser as sync_parser
+from watchstep.wrapper.store_commands import migrate_parser, sync_parser
 from watchstep_rules.config.defaults import DEFAULT_RULES
 from watchstep_rules.custom.sql.guard import FUNCTIONS
 from watchstep_rules.registry import RULES

@@ -17,7 +17,7 @@ from watchstep.format.layout import check_name
 from watchstep.hook import STORE
 from watchstep.hook_arguments import ON_STOP, ON_STOP_WORDS, PROBES
 from watchstep.platform.transport import SERVICE, TOKEN
-from watchstep.store.identity import StoreIdentity
+from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 from watchstep.wrapper.environment import LAUNCHED
 from watchstep_launch.backend import Backend, Launch

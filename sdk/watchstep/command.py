@@ -25,13 +25,13 @@ def main() -> None:
 
             run(arguments[1:])
         if arguments[:1] == ["sync"]:
-            from watchstep.wrapper.sync_command import main as sync
+            from watchstep.wrapper.store_commands import sync_main
 
-            sync(arguments[1:])
+            sync_main(arguments[1:])
         if arguments[:1] == ["migrate-store"]:
-            from watchstep.wrapper.migrate_command import main as migrate_store
+            from watchstep.wrapper.store_commands import migrate_main
 
-            migrate_store(arguments[1:])
+            migrate_main(arguments[1:])
         _application()(arguments)
     except WatchstepError as error:
         sys.stderr.write(f"watchstep: {printable_lines(error)}\n")

@@ -15,14 +15,12 @@ from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.identity import ATTEMPT, attempt_document, resolve, run_document
 from watchstep.capture.recorder import Guarding, StepGuard
-from watchstep.capture.service.client import ServiceClient
-from watchstep.capture.service.credentials import lent, open_recorded
+from watchstep.capture.service.client import ServiceClient, lent, open_recorded
 from watchstep.capture.service.registration import LaunchState, RunRegistration
 from watchstep.capture.session import Session, apply_control, start_sampling
-from watchstep.capture.shutdown import notebook, process_end
+from watchstep.capture.shutdown import ending
 from watchstep.capture.shutdown.ending import Ending
-from watchstep.capture.stop.barrier import StopTalk
-from watchstep.capture.stop.control_reader import ControlReader
+from watchstep.capture.stop import ControlReader, StopTalk
 from watchstep.capture.upload.access import UploadTarget
 from watchstep.capture.writer import Writer
 from watchstep.errors import ConfigError
@@ -42,7 +40,7 @@ from watchstep.hook_lifetime import CopiedHook, contained, log_scalars
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.transport import ServiceAddress
 from watchstep.stopping import AwaitsCheckpoint, OnStop
-from watchstep.store.identity import StoreIdentity
+from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, WriteGate, checked_scheme
 
 if TYPE_CHECKING:
@@ -126,7 +124,7 @@ class Hook:
         bounds = self.config.bounds
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
-        notebook.end_left()
+        ending.end_left()
         session = self._session = Session.begin(
             self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
         )
@@ -166,8 +164,8 @@ class Hook:
         self._ending = Ending(
             self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate
         )
-        process_end.watch(self._ending)
-        notebook.remember(self._ending)
+        ending.watch(self._ending)
+        ending.remember(self._ending)
         self._checkpoints = CheckpointNotes(self._open_store, self._health)
         self._ending.detach_with(self._checkpoints.close, self._checkpoints.join)
         self._ending.detach_with(self._stop_talk.close, self._stop_talk.join)
@@ -257,7 +255,7 @@ class Hook:
         """
         if self._ending.ended:
             return
-        from watchstep.pytorch.backward_losses import SummedLosses
+        from watchstep.pytorch.losses import SummedLosses
         from watchstep.pytorch.watch import Watch
 
         number = len(self._watches) + 1
@@ -419,7 +417,7 @@ class Hook:
         if error is None or self._is_planned_exit(error):
             self.close()
         else:
-            self._ending.end("failed", process_end.described(error))
+            self._ending.end("failed", ending.described(error))
             self._release()
 
     def _is_planned_exit(self, error: BaseException) -> bool:
@@ -439,7 +437,7 @@ class Hook:
     def _release(self) -> None:
         """The program may keep a closed hook for what it tells; the models and optimizers need not stay with it."""
         self._watches, self._given = [], None
-        process_end.ended()
+        ending.ended()
 
     def _open_store(self) -> Store:
         return self._open_attempt(self._identity.attempt)

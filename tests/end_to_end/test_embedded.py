@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import S3
 from tests.end_to_end.programs import DEAF, FASTER_RANKS, FAULTY, HEALTHY, SEVERAL_RANKS
 from watchstep import open_run
-from watchstep.reading.catalogue import find_runs
+from watchstep.reading.run_documents import find_runs
 from watchstep.store.store import Store
 from watchstep_services.core.settings import Settings
 from watchstep_services.serve.embedded import EmbeddedService

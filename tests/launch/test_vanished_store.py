@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.jobs import eventually
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.reading.run import open_run
 from watchstep_launch.backend import JobHandle, Launch
 from watchstep_launch.backends.local.backend import Local

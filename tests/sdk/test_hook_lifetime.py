@@ -18,7 +18,7 @@ import torch
 
 from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
 from watchstep import Hook
-from watchstep.pytorch import backward_losses
+from watchstep.pytorch import losses
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def test_a_closed_hook_keeps_no_model_and_listens_to_nothing(
     assert model() is None
     assert optimizer() is None
     assert hook.health["counts"]["rows"] > 0
-    listening = (backward_losses, clipping, amp, optimizer_steps)
+    listening = (losses, clipping, amp, optimizer_steps)
     assert not any(hook_module._listeners for hook_module in listening)
 
 

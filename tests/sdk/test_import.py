@@ -36,7 +36,6 @@ def test_what_capture_builds_on_loads_numpy_and_nothing_else() -> None:
         "format.block",
         "format.control",
         "format.documents",
-        "format.histogram",
         "format.layout",
         "format.segment",
         "format.snapshot",

@@ -14,8 +14,8 @@ from watchstep.format.block import Block, concatenate
 from watchstep.format.journal import JournalEvaluation, JournalSegment
 from watchstep.format.layout import JOURNALS, SEGMENTS, SegmentKey
 from watchstep.reading.index import ahead, readers_of
-from watchstep.reading.journal import count_parts, read_journal
 from watchstep.reading.run import Run
+from watchstep.reading.run_documents import count_parts, read_journal
 from watchstep.store.store import Store
 from watchstep_rules.backtest.replay import Arrival
 from watchstep_rules.backtest.steps_read import StepReader

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from watchstep.format.block import Block, concatenate
+from watchstep.reading.columns import Want
 from watchstep.reading.index import RunIndex
-from watchstep.reading.scan import Want
 
 ROWS = 500_000
 """Rows that are read at once, about: some 250 MB."""

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 
 from watchstep.errors import FormatError, NotFoundError
-from watchstep.format.bounded_json import parse_json
+from watchstep.format.documents import parse_json
 from watchstep.format.layout import baseline_document
 from watchstep.store.store import Store
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns

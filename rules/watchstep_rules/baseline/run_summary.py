@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading import queries
-from watchstep.reading.columns import Columns
+from watchstep.reading.columns import Columns, Want
 from watchstep.reading.run import Run
-from watchstep.reading.scan import Want
 from watchstep_rules.signals.ranges.baseline import (
     BASELINE_COLLECTIONS,
     MAX_PHASES,

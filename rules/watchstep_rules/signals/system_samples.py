@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.format.block import Block
-from watchstep.format.histogram import exponent_of_bin, is_negative_bin
-from watchstep.format.statistics import Counts, Floats, StatisticsBatch
+from watchstep.format.statistics import Counts, Floats, StatisticsBatch, exponent_of_bin, is_negative_bin
 from watchstep.format.system_figures import is_gpu
 
 _DIGITS = 9

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from watchstep.format.histogram import Histograms
-from watchstep.format.statistics import StatisticsBatch, merge_rows, scalars
+from watchstep.format.statistics import Histograms, StatisticsBatch, merge_rows, scalars
 
 Elements = list[tuple[float, int]]
 """Numbers, and how many elements are that."""

@@ -14,10 +14,20 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.record import BoundedQueue, Condition, FinishedStep, Group, Probe, Record, join
-from watchstep.capture.scalar_values import DeviceScalar, LossOnsets, ScalarValues
-from watchstep.capture.stop.barrier import CommonStop
-from watchstep.capture.system.step_times import Alongside, Sampled
+from watchstep.capture.record import (
+    BoundedQueue,
+    Condition,
+    DeviceScalar,
+    FinishedStep,
+    Group,
+    LossOnsets,
+    Probe,
+    Record,
+    ScalarValues,
+    join,
+)
+from watchstep.capture.stop import CommonStop
+from watchstep.capture.system.sampler import Alongside, Sampled
 from watchstep.format.block import Block
 from watchstep.format.control import StopRequest
 from watchstep.format.statistics import Floats

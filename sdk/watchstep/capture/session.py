@@ -7,15 +7,12 @@ from dataclasses import dataclass, field
 from watchstep.capture.config import CaptureConfig
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
-from watchstep.capture.record import BoundedQueue
+from watchstep.capture.record import BoundedQueue, LossOnsets
 from watchstep.capture.recorder import Recorder
-from watchstep.capture.scalar_values import LossOnsets
 from watchstep.capture.schedule import Schedule
-from watchstep.capture.snapshots.plan import SnapshotPlan
-from watchstep.capture.snapshots.writer import SnapshotWriter
-from watchstep.capture.stop.barrier import StopTalk
-from watchstep.capture.system.sampler import Sampler
-from watchstep.capture.system.step_times import Alongside
+from watchstep.capture.snapshots import SnapshotPlan, SnapshotWriter
+from watchstep.capture.stop import StopTalk
+from watchstep.capture.system.sampler import Alongside, Sampler
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.tensors import Mode
 from watchstep.stopping import OnStop

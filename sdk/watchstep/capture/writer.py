@@ -15,13 +15,11 @@ from watchstep.capture.config import Bounds
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.node.member import Member
 from watchstep.capture.record import BoundedQueue, FinishedStep
-from watchstep.capture.snapshots.writer import SnapshotWriter
-from watchstep.capture.stop.control_reader import ControlReader
+from watchstep.capture.snapshots import SnapshotWriter
+from watchstep.capture.stop import ControlReader
 from watchstep.capture.upload.access import Access, UploadTarget
-from watchstep.capture.upload.backlog import Backlog
-from watchstep.capture.upload.encoder import SegmentEncoder
-from watchstep.capture.upload.spill import Spill
-from watchstep.capture.upload.spill_folder import SpillOwner
+from watchstep.capture.upload.backlog import Backlog, SegmentEncoder
+from watchstep.capture.upload.spill import Spill, SpillOwner
 from watchstep.capture.upload.uploader import UploadContext, Uploader
 from watchstep.format import documents
 from watchstep.store.cloud import load_libraries

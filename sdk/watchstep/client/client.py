@@ -1,11 +1,16 @@
-"""The client."""
+"""The client of the service's API, and its event stream.
+
+The stream reconnects after a failure, and yields each event once, in order.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from watchstep.client import event_stream, queries
+from watchstep.client import documents
 from watchstep.client.documents import (
     Action,
     Alert,
@@ -18,13 +23,100 @@ from watchstep.client.documents import (
     Stop,
     read,
 )
-from watchstep.errors import ConfigError
+from watchstep.errors import ConfigError, ServiceError
 from watchstep.format.tensors import Mode
-from watchstep.platform.transport import ServiceAddress, Transport, segment
+from watchstep.platform.transport import (
+    ServiceAddress,
+    ServiceRefusedError,
+    Transport,
+    pause_seconds,
+    segment,
+)
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_MOST_AT_ONCE = 64 * 1024
+_MAX_LINE = 8 * 1024 * 1024
+_LASTING = frozenset((429, 500, 502, 503, 504))
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
+
+
+def follow(transport: Transport, path: str, query: Mapping[str, Any], after: int | None) -> Iterator[Event]:
+    """Events of a stream, for as long as they are asked for; a broken connection is made again where it broke.
+
+    Args:
+        transport: to the service.
+        path: of the stream.
+        query: what to follow.
+        after: the place of the last event that was seen; None for now.
+
+    Raises:
+        RefusedError: the service refuses for good.
+    """
+    failures = 0
+    while True:
+        after_seconds = None
+        headers = {"Accept": "text/event-stream"} | ({} if after is None else {"Last-Event-ID": str(after)})
+        try:
+            with transport.open("GET", path, query, headers=headers) as answer:
+                for place, event in _messages(answer):
+                    after, failures = place, 0
+                    if event is not None:
+                        yield event
+        except ServiceRefusedError as error:
+            if error.status not in _LASTING:
+                raise
+            after_seconds = error.after_seconds
+        except ServiceError:
+            pass  # it is made again, from the last place
+        failures += 1
+        time.sleep(pause_seconds(failures, after_seconds))
+
+
+def _lines(answer: BaseHTTPResponse) -> Iterator[bytes]:
+    """The lines of an answer as they come, each with its end but for the last.
+
+    Raises:
+        ServiceError: a line is too long.
+    """
+    rest = b""
+    while data := answer.read1(_MOST_AT_ONCE):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line + b"\n"
+        if len(rest) > _MAX_LINE:
+            raise ServiceError(f"an event is over {_MAX_LINE} bytes", "see that nothing stands between")
+    if rest:
+        yield rest
+
+
+def _messages(answer: BaseHTTPResponse) -> Iterator[tuple[int, Event | None]]:
+    """Places, and the events at them; the connection's end ends it, and what was not whole is left out."""
+    held: dict[str, str] = {}
+    for line in _lines(answer):
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if text:
+            name, _, value = text.partition(":")
+            held[name] = value.removeprefix(" ")
+            continue
+        if "id" in held and line.endswith(b"\n"):
+            place = int(held["id"])
+            yield place, _event(held["data"], place) if "data" in held else None
+        held = {}
+
+
+def _event(text: str, place: int) -> Event:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ServiceError(f"an event is no JSON ({error})", "see that nothing stands between") from error
+    return read(Event, data, place=place)
+
 
 Document = TypeVar("Document")
 _PAGE = 500
@@ -127,7 +219,7 @@ class Client:
             after: the `Event.place` to resume from; now where it is left out, 0 for the beginning.
         """
         path = f"{self._root}{self._part(run)}/events/stream"
-        return event_stream.follow(self._transport, path, {"type": types}, after)
+        return follow(self._transport, path, {"type": types}, after)
 
     def stop(self, run: str, reason: str = "", attempt: str = "") -> Stop:
         """Ask a run's workers to stop, then end its job. An attempt is stopped once, however often it is asked."""
@@ -237,9 +329,9 @@ class Client:
             "points": points,
         }  # fmt: skip
         content, _ = self._transport.fetch(
-            "GET", f"{self._of(run)}/series", query, headers={"Accept": queries.ARROW}
+            "GET", f"{self._of(run)}/series", query, headers={"Accept": documents.ARROW}
         )
-        return queries.table(content)
+        return documents.table(content)
 
     def heatmap(
         self,
@@ -256,7 +348,7 @@ class Client:
             {"collection": tensors} if isinstance(tensors, str) else {"tensor": list(tensors)}
         )
         query = {"figure": figure, "mode": mode, "reduce": reduce, "points": points, "rows": 1000, **named}
-        return queries.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query))
+        return documents.heatmap(self._transport.call("GET", f"{self._of(run)}/heatmap", query))
 
     def histogram(
         self,
@@ -269,26 +361,30 @@ class Client:
     ) -> HistogramSeries:
         """How a tensor's elements spread over powers of two, over the steps."""
         query = {"tensor": tensor, "mode": mode, "worker": worker, "points": points}
-        return queries.histogram(self._transport.call("GET", f"{self._of(run)}/histogram", query))
+        return documents.histogram(self._transport.call("GET", f"{self._of(run)}/histogram", query))
 
     def sql(self, run: str, query: str, limit: int = 10_000) -> pa.Table:
         """One SELECT over a run's statistics, on the service's side; at most ``limit`` rows."""
         content, _ = self._transport.fetch(
-            "POST", f"{self._of(run)}/sql", None, {"query": query, "limit": limit}, {"Accept": queries.ARROW}
+            "POST",
+            f"{self._of(run)}/sql",
+            None,
+            {"query": query, "limit": limit},
+            {"Accept": documents.ARROW},
         )
-        return queries.table(content)
+        return documents.table(content)
 
     def snapshots(self, run: str) -> Iterator[SnapshotInfo]:
         """Snapshots by attempt, worker and step."""
         return self._pages(SnapshotInfo, f"{self._part(run)}/snapshots", "snapshots", {})
 
-    def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> queries.TensorBytes:
+    def snapshot_tensor(self, run: str, snapshot: SnapshotInfo, name: str) -> documents.TensorBytes:
         """A tensor of a snapshot; the service bounds its size (WATCHSTEP_TENSOR_MB)."""
         place = f"{segment(snapshot.attempt)}/{snapshot.worker}/{snapshot.step}/{snapshot.mode}"
         content, headers = self._transport.fetch(
             "GET", f"{self._of(run)}/snapshots/{place}/tensor", {"name": name}
         )
-        return queries.tensor(
+        return documents.tensor(
             content, headers.get("x-watchstep-dtype", ""), headers.get("x-watchstep-shape", "")
         )
 

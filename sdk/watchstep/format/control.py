@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from watchstep.errors import FormatError
-from watchstep.format.bounded_json import parse_json
+from watchstep.format.documents import parse_json
 from watchstep.format.layout import STOPS, check_name
 from watchstep.store.store import Store
 

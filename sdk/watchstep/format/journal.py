@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from watchstep.errors import BadNameError, FormatError
-from watchstep.format.bounded_json import parse_json
+from watchstep.format.documents import parse_json
 from watchstep.format.layout import SCHEMA_VERSION, SegmentKey, WriterId, check_name, check_schema
 
 MAX_BYTES = 64 * 1024 * 1024

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError, FormatError, NotFoundError
-from watchstep.format.bounded_json import parse_json
+from watchstep.format.documents import parse_json
 from watchstep.store.store import Store
 
 NARROW_FLOATS: dict[str, np.dtype[Any]] = {

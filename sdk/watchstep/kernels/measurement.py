@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from watchstep.format.histogram import BIN_RANGE
-from watchstep.format.statistics import COUNT_COLUMNS, Counts, StatisticsBatch, merge_rows
+from watchstep.format.statistics import BIN_RANGE, COUNT_COLUMNS, Counts, StatisticsBatch, merge_rows
 
 
 class Measurement(Protocol):

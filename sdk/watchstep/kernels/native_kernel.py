@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.format.histogram import Histograms
-from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
+from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, Histograms, StatisticsBatch
 
 LIBRARY = Path(__file__).parent / "native" / "_statistics.so"
 
@@ -154,7 +153,7 @@ class NativeKernel:
         return held
 
     def checksums(self, tensors: Sequence[MemoryRange]) -> NDArray[np.int64]:
-        """Checksums of tensors, as `watchstep.kernels.checksum` defines them.
+        """Checksums of tensors, as `watchstep.kernels.array_kernel` defines them.
 
         Args:
             tensors: where they lie, their elements in the order in which they are read; of a kind only the width counts.

@@ -1,4 +1,4 @@
-"""Processes: an identity that survives the reuse of process ids, and the record that makes a process a job. Linux only.
+"""Processes: an identity that survives the reuse of process ids, the record that makes a process a job, and bounded joins of threads. Linux only.
 
 A service requires the record before it sends a signal. A record is a file of the process's own user, so no other user
 can make one, except root. It names the process by pid, start time, boot and uid, so it is not valid for a later process
@@ -12,6 +12,9 @@ import os
 import pwd
 import socket
 import stat
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -289,3 +292,23 @@ def _check_owner(what: str, facts: os.stat_result, uid: int) -> None:
         raise ValueError(f"{what} belongs to user {user_name(facts.st_uid)}")
     if facts.st_mode & _OTHERS_WRITE:
         raise ValueError(f"{what} can be written by others (mode {stat.S_IMODE(facts.st_mode):04o})")
+
+
+_LOOK_SECONDS = 0.05
+
+
+def join_until(
+    thread: threading.Thread | None, is_late: Callable[[], bool], longest: float = float("inf")
+) -> None:
+    """Wait for a thread to end. None, one that has not started and the calling thread are not waited for.
+
+    Args:
+        thread: which.
+        is_late: whether to wait no longer; asked often.
+        longest: seconds to wait at most.
+    """
+    if thread is None or thread is threading.current_thread():
+        return
+    until = time.monotonic() + longest
+    while thread.is_alive() and not is_late() and time.monotonic() < until:
+        thread.join(_LOOK_SECONDS)

@@ -38,10 +38,14 @@ from watchstep.pytorch.device_kernel import capturing
 from watchstep.pytorch.gate import LiveOutputs
 from watchstep.pytorch.names import Names, dtype_name, standing
 from watchstep.pytorch.observable import ModuleHook, dense_values
-from watchstep.pytorch.probes.channels import ChannelProbe, ChannelSums
-from watchstep.pytorch.probes.since_earlier import Unchanged
-from watchstep.pytorch.probes.token_shares import TokenProbe
-from watchstep.pytorch.probes.unit_activity import UnitActivity, activation_kind
+from watchstep.pytorch.probes.activations import (
+    ChannelProbe,
+    ChannelSums,
+    TokenProbe,
+    UnitActivity,
+    activation_kind,
+)
+from watchstep.pytorch.probes.weights import Unchanged
 
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _DEEPEST = 20

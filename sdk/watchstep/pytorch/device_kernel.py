@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from watchstep.format.histogram import Histograms
-from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, StatisticsBatch
+from watchstep.format.statistics import COUNT_COLUMNS, VALUE_COLUMNS, Histograms, StatisticsBatch
 from watchstep.kernels.measurement import Completed, Measurement, Reordered
 from watchstep.pytorch.cuda.arrival import DeviceError, Landing, Landings
 

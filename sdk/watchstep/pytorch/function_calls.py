@@ -29,8 +29,7 @@ from watchstep.format import tensors
 from watchstep.format.tensors import Mode, TensorInfo
 from watchstep.kernels.measurement import Kernel
 from watchstep.pytorch.names import Names, dtype_name, standing
-from watchstep.pytorch.probes.channels import ChannelProbe
-from watchstep.pytorch.probes.unit_activity import UnitActivity, activation_kind
+from watchstep.pytorch.probes.activations import ChannelProbe, UnitActivity, activation_kind
 
 _MODULES: dict[str, Callable[[], nn.Module]] = {"ReLU": nn.ReLU, "Tanh": nn.Tanh, "Sigmoid": nn.Sigmoid}
 _KINDS: dict[Any, str] = {

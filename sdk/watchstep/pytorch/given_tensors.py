@@ -23,10 +23,9 @@ from watchstep.format.statistics import Floats, StatisticsBatch, merge_rows, sca
 from watchstep.format.tensors import MODES, Mode, TensorInfo
 from watchstep.pytorch.kernel import TorchKernel
 from watchstep.pytorch.names import dtype_name
-from watchstep.pytorch.probes.channels import ChannelSums
-from watchstep.pytorch.probes.class_counts import ClassCounts
-from watchstep.pytorch.probes.since_earlier import Unchanged
+from watchstep.pytorch.probes.activations import ChannelSums, ClassCounts
 from watchstep.pytorch.probes.staging import OnTheWay
+from watchstep.pytorch.probes.weights import Unchanged
 
 MOST_CLASSES = 100
 _EXAMPLES = 1000

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from watchstep.capture.snapshots.plan import Occasion
-from watchstep.capture.snapshots.writer import TakenSnapshot, fitting
+from watchstep.capture.snapshots import Occasion, TakenSnapshot, fitting
 from watchstep.format.snapshot import Described, aligned_order
 from watchstep.format.tensors import bounded_word
 

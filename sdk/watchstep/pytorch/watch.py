@@ -17,14 +17,13 @@ from watchstep.errors import ConfigError
 from watchstep.format import tensors
 from watchstep.format.tensors import Mode
 from watchstep.kernels.measurement import Kernel
-from watchstep.pytorch import backward_losses, device_kernel, snapshots
+from watchstep.pytorch import device_kernel, losses, snapshots
 from watchstep.pytorch.activations import ActivationHooks, ForwardPasses, PartPasses
-from watchstep.pytorch.backward_losses import FoundLoss, LossNames, SummedLosses
 from watchstep.pytorch.buffers import Buffers
 from watchstep.pytorch.function_calls import FunctionCalls
 from watchstep.pytorch.gate import FewestGradients, GradientGate
 from watchstep.pytorch.kernel import TorchKernel
-from watchstep.pytorch.losses import AccumulatedLosses, record_tensor
+from watchstep.pytorch.losses import AccumulatedLosses, FoundLoss, LossNames, SummedLosses, record_tensor
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.observable import ModuleHook
 from watchstep.pytorch.parameters import amp, clipping, optimizer_steps
@@ -32,10 +31,14 @@ from watchstep.pytorch.parameters.amp import ScalerMetrics, Scaling
 from watchstep.pytorch.parameters.clipping import ClippedGradients
 from watchstep.pytorch.parameters.finite_checks import FiniteChecks
 from watchstep.pytorch.parameters.hyperparameters import Hyperparameters
-from watchstep.pytorch.parameters.not_in_optimizer import ParametersNotInOptimizer
 from watchstep.pytorch.parameters.parameters import Parameters, Updated
-from watchstep.pytorch.parameters.stale_gradients import StaleGradients
-from watchstep.pytorch.parameters.updates import CountingOptimizer, MissingUpdates, OverdueUpdates
+from watchstep.pytorch.parameters.updates import (
+    CountingOptimizer,
+    MissingUpdates,
+    OverdueUpdates,
+    ParametersNotInOptimizer,
+    StaleGradients,
+)
 from watchstep.stopping import StopTraining
 
 _OBSERVED_AFTER = 3  # finished steps after which what is silent is reported as not observed
@@ -148,7 +151,7 @@ class Watch:
             self._session, names, kernel, self._passes, self._handles, self._part_called
         )
         optimizer_steps.listen(self)
-        backward_losses.listen(self)
+        losses.listen(self)
         amp.listen(self)
         clipping.listen(self)
         if unseen := clipping.not_observed():
@@ -157,7 +160,7 @@ class Watch:
     def detach(self) -> None:
         """Stop listening, and take the hooks off the model."""
         optimizer_steps.forget(self)
-        backward_losses.forget(self)
+        losses.forget(self)
         amp.forget(self)
         clipping.forget(self)
         for handle in self._handles:
@@ -331,9 +334,9 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - as above
             self._health.fault("clipping", error)
 
-    def adopt_loss(self, losses: list[FoundLoss]) -> None:
+    def adopt_loss(self, found: list[FoundLoss]) -> None:
         """Losses that were found before this model was watched belong to the step under way."""
-        for loss in losses:
+        for loss in found:
             self.found(loss)
 
     def _captured(self) -> bool:

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import FormatError, NotFoundError, StoreError
-from watchstep.format.arrow_arrays import from_codes, from_numbers
-from watchstep.format.block import STAGES
-from watchstep.format.bounded_json import parse_json
+from watchstep.format.block import STAGES, from_codes, from_numbers
+from watchstep.format.documents import parse_json
 from watchstep.format.layout import SCHEMA_VERSION, check_schema
-from watchstep.format.segment_checks import MAX_BYTES, MAX_ROWS
+from watchstep.format.segment import MAX_BYTES, MAX_ROWS
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading.budget import ReadBudget
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object

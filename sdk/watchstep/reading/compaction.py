@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import SegmentKey
-from watchstep.format.segment import CONSTANT, catalogue_bytes, metadata, to_table
-from watchstep.format.segment_checks import PROBE
+from watchstep.format.segment import CONSTANT, PROBE, catalogue_bytes, metadata, to_table
 from watchstep.format.statistics import VALUE_COLUMNS
+from watchstep.reading.columns import Want
 from watchstep.reading.compacted import (
     COMPACTED,
     CompactedAttempt,
@@ -33,7 +33,6 @@ from watchstep.reading.compacted import (
 )
 from watchstep.reading.index import RunIndex
 from watchstep.reading.run import open_run
-from watchstep.reading.scan import Want
 from watchstep.store.store import Store
 
 if TYPE_CHECKING:

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError
-from watchstep.format.arrow_arrays import from_codes
-from watchstep.format.segment_checks import PROBE
+from watchstep.format.block import from_codes
+from watchstep.format.segment import PROBE
 from watchstep.format.statistics import COUNT_COLUMNS, Floats
 from watchstep.format.tensors import MODES, SYSTEM
-from watchstep.reading.columns import COUNTED, Columns
+from watchstep.reading.columns import COUNTED, Columns, Want
 from watchstep.reading.run import Run
-from watchstep.reading.scan import Want
 
 if TYPE_CHECKING:
     import pyarrow as pa

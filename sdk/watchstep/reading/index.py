@@ -16,11 +16,21 @@ from numpy.typing import NDArray
 from watchstep.errors import FormatError, NotFoundError
 from watchstep.format.block import Block, concatenate
 from watchstep.format.layout import SEGMENTS, SegmentKey
-from watchstep.format.segment import to_block, whole
-from watchstep.format.segment_checks import PROBE, check_columns, check_steps
+from watchstep.format.segment import PROBE, check_columns, check_steps, to_block, whole
 from watchstep.format.tensors import TensorInfo
 from watchstep.reading.budget import PROCESS, ReadBudget
-from watchstep.reading.columns import IDENTITY, Columns, constants, from_table, is_one_of, joined
+from watchstep.reading.columns import (
+    IDENTITY,
+    NO_CUT,
+    Columns,
+    Located,
+    Scan,
+    Want,
+    constants,
+    from_table,
+    is_one_of,
+    joined,
+)
 from watchstep.reading.compacted import (
     CompactedObject,
     CompactedSegmentLostError,
@@ -29,7 +39,6 @@ from watchstep.reading.compacted import (
     generation_of,
 )
 from watchstep.reading.parquet_object import Catalogues, ParquetObject, open_object
-from watchstep.reading.scan import NO_CUT, Located, Scan, Want
 from watchstep.store.store import Store
 
 if TYPE_CHECKING:

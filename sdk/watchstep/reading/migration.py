@@ -1,22 +1,30 @@
 """Migration: runs of schema 1, which have the names of before 0.1.0, rewritten with the names of schema 2.
 
-Each object is written whole in place of the one before, and ``run.json`` last. A migration that was interrupted is completed by
-the next one; objects that already have the new schema stay as they are. Compacted segments are written as a new generation, and the
-generation that they replace is deleted after that.
+Each object is replaced whole, and ``run.json`` last. A migration that was interrupted is completed by the next one; objects that already
+have the new schema stay as they are. Compacted segments are written as a new generation, and the generation that they replace is deleted
+after that.
+
+Tensors in snapshots of schema 1 may be compressed; they are written as plain safetensors. A compressed tensor stands in such a file as
+bytes (U8). The metadata describe it: its dtype, its shape, and the bytes of its blocks. A block is `BLOCK` bytes of the tensor: the first
+bytes of all its elements, then the second ones, and so on, compressed with zstd; one that is as long as before is not compressed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from watchstep.errors import FormatError, NotFoundError, WatchstepError
-from watchstep.format.bounded_json import parse_json
 from watchstep.format.documents import MAX_BYTES as MAX_DOCUMENT
+from watchstep.format.documents import parse_json
 from watchstep.format.journal import MAX_BYTES as MAX_JOURNAL
 from watchstep.format.layout import (
     BASELINES,
@@ -32,20 +40,19 @@ from watchstep.format.parquet_claims import claims_of, read_footer
 from watchstep.format.segment import (
     CATALOGUE,
     MAX_BYTES,
+    PROBE,
+    WORD_COLUMNS,
     catalogue_bytes,
     catalogue_of,
+    check_claims,
+    check_leaves,
+    checked_columns,
     encode_table,
     metadata,
     schema_of,
     whole,
 )
-from watchstep.format.segment_checks import (
-    PROBE,
-    WORD_COLUMNS,
-    check_claims,
-    check_leaves,
-    checked_columns,
-)
+from watchstep.format.snapshot import COMPRESSED, DTYPES, Described, TensorLocation, header, read_header
 from watchstep.reading import compacted
 from watchstep.reading.compacted import (
     COMPACTED,
@@ -56,7 +63,6 @@ from watchstep.reading.compacted import (
     manifest_key,
 )
 from watchstep.reading.compaction import claim_generation, encode_compacted
-from watchstep.reading.compressed_snapshots import decompressed
 from watchstep.reading.run_documents import read_state
 
 if TYPE_CHECKING:
@@ -64,6 +70,115 @@ if TYPE_CHECKING:
 
     from watchstep.format.tensors import TensorInfo
     from watchstep.store.store import Store
+
+
+CODEC = "planes-zstd"
+BLOCK = 4 * 1024 * 1024
+MAX_DECODED = 2 * 1024**3
+_MAX_DIMENSIONS = 64
+_MAX_DESCRIPTION = 256 * 1024 * 1024  # of the metadata
+
+
+@dataclass(frozen=True)
+class CompressedTensor:
+    """A compressed tensor.
+
+    Attributes:
+        tensor: its name, dtype and shape.
+        blocks: bytes of each block.
+    """
+
+    tensor: Described
+    blocks: tuple[int, ...]
+
+
+def decompressed(store: Store, key: str) -> bytes | None:
+    """The bytes of a snapshot without compression; None where nothing in it is compressed.
+
+    Raises:
+        NotFoundError: there is no such object.
+        FormatError: it is damaged.
+        StoreError: it could not be read.
+    """
+    metadata, locations = read_header(store, key)
+    if COMPRESSED not in metadata:
+        return None
+    try:
+        compressed = _from_metadata(metadata, locations)
+        described = [
+            compressed[name].tensor if name in compressed else Described(name, location.dtype, location.shape)
+            for name, location in locations.items()
+        ]
+        pieces: list[bytes] = []
+        for name, location in locations.items():
+            data = store.get_range(key, location.start, location.length) if location.length else b""
+            pieces.append(_decompressed(data, compressed[name]) if name in compressed else data)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
+        reason = str(error).split("\n", 1)[0][:200]
+        raise FormatError(f"snapshot {key}: does not decompress ({reason})", "remove the object") from error
+    rest = {name: text for name, text in metadata.items() if name != COMPRESSED}
+    return b"".join([header(described, rest), *pieces])
+
+
+def _from_metadata(
+    metadata: Mapping[str, str], locations: Mapping[str, TensorLocation]
+) -> dict[str, CompressedTensor]:
+    described = parse_json(metadata[COMPRESSED].encode(), _MAX_DESCRIPTION)
+    return {name: _checked(name, entry, locations[name]) for name, entry in described.items()}
+
+
+def _checked(name: str, entry: Any, location: TensorLocation) -> CompressedTensor:
+    """Raises ValueError or TypeError for a description that does not fit the object."""
+    if entry.get("codec") != CODEC or entry.get("block") != BLOCK or entry.get("dtype") not in DTYPES:
+        raise ValueError(f"tensor {name!r} is compressed in an unknown way")
+    tensor = Described(name, entry["dtype"], _whole_numbers(entry.get("shape")))
+    blocks = _whole_numbers(entry.get("blocks"))
+    claimed = math.prod(max(1, size) for size in tensor.shape) * tensor.itemsize
+    if len(tensor.shape) > _MAX_DIMENSIONS or claimed > MAX_DECODED:
+        raise ValueError(f"tensor {name!r} claims {claimed} bytes, at most {MAX_DECODED} are decoded")
+    sizes = _block_sizes(tensor.length)
+    if len(blocks) != len(sizes) or any(not 0 < n <= raw for n, raw in zip(blocks, sizes, strict=True)):
+        raise ValueError(f"tensor {name!r} has blocks that do not fit its shape")
+    if location.dtype != "U8" or sum(blocks) != location.length:
+        raise ValueError(f"tensor {name!r} is not as long as its blocks")
+    return CompressedTensor(tensor, blocks)
+
+
+def _whole_numbers(data: Any) -> tuple[int, ...]:
+    if not isinstance(data, list) or not all(type(n) is int and n >= 0 for n in data):
+        raise ValueError("a shape or the blocks of a compressed tensor are not a list of whole numbers")
+    return tuple(data)
+
+
+def _block_sizes(size: int) -> list[int]:
+    full, rest = divmod(size, BLOCK)
+    return [BLOCK] * full + ([rest] if rest else [])
+
+
+def _decompressed(data: bytes, compressed: CompressedTensor) -> bytes:
+    itemsize = compressed.tensor.itemsize
+    raw = np.empty(compressed.tensor.length, np.uint8)
+    start = offset = 0
+    for length, size in zip(compressed.blocks, _block_sizes(len(raw)), strict=True):
+        block = memoryview(data)[start : start + length]
+        target = raw[offset : offset + size]
+        if length == size:
+            target[:] = np.frombuffer(block, np.uint8)
+        else:
+            target.reshape(-1, itemsize)[:] = _planes(block, size).reshape(itemsize, -1).T
+        start += length
+        offset += size
+    return raw.tobytes()
+
+
+def _planes(block: memoryview, size: int) -> NDArray[np.uint8]:
+    import pyarrow as pa
+
+    planes = pa.Codec("zstd").decompress(pa.py_buffer(block), decompressed_size=size)
+    if len(planes) != size:
+        raise ValueError(f"a block has {len(planes)} bytes, {size} were claimed")
+    return np.frombuffer(planes, np.uint8)
+
 
 FROM_SCHEMA = 1
 

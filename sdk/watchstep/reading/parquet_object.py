@@ -20,11 +20,14 @@ from watchstep.format.segment import (
     CONSTANT,
     MAX_BYTES,
     MAX_ROWS,
+    WORD_COLUMNS,
     catalogue_of,
+    check_claims,
+    check_leaves,
     check_version,
+    checked_columns,
     whole,
 )
-from watchstep.format.segment_checks import WORD_COLUMNS, check_claims, check_leaves, checked_columns
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.store.store import Store
 

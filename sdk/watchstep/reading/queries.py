@@ -10,15 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.errors import ConfigError, NotFoundError
-from watchstep.format.arrow_arrays import from_codes, from_numbers
-from watchstep.format.block import STAGES, Block
-from watchstep.format.histogram import Histograms, exponent_of_bin, is_negative_bin, sum_rows
-from watchstep.format.segment_checks import PROBE
-from watchstep.format.statistics import Floats, merge_rows
+from watchstep.format.block import STAGES, Block, from_codes, from_numbers
+from watchstep.format.segment import PROBE
+from watchstep.format.statistics import (
+    Floats,
+    Histograms,
+    exponent_of_bin,
+    is_negative_bin,
+    merge_rows,
+    sum_rows,
+)
 from watchstep.format.tensors import LOSSES, MODES, Mode
-from watchstep.reading.columns import COUNTED, IDENTITY, Columns, batch_of, figure_of, needs_of
+from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Want, batch_of, figure_of, needs_of
 from watchstep.reading.index import RunIndex
-from watchstep.reading.scan import Want
 
 if TYPE_CHECKING:
     import pyarrow as pa

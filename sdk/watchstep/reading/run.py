@@ -23,11 +23,10 @@ from watchstep.format.tensors import MODES, Mode, TensorInfo
 from watchstep.platform.folders import absolute_path
 from watchstep.reading import queries
 from watchstep.reading.budget import ReadBudget
-from watchstep.reading.columns import Columns
+from watchstep.reading.columns import Columns, Want
 from watchstep.reading.index import RunIndex
 from watchstep.reading.queries import Heatmap, HistogramSeries, Reduce, losses_of
 from watchstep.reading.run_documents import END, read_documents, read_state
-from watchstep.reading.scan import Want
 from watchstep.reading.sql import query
 from watchstep.store.store import Store
 

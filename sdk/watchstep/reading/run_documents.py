@@ -1,4 +1,4 @@
-"""The documents of a run, and its state as far as the documents on the store determine it.
+"""The documents of a run and its journal, the run's state as far as the store determines it, and the runs that a store has.
 
 Whoever may write to a store can put anything into a run: pipes, large objects, or millions of small ones. Reading one
 kind of document is bounded, and what exceeds the bound counts as damaged; a damaged document affects no other.
@@ -9,7 +9,9 @@ The service knows more than the store: whether a job is alive, and when it was l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -21,18 +23,23 @@ from watchstep.errors import (
     NotFoundError,
     StoreError,
 )
-from watchstep.format import documents
+from watchstep.format import documents, journal
 from watchstep.format.control import MAX_BYTES, ControlDocument
 from watchstep.format.documents import Document
+from watchstep.format.journal import JournalEvaluation
 from watchstep.format.layout import (
     ATTEMPTS,
     CONTROL_DOCUMENT,
     ENDS,
     LAUNCHES,
+    RUN_DOCUMENT,
     attempt_document,
+    journal_part,
+    journal_prefix,
     launch_document,
 )
 from watchstep.platform.process import ProcessIdentity, boot_id, pid_namespace
+from watchstep.platform.terminal_text import printable
 from watchstep.store.store import Store
 
 _MIB = 1024 * 1024
@@ -233,3 +240,130 @@ def _asked(store: Store, attempt: str) -> bool:
     except NotFoundError:
         return False
     return control.stop is not None and control.stop.attempt == attempt
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """A run, as far as its small documents tell.
+
+    Attributes:
+        project: its project.
+        run: its id.
+        created_ns: when it was made, nanoseconds since the epoch.
+        state: as `watchstep.reading.run_documents.StoredState` has it.
+        damage: of a damaged run, which document cannot be read, and why.
+    """
+
+    project: str
+    run: str
+    created_ns: int
+    state: str
+    damage: str = ""
+
+
+def find_runs(store: Store) -> list[RunEntry]:
+    """The runs of a store, the newest first. Folders without a run's document are left out.
+
+    A run with a document that cannot be read is damaged. A project whose folder cannot be listed is left out, and logged.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    found = []
+    for project in store.folders():
+        for run in _runs_of(store, project):
+            entry = _entry(store.child(f"{project}/{run}"), project, run)
+            if entry is not None:
+                found.append(entry)
+    return sorted(found, key=lambda entry: (-entry.created_ns, entry.project, entry.run))
+
+
+def _runs_of(store: Store, project: str) -> list[str]:
+    try:
+        return store.folders(f"{project}/")
+    except MissingStoreError:
+        raise
+    except StoreError as error:
+        if not store.is_local:
+            raise
+        _log.warning("project %r is left out: %s", project, printable(error.what))
+        return []
+
+
+def _entry(store: Store, project: str, run: str) -> RunEntry | None:
+    created_ns = 0
+    try:
+        data = get_document(store, RUN_DOCUMENT, documents.MAX_BYTES)
+        created_ns = documents.decode(documents.RunDocument, data, RUN_DOCUMENT).created_ns
+        found = read_state(store)
+    except NotFoundError:
+        return None
+    except MissingStoreError:
+        raise
+    except FormatError as error:
+        found = StoredState(DAMAGED, error.what)
+    except StoreError as error:  # a folder in the run that cannot be listed
+        if not store.is_local:
+            raise
+        found = StoredState(DAMAGED, error.what)
+    return RunEntry(project, run, created_ns, found.state, found.damage)
+
+
+_PART = re.compile(r"([0-9]{10})\.json")
+
+
+def count_parts(store: Store, attempt: str) -> int:
+    """How many parts the journal of an attempt has, from the first on; 0 where no service judged it.
+
+    Args:
+        store: seen from the run.
+        attempt: whose.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    prefix = journal_prefix(attempt)
+    names = (_PART.fullmatch(entry.key.removeprefix(prefix)) for entry in store.entries(prefix))
+    known = {int(found[1]) for found in names if found}
+    count = 0
+    while count in known:
+        count += 1
+    return count
+
+
+def read_journal(store: Store, attempt: str) -> Iterator[JournalEvaluation]:
+    """The evaluations of an attempt in order; one part is held at a time.
+
+    Raises:
+        FormatError: a part is damaged, of a later version, or does not follow the one before.
+        StoreError: the store cannot be read.
+    """
+    before: JournalEvaluation | None = None
+    for number in range(count_parts(store, attempt)):
+        part = read_part(store, attempt, number)
+        if before is not None:
+            journal.check_order([before, part.evaluations[0]], journal_part(attempt, number))
+        before = part.evaluations[-1]
+        yield from part.evaluations
+
+
+def read_part(store: Store, attempt: str, number: int) -> journal.JournalPart:
+    """One part of a journal.
+
+    Raises:
+        FormatError: it is gone, damaged, or belongs elsewhere.
+        StoreError: the store cannot be read.
+    """
+    key = journal_part(attempt, number)
+    try:
+        part = journal.decode(store.get(key, limit=journal.MAX_BYTES), key)
+    except NotFoundError as error:
+        raise FormatError(error.what, "the run can still be judged without its journal") from error
+    if (part.attempt, part.number) != (attempt, number):
+        raise FormatError(
+            f"{key}: part {part.number} of {part.attempt}", "the run can still be judged without its journal"
+        )
+    return part

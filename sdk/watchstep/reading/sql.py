@@ -10,12 +10,11 @@ import numpy as np
 
 from watchstep.errors import ConfigError, WatchstepError
 from watchstep.format.block import STAGES
-from watchstep.format.segment_checks import PROBE
+from watchstep.format.segment import PROBE
 from watchstep.format.statistics import COUNT_COLUMNS, DERIVED
 from watchstep.format.tensors import LOSSES, MODES, TensorInfo
-from watchstep.reading.columns import COUNTED, IDENTITY, Columns, figure_of, needs_of
+from watchstep.reading.columns import COUNTED, IDENTITY, Columns, Want, figure_of, needs_of
 from watchstep.reading.index import RunIndex
-from watchstep.reading.scan import Want
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from watchstep.errors import ConfigError
-from watchstep.format.histogram import exponent_of_bin, is_negative_bin
-from watchstep.format.segment_checks import PROBE
-from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.segment import PROBE
+from watchstep.format.statistics import StatisticsBatch, exponent_of_bin, is_negative_bin
 from watchstep.format.tensors import LOSSES, METRICS
 from watchstep.reading.run import Run, Tensor
 

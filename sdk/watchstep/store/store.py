@@ -23,8 +23,9 @@ from watchstep.errors import (
 )
 from watchstep.platform.folders import absolute_path, usable_folders
 from watchstep.store.errors import FailedCall, Verb, is_denied, not_found, refusal_of_folder, translate
-from watchstep.store.identity import MARKER, StoreIdentity
 from watchstep.store.local import (
+    MARKER,
+    StoreIdentity,
     create_file,
     descend,
     is_regular,

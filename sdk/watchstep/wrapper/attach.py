@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from watchstep.capture.identity import ATTEMPT
-from watchstep.capture.shutdown.process_end import live
+from watchstep.capture.shutdown.ending import live
 from watchstep.hook import Hook
 from watchstep.platform.folders import PrivateFolder
-from watchstep.pytorch import backward_losses
-from watchstep.pytorch.backward_losses import FoundLoss
+from watchstep.pytorch import losses
+from watchstep.pytorch.losses import FoundLoss
 from watchstep.pytorch.parameters import amp, optimizer_steps
 from watchstep.pytorch.watch import Watch
 
@@ -38,7 +38,7 @@ class Attachment:
     def __init__(self) -> None:
         self._losses: list[FoundLoss] = []
         optimizer_steps.listen(self)
-        backward_losses.listen(self)
+        losses.listen(self)
         amp.listen(self)
 
     def backward_begins(self) -> None:
@@ -77,7 +77,7 @@ class Attachment:
         hook: Hook | None = None
         try:
             self._leave()
-            losses, self._losses = self._losses, []
+            found, self._losses = self._losses, []
             if live() or get_worker_info() is not None:
                 return None
             faults: list[OSError] = []
@@ -88,7 +88,7 @@ class Attachment:
                 hook._health.fault("claim", fault)  # noqa: SLF001 - as below
             hook.watch(_model_of(optimizer), optimizer)
             watch = hook._watches[0]  # noqa: SLF001 - the first watch learns what came before it
-            watch.adopt_loss(losses)
+            watch.adopt_loss(found)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the program
             if hook is None:
                 _log.error("watchstep: not recording: %s", error)
@@ -100,7 +100,7 @@ class Attachment:
     def _leave(self) -> None:
         amp.forget(self)
         optimizer_steps.forget(self)
-        backward_losses.forget(self)
+        losses.forget(self)
         _waiting.clear()
 
 

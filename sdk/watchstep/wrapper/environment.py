@@ -15,7 +15,7 @@ from watchstep.format.layout import check_name
 from watchstep.hook import STORE
 from watchstep.hook_arguments import ON_STOP, PROBES
 from watchstep.platform.transport import SERVICE, TOKEN, ServiceAddress
-from watchstep.store.identity import STORE_ID, StoreIdentity
+from watchstep.store.local import STORE_ID, StoreIdentity
 
 INJECTED = Path(__file__).parent / "injected"
 """A folder whose ``sitecustomize`` waits for the program to import PyTorch."""
@@ -38,7 +38,7 @@ class AttemptLaunch:
         attempt: the nonce that all ranks of the attempt share.
         service: the service, if there is one.
         on_stop: what a cooperative stop does in the program.
-        store_id: of a local store, as `watchstep.store.identity.StoreIdentity` found it; empty where it is not known.
+        store_id: of a local store, as `watchstep.store.local.StoreIdentity` found it; empty where it is not known.
         probes: what its rules need to be measured besides.
         state: what the recorder has to do that the launch could not, as `watchstep.capture.service.registration.LaunchState` encodes it.
     """

@@ -15,11 +15,10 @@ from typing import Any, NoReturn, TypeVar
 
 from watchstep import hook_arguments
 from watchstep.capture.identity import PROJECT, RUN, new_nonce, new_run_id
-from watchstep.capture.service.client import ServiceClient
-from watchstep.capture.service.credentials import lent, open_recorded
+from watchstep.capture.service.client import ServiceClient, lent, open_recorded
 from watchstep.capture.service.location import FoundService, ServiceLocation
 from watchstep.capture.service.registration import LaunchState, Registered, control_in, register
-from watchstep.capture.upload.claims import earlier_attempts, reuse_warning
+from watchstep.capture.upload.access import earlier_attempts, reuse_warning
 from watchstep.errors import (
     ConfigError,
     FormatError,
@@ -38,7 +37,7 @@ from watchstep.platform.process import ProcessIdentity, pid_namespace, record_pr
 from watchstep.platform.terminal_text import printable
 from watchstep.platform.transport import SERVICE, ServiceAddress, ServiceRefusedError, UnreachableError
 from watchstep.stopping import EXIT_TOMBSTONE
-from watchstep.store.identity import StoreIdentity
+from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 from watchstep.wrapper.environment import LAUNCHED, AttemptLaunch, environment, launched_attempt
 

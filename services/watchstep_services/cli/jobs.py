@@ -19,9 +19,8 @@ from watchstep.client import Client
 from watchstep.errors import ConfigError, ServiceError
 from watchstep.platform.terminal_text import printable
 from watchstep.store.store import checked_scheme
-from watchstep.wrapper.migrate_command import parser as migrate_options
 from watchstep.wrapper.run_command import parser as run_options
-from watchstep.wrapper.sync_command import parser as sync_options
+from watchstep.wrapper.store_commands import migrate_parser, sync_parser
 from watchstep_launch.backend import Backend
 from watchstep_launch.backend_registry import open_backend
 from watchstep_launch.job import ENDED, Job
@@ -152,7 +151,7 @@ def _sync(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[FOLDER]")] = None,
 ) -> None:
     """Upload what recorders left on this machine when their store could not be reached. Safe to repeat."""
-    sync_options().parse_args(arguments or ["--help"])
+    sync_parser().parse_args(arguments or ["--help"])
 
 
 @migrate_store.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -160,4 +159,4 @@ def _migrate_store(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] STORE")] = None,
 ) -> None:
     """Rewrite runs that an earlier version recorded with the names that this version reads. Safe to repeat."""
-    migrate_options().parse_args(arguments or ["--help"])
+    migrate_parser().parse_args(arguments or ["--help"])

@@ -11,7 +11,7 @@ from watchstep.errors import FormatError, NotFoundError, StoreError
 from watchstep.format import segment
 from watchstep.format.block import Block, BlockMemory
 from watchstep.format.layout import SegmentKey, WriterId
-from watchstep.format.segment_checks import check_steps
+from watchstep.format.segment import check_steps
 from watchstep.store.store import Store
 from watchstep_rules.engine.history import canonical
 from watchstep_services.core.settings import nanoseconds

@@ -17,7 +17,7 @@ from watchstep.errors import FormatError, StoreError
 from watchstep.format import journal
 from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
 from watchstep.format.layout import journal_part
-from watchstep.reading.journal import read_part
+from watchstep.reading.run_documents import read_part
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.core.store_location import StorePlace

@@ -25,7 +25,7 @@ from sqlalchemy import true
 from watchstep.capture.service.location import SERVICE_NOTE, make_home
 from watchstep.errors import ConfigError, MissingStoreError, ServiceError
 from watchstep.platform.process import ProcessIdentity
-from watchstep.store.identity import StoreIdentity
+from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store, checked_scheme
 from watchstep_launch.backends_file import BACKENDS_FILE
 from watchstep_services.api.app import create_app

@@ -18,8 +18,15 @@ from pathlib import Path
 
 from watchstep.errors import NotFoundError, StoreError
 from watchstep.platform.folders import is_usable
-from watchstep.store.identity import MARKER, StoreIdentity
-from watchstep.store.local import create_file, descend, opened_folder, put_file, read_range
+from watchstep.store.local import (
+    MARKER,
+    StoreIdentity,
+    create_file,
+    descend,
+    opened_folder,
+    put_file,
+    read_range,
+)
 from watchstep.store.store import ObjectEntry, Store, oversized
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from watchstep.errors import StoreError
 from watchstep.format.layout import run_prefix
 from watchstep.store.cloud import S3Access
-from watchstep.store.identity import StoreIdentity
+from watchstep.store.local import StoreIdentity
 from watchstep.store.store import Store
 from watchstep_services.core.egress import (
     CREDENTIAL_ADDRESSES,

@@ -23,7 +23,7 @@ from tests.launch.backends.clustered import (
 from tests.launch.backends.ray import ray_cluster as rays
 from tests.services.jobs import eventually
 from watchstep import open_run
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep_launch import Backend, Ray, Slurm
 from watchstep_launch.job import ENDED
 from watchstep_services.api.routes import credentials

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from watchstep import CaptureConfig
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.scalar_values import LossOnsets, LossRange
+from watchstep.capture.record import LossOnsets, LossRange
 from watchstep.capture.schedule import Schedule
 
 

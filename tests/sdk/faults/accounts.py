@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.sdk.store.faulty_s3 import FaultyS3
 from tests.sdk.training import EVERY_STEP, Training
 from watchstep import Hook, open_run
-from watchstep.capture.upload.sync import spill_folders
+from watchstep.capture.upload.uploader import spill_folders
 from watchstep.format.documents import EndDocument, decode
 from watchstep.format.layout import SegmentKey, SnapshotKey
 from watchstep.format.segment import decode as decode_segment

@@ -13,7 +13,7 @@ import pytest
 from tests.sdk.faults.accounts import LONGEST_STEP, accounted, plain_losses, rows_of, spilled, train
 from tests.sdk.training import EVERY_STEP
 from watchstep import Bounds, CaptureConfig, Hook, open_run
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.uploader import spill_folders, sync
 
 STEPS = 200
 QUICK = replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.001, backlog_bytes=10_000, close_seconds=0.5))

@@ -15,7 +15,7 @@ import pytest
 from tests.sdk.faults.accounts import on_server, spilled
 from tests.sdk.store.faulty_s3 import FaultyS3
 from watchstep import open_run
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.format.documents import EndDocument
 
 STEPS = 30

@@ -21,7 +21,7 @@ from tests.sdk.faults.accounts import (
 from tests.sdk.store.faulty_s3 import Fault, FaultyS3
 from tests.sdk.training import EVERY_STEP
 from watchstep import Bounds, Hook
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.uploader import spill_folders, sync
 
 FAULTS: list[Fault] = ["error", "unavailable", "denied", "reset", "truncate", "stall"]
 

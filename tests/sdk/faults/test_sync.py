@@ -16,8 +16,8 @@ from tests.sdk.faults.accounts import STEPS, on_server, spilled, train
 from tests.sdk.store.faulty_s3 import FaultyS3
 from tests.sdk.training import EVERY_STEP
 from watchstep import Bounds, Hook
-from watchstep.capture.upload.spill_folder import ABOUT, END
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.spill import ABOUT, END
+from watchstep.capture.upload.uploader import spill_folders, sync
 
 OFFLINE = replace(EVERY_STEP, bounds=Bounds(flush_seconds=0.01, backlog_bytes=1, close_seconds=0.3))
 

@@ -15,9 +15,9 @@ from tests.sdk.faults.accounts import STEPS, accounted, rows_of, spilled, train
 from tests.sdk.faults.test_sync import run_sync
 from tests.sdk.training import EVERY_STEP
 from watchstep import Bounds, Hook, open_run
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.errors import ConfigError, MissingStoreError
-from watchstep.store.identity import MARKER, STORE_ID, StoreIdentity
+from watchstep.store.local import MARKER, STORE_ID, StoreIdentity
 from watchstep.store.store import Store
 
 CONFIG = replace(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.format.arrow_arrays import from_codes, from_numbers, from_words, to_numbers
+from watchstep.format.block import from_codes, from_numbers, from_words, to_numbers
 
 DTYPES = [np.int8, np.int16, np.int32, np.int64, np.float64]
 
@@ -60,7 +60,7 @@ import sys
 from typing import Any
 import numpy as np
 from watchstep.format.block import Block, Places
-from watchstep.format.histogram import Histograms
+from watchstep.format.statistics import Histograms
 from watchstep.format.segment import decode, encode
 from watchstep.format.statistics import StatisticsBatch
 from watchstep.format.tensors import TensorInfo

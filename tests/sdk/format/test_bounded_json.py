@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.format.bounded_json import OversizedJsonError, memory_needed, parse_json
+from watchstep.format.documents import OversizedJsonError, memory_needed, parse_json
 
 DOCUMENTS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from tests.sdk.format.blocks import arrays, statistics_of
 from watchstep.format import statistics
-from watchstep.format.histogram import Histograms
 from watchstep.format.statistics import (
     DERIVED,
+    Histograms,
     StatisticsBatch,
     may_leave,
     overflow_share,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from watchstep.format.histogram import BIN_RANGE, Histograms, exponent_of_bin, is_negative_bin, sum_rows
+from watchstep.format.statistics import BIN_RANGE, Histograms, exponent_of_bin, is_negative_bin, sum_rows
 
 Row = dict[int, int]
 row_lists = st.lists(

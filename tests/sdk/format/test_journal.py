@@ -14,7 +14,7 @@ from watchstep.errors import FormatError, WatchstepError
 from watchstep.format import journal, layout
 from watchstep.format.journal import JournalEvaluation, JournalPart, JournalSegment, RankRows
 from watchstep.format.layout import SCHEMA_VERSION, SegmentKey, WriterId
-from watchstep.reading.journal import count_parts, read_journal
+from watchstep.reading.run_documents import count_parts, read_journal
 from watchstep.store.store import Store
 
 WRITERS = (WriterId("a1", "node", "w0"), WriterId("a1", "node", "w1"), WriterId("a1", "other", "node-x"))

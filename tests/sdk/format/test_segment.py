@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from tests.sdk.format.blocks import INFOS, Row, block_of, blocks, rows_of
 from watchstep.errors import ConfigError, FormatError
-from watchstep.format import segment, segment_checks
+from watchstep.format import segment
 from watchstep.format.block import Block, concatenate, together, view
-from watchstep.format.histogram import Histograms
 from watchstep.format.parquet_claims import read_claims
+from watchstep.format.statistics import Histograms
 from watchstep.format.tensors import Placement
 
 BLOCK = block_of(
@@ -354,7 +354,7 @@ def test_lists_that_unpack_to_very_much_are_refused_before_memory_is_taken(memor
 
 
 def test_rows_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_checks, "MAX_ROWS", len(BLOCK) - 1)
+    monkeypatch.setattr(segment, "MAX_ROWS", len(BLOCK) - 1)
     assert f"claims {len(BLOCK)} rows" in refused(WHOLE)
 
 

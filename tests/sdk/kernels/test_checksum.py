@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from watchstep.kernels import native_kernel
-from watchstep.kernels.checksum import BLOCK, checksum_array
+from watchstep.kernels.array_kernel import BLOCK, checksum_array
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, MemoryRange
-from watchstep.pytorch.checksum import checksum_on_device, checksums
+from watchstep.pytorch.kernel import checksum_on_device, checksums
 
 DTYPES = [
     torch.float64,
@@ -69,7 +69,7 @@ def test_all_ways_agree_beyond_a_slice() -> None:
 
 
 def by_definition(words: list[int]) -> int:
-    """As the docstring of `watchstep.kernels.checksum` has it."""
+    """As the docstring of `watchstep.kernels.array_kernel` has it."""
     step, every = 0x9E3779B97F4A7C15, 2**64
 
     def mixed(x: int) -> int:

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from hatch_build import FLAGS, FOLDER, SOURCES
 from watchstep.format.statistics import COUNT_COLUMNS
-from watchstep.kernels.array_kernel import measure_array
-from watchstep.kernels.checksum import checksum_array
+from watchstep.kernels.array_kernel import checksum_array, measure_array
 from watchstep.kernels.native_kernel import KIND_OF_WIDTH, KINDS, MemoryRange, NativeKernel
 
 ROOT = Path(__file__).parents[3]

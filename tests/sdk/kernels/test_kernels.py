@@ -17,10 +17,9 @@ from tests.sdk.reference import ExactRow, exact_row
 from watchstep.format.statistics import COUNT_COLUMNS, StatisticsBatch, l1, l2
 from watchstep.kernels import native_kernel
 from watchstep.kernels.array_kernel import measure_array
-from watchstep.pytorch.checksum import checksums
 from watchstep.pytorch.device_kernel import measure_on_device, to_batch
 from watchstep.pytorch.gate import hold_any_on_host
-from watchstep.pytorch.kernel import TorchKernel
+from watchstep.pytorch.kernel import TorchKernel, checksums
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 Measure = Callable[[Tensor], StatisticsBatch]

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from watchstep import CaptureConfig, Hook, StopTraining, open_run
 from watchstep.capture.config import element_probe, parsed
 from watchstep.errors import ConfigError
-from watchstep.pytorch.probes.percentile_range import PercentileRange
-from watchstep.pytorch.probes.since_earlier import Unchanged, WeightChange
-from watchstep.pytorch.probes.unit_activity import UnitActivity
+from watchstep.pytorch.probes.activations import UnitActivity
+from watchstep.pytorch.probes.weights import PercentileRange, Unchanged, WeightChange
 from watchstep.wrapper.environment import AttemptLaunch, environment
 
 FEW = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6)

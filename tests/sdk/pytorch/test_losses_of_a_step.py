@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from tests.sdk.training import EVERY_STEP, Training, batches, recorded, small_model
 from watchstep import Hook, Run
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.record import join
+from watchstep.capture.record import DeviceScalar, join
 from watchstep.capture.recorder import Recorder
-from watchstep.capture.scalar_values import DeviceScalar
 from watchstep.capture.session import Session
 from watchstep.errors import ConfigError
 from watchstep.format.statistics import scalars

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from tests.sdk.training import EVERY_STEP, recorded
 from watchstep import Hook
-from watchstep.pytorch.probes.channels import ChannelProbe
-from watchstep.pytorch.probes.class_counts import ClassCounts
-from watchstep.pytorch.probes.gradient_cosine import GradientCosine
+from watchstep.pytorch.probes.activations import ChannelProbe, ClassCounts
 from watchstep.pytorch.probes.staging import views
+from watchstep.pytorch.probes.weights import GradientCosine
 
 
 def counted(module: nn.Module, *passes: Tensor) -> tuple[float, float, float]:

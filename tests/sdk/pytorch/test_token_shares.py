@@ -13,7 +13,7 @@ from torch import nn
 from tests.sdk.training import recorded
 from watchstep import CaptureConfig, Hook
 from watchstep.errors import ConfigError
-from watchstep.pytorch.probes.token_shares import TokenProbe
+from watchstep.pytorch.probes.activations import TokenProbe
 
 
 def shares(tokens: torch.Tensor, module: nn.Module, *values: int) -> tuple[float, float]:

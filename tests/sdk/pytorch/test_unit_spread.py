@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.sdk.training import EVERY_STEP, batches, recorded
 from watchstep import Hook, Run
-from watchstep.pytorch.probes.unit_spread import UnitSpread
+from watchstep.pytorch.probes.weights import UnitSpread
 
 
 def trained(store: Path, *, also_the_head: bool) -> Run:

@@ -13,7 +13,7 @@ from tests.sdk.format.blocks import block_of
 from tests.sdk.reading.stored import FIRST, new_run, small_run, some_rows, write
 from watchstep import open_run
 from watchstep.reading.budget import DecodingMemory, OverBudgetError, ReadBudget
-from watchstep.reading.scan import Want
+from watchstep.reading.columns import Want
 
 WAIT_SECONDS = 60.0
 _EVERYTHING = Want(())

@@ -16,8 +16,8 @@ from watchstep.format import documents
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.documents import AttemptDocument, EndDocument
 from watchstep.format.layout import CONTROL_DOCUMENT
-from watchstep.reading.catalogue import find_runs
 from watchstep.reading.run import open_run
+from watchstep.reading.run_documents import find_runs
 from watchstep.store.store import Store
 
 ASKED = ControlDocument().with_stop(StopRequest("a", 7, "a NaN"))

@@ -15,8 +15,8 @@ import pytest
 from watchstep import Run, open_run
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import CONTROL_DOCUMENT, LAUNCHES
-from watchstep.reading.catalogue import find_runs
-from watchstep.store.identity import MARKER
+from watchstep.reading.run_documents import find_runs
+from watchstep.store.local import MARKER
 from watchstep.store.store import Store
 
 PROGRAM = """

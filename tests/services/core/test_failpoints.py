@@ -17,7 +17,7 @@ from tests.services.postgres import Postgres
 from tests.services.recording import PROJECT, Recording, nan_from
 from tests.services.stoppable import Stoppable
 from watchstep.format.control import ControlDocument
-from watchstep.reading.journal import read_part
+from watchstep.reading.run_documents import read_part
 from watchstep.store.store import Store
 from watchstep_launch.backend import JobHandle, JobStatus
 from watchstep_rules.config.rule_config import RuleConfig, StopAction, WebhookAction

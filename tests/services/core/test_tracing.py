@@ -13,8 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from tests.services.core.collector import Collector, collecting
 from tests.services.recording import PROJECT, Recording, damage_from
-from watchstep.capture.service import trace_context
-from watchstep.capture.service.client import ServiceClient
+from watchstep.capture.service.client import ServiceClient, current_span, new_trace
 from watchstep.platform.transport import ServiceAddress
 from watchstep.store.store import Store
 from watchstep_services.core.settings import load_settings
@@ -72,11 +71,11 @@ def test_a_trace_goes_on_where_the_program_has_one(collector: Collector) -> None
     with TracerProvider(shutdown_on_exit=False).get_tracer("training").start_as_current_span("epoch") as span:
         context = span.get_span_context()
         assert (
-            trace_context.current_span()
+            current_span()
             == f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
         )
-    assert trace_context.current_span() == ""
-    first, second = trace_context.new_trace(), trace_context.new_trace()
+    assert current_span() == ""
+    first, second = new_trace(), new_trace()
     assert first != second
     assert tracing.checked(first) == first
     assert tracing.checked("00-" + "0" * 32 + "-b7ad6b7169203331-01") == ""
@@ -84,7 +83,7 @@ def test_a_trace_goes_on_where_the_program_has_one(collector: Collector) -> None
 
 
 def test_spans_that_fail_and_that_lead_to_several(collector: Collector) -> None:
-    other = trace_context.new_trace()
+    other = new_trace()
 
     def outer_work() -> None:
         assert tracing.current_trace_id() == PARENT[3:35]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from watchstep.capture.stop.barrier import CommonStop
+from watchstep.capture.stop import CommonStop
 from watchstep.format.control import StopAnswer, StopRequest
 from watchstep_services.dispatch.barrier import AttemptPace, SegmentArrival, following
 

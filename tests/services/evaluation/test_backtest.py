@@ -26,8 +26,8 @@ from watchstep.format import journal, layout, segment
 from watchstep.format.block import Block
 from watchstep.format.layout import SegmentKey
 from watchstep.reading.compaction import compact
-from watchstep.reading.journal import read_journal
 from watchstep.reading.run import open_run
+from watchstep.reading.run_documents import read_journal
 from watchstep.store.store import Store
 from watchstep_rules.backtest.backtest import BacktestOutcome, JudgingOrder, backtest, backtest_run
 from watchstep_rules.config.rule_config import MinimumDuration, RuleConfig

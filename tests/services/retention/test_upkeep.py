@@ -14,7 +14,7 @@ from watchstep.errors import StoreError
 from watchstep.format import documents, journal
 from watchstep.format.documents import AttemptDocument
 from watchstep.reading.compaction import compact
-from watchstep.reading.journal import read_journal
+from watchstep.reading.run_documents import read_journal
 from watchstep.store.store import Store
 from watchstep_services.db.models import (
     ActionRow,

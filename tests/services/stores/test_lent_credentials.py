@@ -18,7 +18,6 @@ from tests.services.jobs import eventually
 from tests.services.stores.iam import Request, allowed
 from watchstep import Hook, open_run
 from watchstep.capture.config import Bounds, CaptureConfig
-from watchstep.capture.service import credentials
 from watchstep.errors import ConfigError
 from watchstep_services.auth.tokens import create_token
 from watchstep_services.core.settings import load_settings
@@ -147,7 +146,7 @@ def test_another_place_than_the_registered_one_is_told(service: EmbeddedService)
 def test_without_any_credentials_training_goes_on(
     service: EmbeddedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(credentials, "_has_own", lambda: False)
+    monkeypatch.setattr("watchstep.capture.service.client._has_own", lambda: False)
     bounds = Bounds(close_seconds=0.1, backlog_seconds=0.1)
     config = CaptureConfig(collections=QUICK.collections, system=None, bounds=bounds)
     with Hook("s3://plain/runs", project="plain", run="r", config=config) as hook:

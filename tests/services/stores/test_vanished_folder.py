@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from watchstep.errors import MissingStoreError, NotFoundError
-from watchstep.store.identity import MARKER, StoreIdentity
+from watchstep.store.local import MARKER, StoreIdentity
 from watchstep.store.store import Store
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.opening import Stores

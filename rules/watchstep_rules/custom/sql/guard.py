@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from watchstep.format.segment_checks import PROBE
+from watchstep.format.segment import PROBE
 from watchstep_rules.custom.sql.size import check_size
 
 if TYPE_CHECKING:

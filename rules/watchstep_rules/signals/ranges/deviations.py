@@ -23,9 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, TensorInfo
 from watchstep.reading import queries
-from watchstep.reading.columns import Columns
+from watchstep.reading.columns import Columns, Want
 from watchstep.reading.run import Run
-from watchstep.reading.scan import Want
 
 STATISTICS = ("mean", "rms", "abs_max", "nonfinite_share")
 """Statistics that are read; any value that is not finite where there was none ranks first."""

@@ -1,27 +1,134 @@
-"""The rank that writes for its node: it gathers blocks, makes one object of them at a time, and says so before and after."""
+"""The leader of a node: the rank that writes for all ranks of its machine.
+
+It gathers blocks, makes one object of them at a time, and announces the object to the other ranks before and after it writes it.
+`Leading` is its state, without input or output: whose blocks wait, which object is being made of them, and the next number.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from watchstep.capture.node import messages
-from watchstep.capture.node.connection import Connection, MessageQueue
-from watchstep.capture.node.handing import Handing
-from watchstep.capture.node.leading import Batch, Leading
-from watchstep.capture.node.meeting import Leadership
-from watchstep.capture.node.messages import Message
-from watchstep.capture.upload.claims import claim_node, restore_documents
-from watchstep.capture.upload.merging import blocks_of, merge, rows_of
-from watchstep.capture.upload.outgoing import Blocks, Outgoing
+from watchstep.capture.node import protocol
+from watchstep.capture.node.protocol import Connection, Handing, Leadership, Message, MessageQueue
+from watchstep.capture.upload.access import claim_node, restore_documents
+from watchstep.capture.upload.outgoing import Blocks, Notice, Outgoing, blocks_of, merge, rows_of
 from watchstep.capture.upload.uploader import UploadContext
 from watchstep.errors import FormatError, StoreError
 from watchstep.format import segment
 from watchstep.format.block import Block
 from watchstep.format.control import ControlDocument
+from watchstep.format.layout import SegmentKey, WriterId
 from watchstep.store.store import Store
+
+_MAX_ROWS = 200_000  # of one object, unless one block alone has more
+_MAX_BYTES = 32 * 1024 * 1024
+
+Items = dict[str, tuple[Outgoing, ...]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """An object to be made, and the blocks that go into it."""
+
+    notice: Notice
+    items: Items
+
+    def under(self, term: str, gone: Collection[str] = ()) -> Batch:
+        """The same object as it is announced in a term, without the blocks of ranks that could not be told.
+
+        Its name stays, even where nothing is left in it: who has heard of the name may make the object.
+        """
+        items = {token: held for token, held in self.items.items() if token not in gone}
+        blocks = {token: self.notice.blocks[token] for token in items}
+        return Batch(Notice(self.notice.key, blocks, term), items)
+
+
+class Leading:
+    """The leader's state. One object is made at a time; a number is given again only to the same name.
+
+    Attributes:
+        writer: the node's writer.
+        seq: the next object's number.
+        flight: what is being made: the store may have been asked for it.
+    """
+
+    def __init__(self, writer: WriterId, seq: int) -> None:
+        self.writer = writer
+        self.seq = seq
+        self.flight: Batch | None = None
+        self._waiting: dict[str, deque[Outgoing]] = {}
+        self._next: dict[str, int] = {}
+        self._gone: set[str] = set()  # whose blocks in flight are their own again
+
+    def join(self, token: str) -> None:
+        """A rank hands over from now on; its first block may have any number."""
+        self._waiting[token] = deque()
+        self._next.pop(token, None)
+
+    def lose(self, token: str) -> None:
+        """A rank is gone, or writes for itself: what it handed over is its own again, but for what is in flight."""
+        self._waiting.pop(token, None)
+        if self.flight is not None:
+            self._gone.add(token)
+
+    def take(self, token: str, item: Outgoing) -> bool:
+        """A block was handed over; False where nothing is wanted of it."""
+        number = item.place.seq
+        if token not in self._waiting or number != self._next.get(token, number):
+            return False
+        self._waiting[token].append(item)
+        self._next[token] = number + 1
+        return True
+
+    def propose(self) -> Batch | None:
+        """The next object, which nobody has been told of; None where nothing waits, or one is in flight."""
+        if self.flight is not None:
+            return None
+        items: Items = {}
+        rows = size = 0
+        for token, waiting in self._waiting.items():
+            chosen: list[Outgoing] = []
+            for item in waiting:
+                over = rows + item.place.rows > _MAX_ROWS or size + len(item.data) > _MAX_BYTES
+                if over and (items or chosen):
+                    break
+                chosen.append(item)
+                rows, size = rows + item.place.rows, size + len(item.data)
+            if chosen:
+                items[token] = tuple(chosen)
+        if not items:
+            return None
+        places = [item.place for held in items.values() for item in held]
+        key = SegmentKey(
+            self.writer, self.seq, min(place.first for place in places), max(place.last for place in places)
+        )
+        blocks = {token: tuple(item.place.seq for item in held) for token, held in items.items()}
+        return Batch(Notice(key, blocks, ""), items)
+
+    def begin(self, batch: Batch) -> None:
+        """Everybody was told of the batch: the store is asked from now on, and nothing else until it has answered."""
+        assert self.flight is None
+        for token, held in batch.items.items():
+            for _ in held:
+                self._waiting[token].popleft()
+        self.flight = batch
+
+    def land(self, contained: Blocks) -> None:
+        """The object lies on the store with these blocks. The others, of ranks that are still here, wait again."""
+        assert self.flight is not None
+        for token, held in self.flight.items.items():
+            back = [item for item in held if item.place.seq not in contained.get(token, ())]
+            if token in self._waiting and token not in self._gone:
+                self._waiting[token].extendleft(reversed(back))
+        self.seq = self.flight.notice.key.seq + 1
+        self.flight = None
+        self._gone.clear()
+
 
 _GATHER_SECONDS = 1.0
 _ALL = 1 << 62
@@ -85,16 +192,16 @@ class Leader:
         """Take in a message; whether something urgent has come."""
         if message is None:
             self._lose(origin)
-        elif isinstance(message, messages.Hello):
+        elif isinstance(message, protocol.Hello):
             self._lines[origin] = message.token
-            if message.version != messages.VERSION:
-                origin.send(messages.Apart("ranks of one node have different versions of watchstep"))
+            if message.version != protocol.VERSION:
+                origin.send(protocol.Apart("ranks of one node have different versions of watchstep"))
             elif self._leading is not None:
                 self._welcome(origin)
         elif self._leading is not None and origin in self._welcomed:
-            if isinstance(message, messages.Handed):
+            if isinstance(message, protocol.Handed):
                 self._leading.take(self._lines[origin], message.item)
-            elif isinstance(message, messages.BatchEnd):
+            elif isinstance(message, protocol.BatchEnd):
                 self._more |= message.more
                 if not message.urgent:
                     self._asked.discard(origin)
@@ -195,8 +302,8 @@ class Leader:
         notice = flight.notice if flight is not None else None
         self._leading.join(token)
         self._welcomed.add(line)
-        line.send(messages.Welcome(self._leading.writer, self._leading.seq, self._leadership.term, notice))
-        line.send(messages.Control(self._means.control.document.encode()))
+        line.send(protocol.Welcome(self._leading.writer, self._leading.seq, self._leadership.term, notice))
+        line.send(protocol.Control(self._means.control.document.encode()))
 
     def _lose(self, line: Connection) -> None:
         token = self._lines.pop(line, "")
@@ -207,7 +314,7 @@ class Leader:
             self._leading.lose(token)
             term = self._new_term()
             self._handing.hear_term(term)
-            self._tell(messages.Term(term))
+            self._tell(protocol.Term(term))
 
     def _tell(self, message: Message) -> list[Connection]:
         """Tell all ranks; those that could not be told."""
@@ -215,7 +322,7 @@ class Leader:
 
     def _relay(self, document: ControlDocument) -> None:
         with self._lock:
-            self._tell(messages.Control(document.encode()))
+            self._tell(protocol.Control(document.encode()))
 
     def _gather(self) -> None:
         """Ask all ranks for what they have, and wait for it for a moment."""
@@ -226,7 +333,7 @@ class Leader:
                 self._leading.take(self._handing.token, item)
                 self._handing.sent = item.place.seq + 1
             self._asked = set(self._welcomed)
-            self._tell(messages.Give())
+            self._tell(protocol.Give())
         until = time.monotonic() + _GATHER_SECONDS
         while self._asked and not self._closed and (left := until - time.monotonic()) > 0:
             heard = self._inbox.take(left)
@@ -253,7 +360,7 @@ class Leader:
     def _told(self, batch: Batch) -> Batch:
         """Announce an object to all ranks; as it is once those have left that could not be told."""
         batch = batch.under(self._new_term())
-        while deaf := self._tell(messages.ObjectStarted(batch.notice)):
+        while deaf := self._tell(protocol.ObjectStarted(batch.notice)):
             gone = {self._lines[line] for line in deaf}
             for line in deaf:
                 self._lose(line)
@@ -278,7 +385,7 @@ class Leader:
             if token == self._handing.token:
                 raise ApartError(error.what) from error
             for line in [held for held in self._welcomed if self._lines[held] == token]:
-                line.send(messages.Apart(error.what))
+                line.send(protocol.Apart(error.what))
                 self._lose(line)
             return False
         return True
@@ -301,7 +408,7 @@ class Leader:
                 return
             self._leading.land(blocks)
             self._means.backlog.acknowledge(self._handing.hear_stored(key, blocks))
-            self._tell(messages.ObjectStored(key, blocks))
+            self._tell(protocol.ObjectStored(key, blocks))
         self._means.health.count("objects")
         self._means.health.count("bytes", len(data))
         self._means.access.announce(key)

@@ -1,16 +1,26 @@
-"""Requests of the SDK to the service: registrations and announcements, with pauses after a failure. Recording never needs them."""
+"""Requests of the SDK to the service: registrations, announcements, and credentials. Recording never needs them.
+
+After a failure the client pauses. ``traceparent`` (W3C) makes the service's trace continue the program's; it is written without a library.
+With ``WATCHSTEP_CREDENTIALS=service`` the service lends credentials that write one attempt and nothing else, and renews them as long as the
+attempt runs. They are requested on the writer's thread and on obstore's, never on the training thread.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import random
+import secrets
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
-from watchstep.capture.service import trace_context
-from watchstep.errors import FormatError, ServiceError
-from watchstep.format.bounded_json import parse_json
+from watchstep.errors import ConfigError, FormatError, ServiceError, StoreError
 from watchstep.format.control import ControlDocument
+from watchstep.format.documents import parse_json
 from watchstep.format.layout import SegmentKey
 from watchstep.platform.transport import (
     LONGEST_RETRY_AFTER,
@@ -20,6 +30,31 @@ from watchstep.platform.transport import (
     UnreachableError,
     segment,
 )
+from watchstep.store.cloud import S3Access
+from watchstep.store.local import StoreIdentity
+from watchstep.store.store import Store, checked_scheme
+
+HEADER = "traceparent"
+
+
+def current_span() -> str:
+    """The ``traceparent`` of this thread's current span; empty without one, or where OpenTelemetry was not loaded."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ""
+    try:
+        context = trace.get_current_span().get_span_context()
+        if not context.is_valid:
+            return ""
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+    except Exception:  # noqa: BLE001 - whatever somebody put in its place, recording goes on
+        return ""
+
+
+def new_trace() -> str:
+    """The ``traceparent`` of a trace that begins here. Takes nothing from the program's random generators."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+
 
 _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 30.0
@@ -109,7 +144,7 @@ class ServiceClient:
             locate: says where the service answers now, when it does not at its address.
         """
         # Announcements come from a thread of their own, on which the program has no span.
-        self._parent = trace_context.current_span()
+        self._parent = current_span()
         self.pause_seconds = 0.0
         """What the last answer asked for between two announcements; the service lags where it is not 0."""
         self._locate = locate
@@ -177,8 +212,8 @@ class ServiceClient:
             "health": health,
             "urgent": urgent,
         }
-        trace = trace_context.current_span() or self._parent or trace_context.new_trace()
-        answer = self._post(f"{self._runs}/{segment(run)}/announcements", body, {trace_context.HEADER: trace})
+        trace = current_span() or self._parent or new_trace()
+        answer = self._post(f"{self._runs}/{segment(run)}/announcements", body, {HEADER: trace})
         try:
             control = ControlDocument.from_data(answer["control"])
         except (KeyError, FormatError) as error:
@@ -231,3 +266,149 @@ class ServiceClient:
 def _pause(asked: Any) -> float:
     """Seconds, where an answer holds a number of them; no answer can hold a recorder up for long."""
     return float(min(asked, _LONGEST_PAUSE)) if type(asked) in (int, float) and asked > 0 else 0.0
+
+
+CREDENTIALS = "WATCHSTEP_CREDENTIALS"
+SERVICE = "service"
+_PAUSE = 30.0
+"""After the service refused to renew, while those that are held still count."""
+
+
+class LentCredentials:
+    """What obstore asks when those that it has are about to expire. Thread-safe.
+
+    Attributes:
+        answer: the service's, as it came last.
+    """
+
+    def __init__(self, service: ServiceClient, run: str, attempt: str) -> None:
+        """Ask for the first.
+
+        Raises:
+            ServiceError: the service refuses, or does not answer.
+        """
+        self._ask: Callable[[], dict[str, Any]] = functools.partial(service.credentials, run, attempt)
+        self._lock = threading.Lock()
+        self._again_at = 0.0
+        self.answer = self._ask()
+        self._held: dict[str, Any] | None = _of(self.answer)
+
+    def __call__(self) -> Mapping[str, Any]:
+        """Those that were asked for just now, or new ones; the old, as long as they count, where there are none.
+
+        Raises:
+            ServiceError: the service refuses, or does not answer, and the old ones have expired.
+        """
+        with self._lock:
+            held, self._held = self._held, None
+            if held is not None:
+                return held  # the first, just asked for
+            old = _of(self.answer)
+            if time.monotonic() < self._again_at and old["expires_at"] > datetime.now(timezone.utc):
+                return old
+            try:
+                self.answer = self._ask()
+            except ServiceError:
+                self._again_at = time.monotonic() + _PAUSE
+                if old["expires_at"] <= datetime.now(timezone.utc):
+                    raise
+                return old
+            return _of(self.answer)
+
+
+def open_recorded(
+    url: str,
+    names: tuple[str, str, str],
+    service: ServiceClient | None = None,
+    told: Callable[[str, Exception], None] | None = None,
+    *,
+    identity: StoreIdentity | None = None,
+) -> Store:
+    """The store that a recorder writes to; with lent credentials where the environment asks for them.
+
+    Where the service lends none, the program's own are used, if it has any, and that is told.
+
+    Args:
+        url: of the store.
+        names: project, run and attempt.
+        service: where to ask; the environment's where it is left out.
+        told: hears what went wrong, once.
+        identity: of the store, where it is a folder; remembered from the first time that it is opened.
+
+    Raises:
+        ConfigError: the URL or a variable cannot be used.
+        StoreError: there are no credentials, or a local folder cannot be made.
+    """
+    if not lent():
+        return Store.open(url, create=True, identity=identity)
+    try:
+        return _open_lent(url, names, service)
+    except ServiceError as error:
+        if checked_scheme(url) in {"s3", "s3a"} and not _has_own():
+            raise StoreError(
+                f"store {url}: no credentials: {error.what}",
+                f"{error.hint}; or give the program its own, and unset {CREDENTIALS}",
+            ) from error
+        if told is not None:
+            told("credentials", error)
+        return Store.open(url, create=True, identity=identity)
+
+
+def lent() -> bool:
+    """Whether the service is to lend credentials.
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    value = os.environ.get(CREDENTIALS, "")
+    if value not in {"", SERVICE}:
+        raise ConfigError(f"{CREDENTIALS}={value!r}", f"set {SERVICE!r}, or unset it")
+    return value == SERVICE
+
+
+def _open_lent(url: str, names: tuple[str, str, str], service: ServiceClient | None) -> Store:
+    project, run, attempt = names
+    if checked_scheme(url) not in {"s3", "s3a"}:
+        raise ServiceError(f"store {url}: no bucket on S3; none are lent for it", f"unset {CREDENTIALS}")
+    if service is None:
+        address = ServiceAddress.from_environment()
+        if address is None:
+            raise ServiceError(f"{CREDENTIALS}={SERVICE}: no service is named", "set WATCHSTEP_SERVICE")
+        service = ServiceClient(address, project)
+    credentials = LentCredentials(service, run, attempt)
+    registered = str(credentials.answer.get("store", url)).rstrip("/")
+    if registered != url.rstrip("/"):
+        raise ServiceError(
+            f"project {project!r} lies at {registered}, not at {url}", "set WATCHSTEP_STORE to it"
+        )
+    region, endpoint = (str(credentials.answer.get(name, "")) for name in ("region", "endpoint"))
+    return Store.open(url, access=S3Access(credentials, region, endpoint, hides_missing=True))
+
+
+def _of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The service's answer as obstore takes it.
+
+    Raises:
+        ServiceError: it is another.
+    """
+    try:
+        expires = datetime.fromisoformat(str(answer["expires_at"]).replace("Z", "+00:00"))
+        return {
+            "access_key_id": str(answer["access_key_id"]),
+            "secret_access_key": str(answer["secret_access_key"]),
+            "token": str(answer["session_token"]),
+            "expires_at": expires.astimezone(timezone.utc),
+        }
+    except (KeyError, ValueError) as error:
+        raise ServiceError(
+            "the service's answer holds no credentials", "see that it is of this version"
+        ) from error
+
+
+def _has_own() -> bool:
+    """Whether the program has credentials of its own."""
+    try:
+        import boto3
+    except ImportError:
+        return bool(os.environ.get("AWS_ACCESS_KEY_ID"))
+    return boto3.Session().get_credentials() is not None

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from watchstep.errors import ConfigError
-from watchstep.format.bounded_json import parse_json
+from watchstep.format.documents import parse_json
 from watchstep.platform.folders import absolute_path
 from watchstep.platform.process import ProcessIdentity
 from watchstep.platform.transport import TOKEN, ServiceAddress

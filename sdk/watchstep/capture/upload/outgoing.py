@@ -1,12 +1,18 @@
-"""Encoded segments on their way to the store, and the notices by which ranks of a node describe them to each other."""
+"""Encoded segments on their way to the store: notices that describe them between ranks of a node, and several ranks' blocks in one segment."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.format import segment
+from watchstep.format.block import Block, concatenate
+from watchstep.format.documents import parse_json
 from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.store.store import Store
 
 Blocks = Mapping[str, tuple[int, ...]]
 """Process → numbers of its blocks, ascending. A process is named by a token that it draws, a block by its own count."""
@@ -82,3 +88,77 @@ class Outgoing:
 
     place: SegmentPlace
     data: bytes
+
+
+BLOCKS = b"watchstep.blocks"
+"""Key of the list of blocks in the metadata of a segment that several ranks may be in."""
+
+_MAX_MEMORY = 64 * 1024 * 1024  # of that list
+
+
+def merge(items: Mapping[str, Sequence[Outgoing]], decoded: Mapping[tuple[str, int], Block]) -> bytes:
+    """One segment of blocks.
+
+    Args:
+        items: the blocks of each process.
+        decoded: their rows, by process and number.
+    """
+    numbers = {token: [item.place.seq for item in held] for token, held in items.items()}
+    rows = concatenate([decoded[token, number] for token, held in numbers.items() for number in held])
+    return segment.encode(rows.ordered(), more={BLOCKS: json.dumps(numbers).encode()})
+
+
+def rows_of(token: str, item: Outgoing) -> Block:
+    """A block's rows.
+
+    Raises:
+        FormatError: they are not what its place says.
+    """
+    block = segment.decode(item.data, f"{item.place.name} of process {token}")
+    place = item.place
+    if len(block) != place.rows or (
+        len(block) and not (place.first <= int(block.step.min()) and int(block.step.max()) <= place.last)
+    ):
+        raise FormatError(f"{place.name} of process {token}: holds other rows", "update all ranks together")
+    return block
+
+
+def blocks_of(data: bytes, name: str) -> Blocks:
+    """Which blocks a segment holds, as it says itself; none where it says nothing.
+
+    Raises:
+        FormatError: it is no segment.
+    """
+    with segment.whole(name):
+        held = parse_json(segment.metadata_of(data, name).get(BLOCKS, b"{}"), _MAX_MEMORY)
+        return {str(token): tuple(map(int, numbers)) for token, numbers in held.items()}
+
+
+def settle(store: Store, doubt: Doubt, held: Sequence[Outgoing]) -> Blocks:
+    """Find out what became of an announced object, and make it where it is not there.
+
+    Whoever makes it first decides what is in it: a request of the one that announced it, should it still be under way, is
+    refused by the store from then on.
+
+    Args:
+        store: seen from the run.
+        doubt: the object, and the blocks to make it of.
+        held: those blocks.
+
+    Returns:
+        What the object holds.
+
+    Raises:
+        StoreError: the store refused.
+    """
+    path = doubt.key.path
+    while True:
+        try:
+            return blocks_of(store.get(path, limit=segment.MAX_BYTES), path)
+        except NotFoundError:
+            pass
+        except FormatError:
+            return {}  # damaged: no reader takes anything from it
+        decoded = {(doubt.token, item.place.seq): rows_of(doubt.token, item) for item in held}
+        if store.create(path, merge({doubt.token: held}, decoded)):
+            return {doubt.token: tuple(item.place.seq for item in held)}

@@ -1,20 +1,358 @@
-"""A recorder's own spill folder: made when first needed, bounded, and never a reason to fail."""
+"""The spill folder: encoded objects that wait on disk for a store that cannot be reached. It is bounded, and never a reason to fail.
+
+The folder where encoded objects wait for a store that cannot be reached: its files, and who may touch them.
+
+::
+
+    <folder>/spill.json                        whose objects these are, and for which store
+      lock                                     held by whoever adds or uploads
+      <seq>-<place>                            a segment
+      end.json                                 how the worker ended, written last
+
+Files appear whole: under a temporary name, then renamed.
+
+A folder is used only if this user owns it and nobody else may write to it, and so is each file: what another user put there
+would be uploaded with this user's rights. Files are opened relative to the checked directory, and never through a link. The directory
+is opened anew each time: a program may close descriptors that it did not open.
+
+A recorder's own spill folder: made when first needed, bounded, and never a reason to fail.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
 import logging
 import os
+import re
+import secrets
+import stat
 import time
 from collections import deque
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.upload.outgoing import Outgoing, SegmentPlace
-from watchstep.capture.upload.spill_folder import Spilled, SpillFolder, SpillOwner
+from watchstep.capture.identity import Identity
+from watchstep.capture.upload.outgoing import Doubt, Outgoing, SegmentPlace
+from watchstep.errors import BadNameError, FormatError
+from watchstep.format import documents
 from watchstep.format.documents import EndDocument
+from watchstep.format.layout import SegmentKey, WriterId, check_name
 from watchstep.platform.folders import cache_folder, temporary_folder
-from watchstep.store.identity import StoreIdentity
+from watchstep.store.local import StoreIdentity, read_owned_file
+
+ABOUT = "spill.json"
+END = "end.json"
+_LOCK = "lock"
+_TEMPORARY = ".part-"
+_OTHERS_WRITE = 0o022
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCKING = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FILE = re.compile(r"[0-9]{10}-(.+)")
+_MEND = "remove the folder if nothing in it is wanted"
+
+
+@dataclass(frozen=True)
+class SpillOwner:
+    """Whose objects lie in a spill folder.
+
+    Attributes:
+        store_url: where they belong.
+        identity: who recorded.
+        run: to make the run with.
+        attempt: to claim the attempt with.
+        writer: what was claimed; None where the store could not be reached for that.
+        base: the number of the block that is this writer's first: those before it were handed over to the node's writer.
+            None where that depends on what became of those in doubt.
+        written: where ``base`` is None, how many segments this writer has on the store.
+        doubt: the oldest blocks here, where they may be on the store already.
+        store_id: of the store, where it is a folder; empty where it was never opened, or has none.
+    """
+
+    store_url: str
+    identity: Identity
+    run: documents.RunDocument
+    attempt: documents.AttemptDocument
+    writer: WriterId | None = None
+    base: int | None = 0
+    written: int = 0
+    doubt: Doubt | None = None
+    store_id: str = ""
+
+    def encode(self) -> bytes:
+        """As a file."""
+        return json.dumps(asdict(self), indent=1, default=str).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, name: str) -> SpillOwner:
+        """Read what `encode` gave.
+
+        Raises:
+            FormatError: it is something else.
+        """
+        try:
+            held: dict[str, Any] = json.loads(data)
+            identity = Identity(**held["identity"])
+            writer = WriterId(**held["writer"]) if held["writer"] is not None else None
+            for kind, value in asdict(identity).items():
+                if isinstance(value, str):
+                    check_name(kind, value)
+            return cls(
+                str(held["store_url"]),
+                identity,
+                documents.decode(documents.RunDocument, json.dumps(held["run"]).encode(), name),
+                documents.decode(documents.AttemptDocument, json.dumps(held["attempt"]).encode(), name),
+                writer,
+                None if held.get("base", 0) is None else int(held.get("base", 0)),
+                int(held.get("written", 0)),
+                _doubt(held["doubt"]) if held.get("doubt") else None,
+                str(held.get("store_id", "")),
+            )
+        except (ValueError, KeyError, TypeError, BadNameError) as error:
+            raise FormatError(f"{name}: not of a spill folder ({error!r})", _MEND) from error
+
+
+def _doubt(held: dict[str, Any]) -> Doubt:
+    key = held["key"]
+    writer = WriterId(**key["writer"])
+    named = SegmentKey.parse(SegmentKey(writer, key["seq"], key["first"], key["last"]).path)
+    return Doubt(named, str(held["token"]), tuple(map(int, held["numbers"])))
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """A segment that waits in the folder: what it is, and its bytes."""
+
+    place: SegmentPlace
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"{self.place.seq:010d}-{self.place.name}"
+
+
+def is_own(facts: os.stat_result) -> bool:
+    """Whether a directory or file belongs to this user, and nobody else may write to it."""
+    return facts.st_uid == os.geteuid() and not facts.st_mode & _OTHERS_WRITE
+
+
+def _check_regular(facts: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file", str(path))
+
+
+def _check_own(facts: os.stat_result, path: Path) -> None:
+    if not is_own(facts):
+        mode = stat.S_IMODE(facts.st_mode)
+        raise PermissionError(
+            errno.EPERM, f"not this user's alone: owner {facts.st_uid}, mode {mode:04o}", str(path)
+        )
+
+
+class SpillFolder:
+    """One folder, locked as long as this object is open."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def make(cls, root: Path, name: str, about: SpillOwner) -> SpillFolder:
+        """A new folder, for its owner alone.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path = root / f"{name}-{secrets.token_hex(4)}"
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = root.stat()
+        if facts.st_uid != os.geteuid() and not (facts.st_uid == 0 and facts.st_mode & stat.S_ISVTX):
+            # Its owner could put another folder in the place of ours.
+            raise PermissionError(f"{root} belongs to another user ({facts.st_uid})")
+        path.mkdir(mode=0o700)
+        try:
+            folder = cls._locked(path, create=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            raise
+        assert folder is not None, "nobody else knows of it"
+        try:
+            folder.describe(about)
+        except OSError:
+            folder.remove()
+            raise
+        return folder
+
+    @classmethod
+    def take(cls, path: Path) -> SpillFolder | None:
+        """A folder that is there; None while another process holds it, or where it is gone.
+
+        Raises:
+            OSError: it cannot be opened, or is not this user's alone.
+        """
+        return cls._locked(path, create=False)
+
+    @classmethod
+    def _locked(cls, path: Path, *, create: bool) -> SpillFolder | None:
+        try:
+            with _opened(path) as directory:
+                lock = os.open(_LOCK, _LOCKING | (os.O_CREAT if create else 0), 0o600, dir_fd=directory)
+                try:
+                    facts = os.fstat(lock)
+                    _check_regular(facts, path / _LOCK)
+                    _check_own(facts, path / _LOCK)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    there = os.stat(_LOCK, dir_fd=directory, follow_symlinks=False)
+                    if facts.st_ino == there.st_ino:
+                        return cls(path, lock)
+                except OSError:  # also of a file system without locks
+                    os.close(lock)
+                    raise
+                os.close(lock)
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        return None
+
+    def about(self) -> SpillOwner:
+        """Whose it is.
+
+        Raises:
+            FormatError: that cannot be told.
+        """
+        try:
+            return SpillOwner.decode(self._read(ABOUT), str(self.path / ABOUT))
+        except OSError as error:
+            raise FormatError(f"{self.path / ABOUT}: cannot be read ({error})", _MEND) from error
+
+    def describe(self, about: SpillOwner) -> None:
+        """Say whose it is; again once the writer is claimed, before anything is uploaded under its name.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._write(ABOUT, about.encode())
+
+    def add(self, item: Outgoing) -> Spilled:
+        """Write an object.
+
+        Raises:
+            OSError: it cannot be written; nothing of it is left.
+        """
+        held = Spilled(item.place, len(item.data))
+        self._write(held.name, item.data)
+        return held
+
+    def add_end(self, end: documents.EndDocument) -> None:
+        """Write how the worker ended.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._write(END, documents.encode(end))
+
+    def end(self) -> documents.EndDocument | None:
+        """How the worker ended; None where nobody has said.
+
+        Raises:
+            FormatError: the file holds something else.
+        """
+        try:
+            data = self._read(END)
+        except FileNotFoundError:
+            return None
+        return documents.decode(documents.EndDocument, data, str(self.path / END))
+
+    def entries(self) -> list[Spilled]:
+        """What lies here, in order. Files of other names are left out.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        found = []
+        with _opened(self.path) as directory, os.scandir(directory) as entries:
+            for entry in entries:
+                named = _FILE.fullmatch(entry.name)
+                place = SegmentPlace.parse(named[1]) if named else None
+                if place is not None and entry.is_file(follow_symlinks=False):
+                    found.append(Spilled(place, entry.stat(follow_symlinks=False).st_size))
+        return sorted(found, key=lambda held: held.place.seq)
+
+    def read(self, held: Spilled) -> Outgoing:
+        """An object.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return Outgoing(held.place, self._read(held.name))
+
+    def drop(self, name: str) -> None:
+        """Remove a file; a missing one is no error.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        with _opened(self.path) as directory:
+            _unlink(name, directory)
+
+    def remove(self) -> None:
+        """Remove the folder with what Watchstep made in it, and let go of it. What cannot be removed stays."""
+        try:
+            with _opened(self.path) as directory:
+                for name in os.listdir(directory):  # noqa: PTH208 - a descriptor
+                    if name.startswith(_TEMPORARY) or name in {ABOUT, END}:
+                        _unlink(name, directory)
+                _unlink(_LOCK, directory)
+            self.path.rmdir()
+        except OSError:
+            pass  # something of the user's own lies there, or it is gone already
+        self.release()
+
+    def release(self) -> None:
+        """Leave the folder to others."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def _write(self, name: str, data: bytes) -> None:
+        temporary = f"{_TEMPORARY}{name}"
+        with _opened(self.path) as directory:
+            try:
+                handle = os.open(temporary, _WRITING, 0o600, dir_fd=directory)
+                with open(handle, "wb") as file:  # noqa: PTH123 - a descriptor
+                    file.write(data)
+                os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except OSError:
+                _unlink(temporary, directory)
+                raise
+
+    def _read(self, name: str) -> bytes:
+        with _opened(self.path) as directory:
+            return read_owned_file(name, {os.geteuid()}, folder=directory, refused_modes=_OTHERS_WRITE)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The descriptor of a directory that is this user's alone to write to."""
+    directory = os.open(path, _DIRECTORY)
+    try:
+        _check_own(os.fstat(directory), path)
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _unlink(name: str, directory: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+
 
 SPILL = "WATCHSTEP_SPILL"
 _PAUSE_SECONDS = 5.0

@@ -1,4 +1,4 @@
-/* Checksums of the bits of tensors; watchstep/kernels/checksum.py says what they are, and what they are worth. */
+/* Checksums of the bits of tensors; watchstep/kernels/array_kernel.py defines them. */
 #include "chunk.h"
 #include "elements.h"
 

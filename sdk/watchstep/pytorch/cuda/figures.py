@@ -7,8 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from watchstep.format.histogram import Histograms
-from watchstep.format.statistics import StatisticsBatch
+from watchstep.format.statistics import Histograms, StatisticsBatch
 
 HEAD: Final = 16
 CODES: Final = 512

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from watchstep.capture.record import Group
-from watchstep.capture.scalar_values import scalar_info
+from watchstep.capture.record import Group, scalar_info
 from watchstep.capture.session import Session
 from watchstep.format import tensors
 from watchstep.pytorch.kernel import TorchKernel

@@ -22,15 +22,18 @@ from watchstep.capture.record import Condition, Group, Probe
 from watchstep.capture.session import Session
 from watchstep.format.tensors import Placement, TensorInfo
 from watchstep.kernels.measurement import Cached, Kernel, Measurement
-from watchstep.pytorch.checksum import Checksums
+from watchstep.pytorch.kernel import Checksums
 from watchstep.pytorch.names import NamedParameter, Names
 from watchstep.pytorch.parameters.amp import PLAIN, Scaling, measure_unscaled
-from watchstep.pytorch.probes.gradient_cosine import GradientCosine
-from watchstep.pytorch.probes.percentile_range import PercentileRange
-from watchstep.pytorch.probes.since_earlier import Unchanged, WeightChange
 from watchstep.pytorch.probes.staging import elements_of_each, views
-from watchstep.pytorch.probes.unit_spread import UnitSpread
-from watchstep.pytorch.probes.update_ratio import UpdateRatio
+from watchstep.pytorch.probes.weights import (
+    GradientCosine,
+    PercentileRange,
+    Unchanged,
+    UnitSpread,
+    UpdateRatio,
+    WeightChange,
+)
 
 Kind = tuple[str, Hashable]
 

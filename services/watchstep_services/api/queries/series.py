@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from watchstep.format.block import STAGES
 from watchstep.format.statistics import Floats
 from watchstep.format.tensors import MODES, Mode
-from watchstep.reading.columns import Columns
+from watchstep.reading.columns import Columns, Want
 from watchstep.reading.queries import columns_of
 from watchstep.reading.run import Run
-from watchstep.reading.scan import Want
 
 MAX_LINES = 64
 """Most lines of an answer: a line for each mode, worker with a whole tensor, replica and stage."""

@@ -20,11 +20,10 @@ from watchstep.client import Client
 from watchstep.errors import ConfigError, NotFoundError, ServiceError
 from watchstep.format.layout import RUN_DOCUMENT
 from watchstep.format.tensors import LOSSES, MODES, Mode
-from watchstep.reading.catalogue import RunEntry, find_runs
 from watchstep.reading.compaction import compact
 from watchstep.reading.diff import diff
 from watchstep.reading.run import Run, open_run
-from watchstep.reading.run_documents import read_state
+from watchstep.reading.run_documents import RunEntry, find_runs, read_state
 from watchstep.reading.tensorboard import export as export_events
 from watchstep.store.store import Store, checked_scheme
 from watchstep_services.cli.connection import DEFAULT_STORE, client_of, service_of

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from watchstep.capture.upload.merging import blocks_of
+from watchstep.capture.upload.outgoing import blocks_of
 from watchstep.format.block import Block
 from watchstep.format.layout import SegmentKey
 from watchstep.format.segment import decode

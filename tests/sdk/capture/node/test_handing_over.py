@@ -13,7 +13,7 @@ import pytest
 from tests.sdk.capture.node.conftest import Server
 from tests.sdk.capture.node.ranks import Rank, Written, do_all, leader_of, meeting_files, node
 from watchstep import open_run
-from watchstep.capture.upload.sync import spill_folders, sync
+from watchstep.capture.upload.uploader import spill_folders, sync
 from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import CONTROL_DOCUMENT
 from watchstep.store.store import Store

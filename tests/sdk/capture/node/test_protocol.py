@@ -11,10 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from watchstep.capture.node import messages
-from watchstep.capture.node.handing import Handing
-from watchstep.capture.node.leading import Leading
-from watchstep.capture.node.messages import Message
+from watchstep.capture.node import protocol
+from watchstep.capture.node.leader import Leading
+from watchstep.capture.node.protocol import Handing, Message
 from watchstep.capture.upload.outgoing import Blocks, Doubt, Outgoing, SegmentPlace
 from watchstep.format.layout import SegmentKey, WriterId
 
@@ -97,7 +96,7 @@ class Node(RuleBasedStateMachine):
         self.leading.lose(rank.name)
         term = self.new_term()
         self.leader.handing.hear_term(term)
-        self.tell(messages.Term(term))
+        self.tell(protocol.Term(term))
 
     @rule(place=RANKS)
     def record(self, place: int) -> None:
@@ -135,7 +134,7 @@ class Node(RuleBasedStateMachine):
         rank.follows = self.leading
         flight = self.leading.flight
         notice = flight.notice if flight else None
-        rank.line.append(messages.Welcome(self.leading.writer, self.leading.seq, self.file, notice))
+        rank.line.append(protocol.Welcome(self.leading.writer, self.leading.seq, self.file, notice))
 
     @rule(place=RANKS)
     def hear(self, place: int) -> None:
@@ -150,14 +149,14 @@ class Node(RuleBasedStateMachine):
 
     def take_in(self, rank: Rank, message: Message) -> None:
         handing = rank.handing
-        if isinstance(message, messages.Welcome):
+        if isinstance(message, protocol.Welcome):
             handing.join(message.writer, message.seq, message.term, message.notice)
             handing.sent = rank.unsure[0] if rank.unsure else rank.made
-        elif isinstance(message, messages.ObjectStarted):
+        elif isinstance(message, protocol.ObjectStarted):
             handing.hear_notice(message.notice)
-        elif isinstance(message, messages.ObjectStored):
+        elif isinstance(message, protocol.ObjectStored):
             rank.acknowledge(handing.hear_stored(message.key, message.blocks))
-        elif isinstance(message, messages.Term):
+        elif isinstance(message, protocol.Term):
             handing.hear_term(message.term)
 
     @rule(place=RANKS)
@@ -165,7 +164,7 @@ class Node(RuleBasedStateMachine):
         rank = self.ranks[place]
         leads = rank is self.leader
         welcomed = rank.handing.writer is not None and not any(
-            isinstance(message, messages.Welcome) for message in rank.line
+            isinstance(message, protocol.Welcome) for message in rank.line
         )
         if not rank.alive or self.leading is None or not (leads or (self.connected(rank) and welcomed)):
             return
@@ -187,11 +186,11 @@ class Node(RuleBasedStateMachine):
         ]:
             for rank in self.followers():
                 if rank not in gone:
-                    rank.line.append(messages.ObjectStarted(batch.notice))
+                    rank.line.append(protocol.ObjectStarted(batch.notice))
             for rank in gone:
                 self.lose(rank)  # sending failed
             batch = batch.under(self.new_term(), {rank.name for rank in gone})
-        self.tell(messages.ObjectStarted(batch.notice))
+        self.tell(protocol.ObjectStarted(batch.notice))
         self.leading.begin(batch)
         self.leader.handing.hear_notice(batch.notice)
 
@@ -204,7 +203,7 @@ class Node(RuleBasedStateMachine):
         if batch is not None:
             batch = batch.under(self.new_term())
             for rank in self.followers()[:1]:
-                rank.line.append(messages.ObjectStarted(batch.notice))
+                rank.line.append(protocol.ObjectStarted(batch.notice))
             self.kill(self.ranks.index(self.leader))
 
     @rule(answered=st.booleans())
@@ -217,7 +216,7 @@ class Node(RuleBasedStateMachine):
         if answered:
             self.leading.land(contained)
             self.leader.acknowledge(self.leader.handing.hear_stored(notice.key, contained))
-            self.tell(messages.ObjectStored(notice.key, contained))
+            self.tell(protocol.ObjectStored(notice.key, contained))
 
     @precondition(lambda self: self.late)
     @rule()

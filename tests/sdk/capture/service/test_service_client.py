@@ -205,7 +205,7 @@ def test_no_segment_waits_for_a_slow_answer(
     service: Listening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("watchstep.capture.service.client._TIMEOUT_SECONDS", 600.0)
-    monkeypatch.setattr("watchstep.capture.service.announcer._SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("watchstep.capture.service.registration._SLOW_SECONDS", 0.0)
     monkeypatch.setenv("WATCHSTEP_SERVICE", service.address.url)
     monkeypatch.setenv("WATCHSTEP_TOKEN", "t")
     service.answering.clear()

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from watchstep import Snapshots
-from watchstep.capture.snapshots.memory import SnapshotMemory, SnapshotRing
-from watchstep.capture.snapshots.plan import Occasion, SnapshotPlan
-from watchstep.capture.snapshots.writer import fitting
+from watchstep.capture.snapshots import Occasion, SnapshotMemory, SnapshotPlan, SnapshotRing, fitting
 from watchstep.errors import ConfigError
 
 

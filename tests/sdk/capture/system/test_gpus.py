@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from watchstep.capture.system.gpus import Gpus, driver_is_there, visible
+from watchstep.capture.system.sources import Gpus, driver_is_there, visible
 from watchstep.format.system_figures import is_gpu, is_gpu_memory
 
 NAMES = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]

@@ -14,8 +14,7 @@ import torch
 from benchmarks.detection.recording import FixedClock
 from tests.sdk.training import Training, recorded
 from watchstep import Bounds, CaptureConfig, Hook, Run, SystemSampling, open_run
-from watchstep.capture.system.sampler import Samples
-from watchstep.capture.system.step_times import Waiting
+from watchstep.capture.system.sampler import Samples, Waiting
 from watchstep.errors import ConfigError, StoreError
 from watchstep.format.system_figures import (
     CPU,

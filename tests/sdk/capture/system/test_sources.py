@@ -12,10 +12,17 @@ import pytest
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.capture.identity import Identity
-from watchstep.capture.system.cgroup import allowed_cpus, cpu_group, memory_group
-from watchstep.capture.system.node import NodeCpu, NodeDisks, NodeMemory, NodeNetwork
-from watchstep.capture.system.process import Process
 from watchstep.capture.system.sampler import opened
+from watchstep.capture.system.sources import (
+    NodeCpu,
+    NodeDisks,
+    NodeMemory,
+    NodeNetwork,
+    Process,
+    allowed_cpus,
+    cpu_group,
+    memory_group,
+)
 from watchstep.format.system_figures import (
     CPU,
     CPUS,
@@ -193,8 +200,8 @@ def test_what_a_process_takes_is_seen() -> None:
 LOAD = """
 import sys, time
 sys.path[:0] = {path!r}
-from watchstep.capture.system.process import Process
-from watchstep.capture.system.node import NodeCpu
+from watchstep.capture.system.sources import Process
+from watchstep.capture.system.sources import NodeCpu
 sources = Process(), NodeCpu()
 [source.sample(1.0) for source in sources]
 began = time.perf_counter()

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from watchstep.capture.system.step_times import StepTimes
+from watchstep.capture.system.sampler import StepTimes
 
 
 class Clock:

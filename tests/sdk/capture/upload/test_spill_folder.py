@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from watchstep.capture.identity import Identity
 from watchstep.capture.upload.outgoing import Outgoing, SegmentPlace
-from watchstep.capture.upload.spill import spill_roots
-from watchstep.capture.upload.spill_folder import Spilled, SpillFolder, SpillOwner
-from watchstep.capture.upload.sync import named_spill_folders, spill_folders, sync
+from watchstep.capture.upload.spill import Spilled, SpillFolder, SpillOwner, spill_roots
+from watchstep.capture.upload.uploader import named_spill_folders, spill_folders, sync
 from watchstep.errors import FormatError
 from watchstep.format.documents import AttemptDocument, EndDocument, RunDocument
 from watchstep.format.layout import WriterId

@@ -1,4 +1,8 @@
-"""Full tensors on their way to the store: a thread of their own, for an upload of seconds must hold up no statistics."""
+"""Snapshots: at which steps full tensors are taken and why, the memory that they are copied to, and the thread that writes them.
+
+The memory is bounded and reused. Snapshots have a thread of their own, since an upload of seconds must not delay statistics. Of a cadence
+the newest snapshots stay on the store, up to a bound.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,211 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from watchstep.capture.config import Snapshots
 from watchstep.capture.health import RecorderHealth
-from watchstep.capture.snapshots.memory import SnapshotMemory, SnapshotRing
-from watchstep.capture.snapshots.plan import Occasion
 from watchstep.errors import StoreError
 from watchstep.format.layout import SnapshotKey
 from watchstep.format.snapshot import Described, header, missing_metadata
 from watchstep.format.tensors import Mode
 from watchstep.store.store import Store
+
+Reason = Literal["cadence", "gate", "request", "program"]
+
+MOST_BY_GATE = 2
+"""Snapshots that the gate takes in one attempt: the first bad step of a run of bad steps, twice."""
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """Why a snapshot is taken.
+
+    Attributes:
+        reason: the cadence, the gate, a request of the control document, or the program's own.
+        requests: ids of the requests that it answers.
+    """
+
+    reason: Reason
+    requests: tuple[str, ...] = ()
+
+
+class SnapshotPlan:
+    """Asked once for each step that is updated. On the training thread, but for `request`."""
+
+    def __init__(self, config: Snapshots) -> None:
+        self._config = config
+        self._lock = threading.RLock()  # a signal's handler may come back in
+        self._seen: set[str] = set()
+        self._requests: dict[str, int] = {}
+        self._asked = False
+        self._bad_step = -2
+        self._gate_step = -1
+        self._by_gate = 0
+        self._taken = -1
+
+    def ask(self) -> None:
+        """The program wants the next step that is updated."""
+        self._asked = True
+
+    def request(self, name: str, step: int) -> bool:
+        """A request of the control document; False where its id was seen before. From any thread."""
+        with self._lock:
+            if name in self._seen:
+                return False
+            self._seen.add(name)
+            self._requests[name] = step
+            return True
+
+    def bad(self, step: int) -> bool:
+        """This step holds NaN or infinity; whether it is the first of one of the first runs of such steps."""
+        first = step not in {self._bad_step, self._bad_step + 1}
+        self._bad_step = step
+        if not first or self._by_gate >= MOST_BY_GATE:
+            return False
+        self._by_gate += 1
+        if self._config.at_gate:
+            self._gate_step = step
+        return True
+
+    def due(self, step: int) -> Occasion | None:
+        """Why a snapshot is to be taken at this step; None where none is, or one was taken of it.
+
+        Of several reasons the rarer one counts: the gate, a request, the program, the cadence.
+        """
+        if step == self._taken:
+            return None
+        occasion = self._occasion(step)
+        if occasion is not None:
+            self._taken = step
+        return occasion
+
+    def _occasion(self, step: int) -> Occasion | None:
+        answered = self._due_requests(step) if self._requests else ()
+        asked, self._asked = self._asked, False
+        if step == self._gate_step:
+            return Occasion("gate", answered)
+        if answered:
+            return Occasion("request", answered)
+        if asked:
+            return Occasion("program")
+        every = self._config.every
+        return Occasion("cadence") if every is not None and step % every == 0 else None
+
+    def _due_requests(self, step: int) -> tuple[str, ...]:
+        with self._lock:
+            due = tuple(name for name, at in self._requests.items() if at <= step)
+            for name in due:
+                del self._requests[name]
+        return due
+
+
+_PAGE = 4096
+
+
+def host_memory(size: int) -> NDArray[np.uint8]:
+    """New memory of so many bytes, from the start of a page; the system gives it when it is first written to."""
+    raw = np.empty(size + _PAGE, np.uint8)
+    start = -raw.ctypes.data % _PAGE
+    return raw[start : start + size]
+
+
+class SnapshotMemory:
+    """Buffers up to a number of bytes together. Thread-safe.
+
+    Writing to memory for the first time costs several times what the copy itself costs, so a buffer that is given back
+    is kept for the next snapshot.
+
+    Attributes:
+        limit: bytes of all buffers together.
+        allocate: makes memory: the host's, or such as a device copies to while training goes on.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.allocate: Callable[[int], NDArray[np.uint8]] = host_memory
+        self._lock = threading.RLock()  # a signal's handler may come back in
+        self._free: list[NDArray[np.uint8]] = []
+        self._in_use = 0
+
+    @property
+    def available(self) -> int:
+        """Bytes that `take` would give now."""
+        return max(0, self.limit - self._in_use)
+
+    def take(self, size: int) -> NDArray[np.uint8] | None:
+        """A buffer of at least so many bytes, at least 1; None where they are not available."""
+        with self._lock:
+            if size > self.available:
+                return None
+            fitting = [place for place, held in enumerate(self._free) if len(held) >= size]
+            if fitting:
+                found = self._free.pop(min(fitting, key=lambda place: len(self._free[place])))
+                if self._in_use + len(found) <= self.limit:
+                    self._in_use += len(found)
+                    return found
+            while self._free and self._kept() + self._in_use + size > self.limit:
+                self._free.pop()
+            self._in_use += size
+        try:
+            return self.allocate(size)
+        except BaseException:
+            with self._lock:
+                self._in_use -= size
+            raise
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Let the next snapshot have what `take` gave."""
+        with self._lock:
+            self._in_use -= len(buffer)
+            self._free.append(buffer)
+
+    def prepare(self, size: int) -> None:
+        """Have a buffer of that size ready, its memory written to, unless it is over the limit or one is kept."""
+        size = min(size, self.limit)
+        with self._lock:
+            if any(len(held) >= size for held in self._free):
+                return
+        buffer = self.take(size) if size else None
+        if buffer is not None:
+            buffer[::_PAGE] = 0
+            self.give_back(buffer)
+
+    def _kept(self) -> int:
+        return sum(len(held) for held in self._free)
+
+
+class SnapshotRing:
+    """Which snapshots make room for newer ones. Knows of those that this process wrote, and only of their names.
+
+    Attributes:
+        limit: bytes on the store; None for no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._held: deque[tuple[str, int]] = deque()
+
+    def add(self, key: str, size: int) -> list[str]:
+        """A snapshot was written: keys of those that are to be deleted for it, the oldest first.
+
+        The newest one stays, even where it is over the limit by itself.
+        """
+        if self.limit is None:
+            return []
+        self._held.append((key, size))
+        rotated = []
+        while len(self._held) > 1 and sum(size for _, size in self._held) > self.limit:
+            rotated.append(self._held.popleft()[0])
+        return rotated
+
+    def protect(self) -> None:
+        """What is held now is never deleted, and does not count any more."""
+        self._held.clear()
+
 
 _FIRST_BACKOFF = 0.2
 _LONGEST_BACKOFF = 10.0

@@ -1,4 +1,4 @@
-"""``watchstep migrate-store``: rewrite the runs of a store that were recorded before names of the format changed."""
+"""Commands over stores: ``watchstep sync`` uploads what recorders left on this machine; ``watchstep migrate-store`` rewrites earlier runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,56 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from watchstep.errors import NotFoundError
+from watchstep.capture.upload.spill import SPILL, spill_roots
+from watchstep.capture.upload.uploader import Synced, named_spill_folders, spill_folders, sync
+from watchstep.errors import ConfigError, NotFoundError
 from watchstep.format.layout import run_prefix
+from watchstep.platform.folders import absolute_path
 from watchstep.platform.terminal_text import printable
 from watchstep.reading.migration import SILENT_SECONDS, MigratedRun, RunInUseError, migrate_run
 from watchstep.store.store import Store
 
 
-def parser() -> argparse.ArgumentParser:
+def sync_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parsed = argparse.ArgumentParser(
+        prog="watchstep sync",
+        description="Upload what recorders left on this machine when their store could not be reached. Safe to repeat.",
+    )
+    parsed.add_argument(
+        "folder", nargs="?", help=f"one folder, or a folder of them (else {SPILL}, or the user's cache)"
+    )
+    return parsed
+
+
+def sync_main(arguments: Sequence[str]) -> NoReturn:
+    """Upload, say what was done, and exit: 0 where nothing is left, else 1.
+
+    Raises:
+        ConfigError: the folder is none of a recorder's.
+    """
+    named = sync_parser().parse_args(arguments).folder
+    roots = [absolute_path(named)] if named else spill_roots()
+    listed = named_spill_folders if named else spill_folders
+    folders = [folder for root in roots for folder in listed(root)]
+    if named and not folders and not roots[0].is_dir():
+        raise ConfigError(
+            f"folder {roots[0]}: not found", f"name a folder that a recorder's log named, or {SPILL}"
+        )
+    done = [sync(folder) for folder in folders]
+    for one in done:
+        sys.stdout.write(f"{printable(_sync_line(one))}\n")
+    if not done:
+        sys.stdout.write(f"nothing to upload in {', '.join(map(str, roots))}\n")
+    raise SystemExit(1 if any(one.why for one in done) else 0)
+
+
+def _sync_line(one: Synced) -> str:
+    what = f"{one.run or one.folder.name}: {one.objects} objects uploaded, {one.bytes} bytes"
+    return f"{what}; {one.left} left in {one.folder}: {one.why}" if one.why else what
+
+
+def migrate_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parsed = argparse.ArgumentParser(
         prog="watchstep migrate-store",
@@ -35,13 +77,13 @@ def parser() -> argparse.ArgumentParser:
     return parsed
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
+def migrate_main(arguments: Sequence[str]) -> NoReturn:
     """Migrate, report each run, and exit: 0, or 1 where a run or an object was left as it is.
 
     Raises:
         StoreError: the store cannot be read or written.
     """
-    options = parser().parse_args(arguments)
+    options = migrate_parser().parse_args(arguments)
     store = Store.open(options.store)
     complete, runs, rewritten = True, 0, 0
     for project, run in _runs(store, options.project):
@@ -62,7 +104,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         complete = complete and not done.damaged
         runs += 1
         rewritten += not done.is_current
-        _print(_line(done, dry_run=options.dry_run))
+        _print(_migration_line(done, dry_run=options.dry_run))
     _print(f"{rewritten} of {runs} runs {'to rewrite' if options.dry_run else 'rewritten'}")
     raise SystemExit(0 if complete else 1)
 
@@ -73,7 +115,7 @@ def _runs(store: Store, project: str | None) -> Iterator[tuple[str, str]]:
             yield name, run
 
 
-def _line(done: MigratedRun, *, dry_run: bool) -> str:
+def _migration_line(done: MigratedRun, *, dry_run: bool) -> str:
     if done.is_current and not done.damaged:
         return f"{done.name}: current"
     counts = (

@@ -1,1 +1,0 @@
-"""Full tensors of chosen steps."""

@@ -1,1 +1,0 @@
-"""Stops: reading the control document, and agreeing on a step to stop at."""
