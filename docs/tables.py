@@ -39,7 +39,7 @@ from watchstep_services.cli.rules import counted
 from watchstep_services.core.settings import PREFIX, Settings, load_settings
 from watchstep_services.core.telemetry.metrics import described
 from watchstep_services.db.engine import open_database
-from watchstep_services.db.figures import FIGURES as DATABASE_FIGURES
+from watchstep_services.db.metrics import FIGURES as DATABASE_FIGURES
 from watchstep_services.service.context import Service
 
 FOLDER = Path(__file__).parent

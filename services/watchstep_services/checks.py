@@ -37,7 +37,7 @@ from watchstep_services.db.engine import Database
 from watchstep_services.db.models import Base, Project
 from watchstep_services.db.schema import status
 from watchstep_services.db.sealing import open_sealed_database
-from watchstep_services.scheduler.messages import QUEUE, URGENT
+from watchstep_services.scheduler.celery_client import QUEUE, URGENT
 from watchstep_services.service.context import owner_receivers, owner_rules
 from watchstep_services.stores.opening import Stores
 

@@ -13,7 +13,7 @@ import yaml
 
 from tests.infra.compose import ROOT, services
 from watchstep_services.core.telemetry import metrics
-from watchstep_services.db.figures import FIGURES
+from watchstep_services.db.metrics import FIGURES
 
 INFRA = ROOT / "infra"
 DASHBOARD = json.loads((INFRA / "grafana" / "watchstep.json").read_text(encoding="utf-8"))

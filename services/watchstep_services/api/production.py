@@ -17,7 +17,7 @@ from watchstep_services.core.process import forget_folder, settle_collector
 from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import logs, tracing
 from watchstep_services.core.telemetry.exposition import registry, serve
-from watchstep_services.db.figures import DatabaseFigures
+from watchstep_services.db.metrics import DatabaseFigures
 from watchstep_services.db.schema import prepare
 from watchstep_services.db.sealing import open_sealed_database
 from watchstep_services.scheduler.celery_client import app as celery

@@ -7,11 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from watchstep_services.channels.delivery import DeliveryContext, Message, try_post
 from watchstep_services.channels.notification import Notification, NotifiedAlert
-from watchstep_services.channels.outside import DeliveryContext, Message
-from watchstep_services.channels.posting import try_post
-from watchstep_services.channels.receiver import HttpAddress, Receiver
-from watchstep_services.channels.secret_fields import Secret
+from watchstep_services.channels.receiver import HttpAddress, Receiver, Secret
 from watchstep_services.channels.webhook import header_value
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import parse_address

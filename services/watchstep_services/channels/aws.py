@@ -1,15 +1,20 @@
-"""AWS for receivers: the service's own credentials, or a role that an admin has named; and which errors pass."""
+"""Receivers of AWS: SNS topics and phone numbers, SQS queues, EventBridge buses."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Callable
-from typing import Annotated, Any
+import unicodedata
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from watchstep.errors import ConfigError
-from watchstep_services.channels.outside import DeliveryContext
+from watchstep_services.channels.delivery import DeliveryContext, Message
+from watchstep_services.channels.notification import Notification, within
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.core.due_action import AttemptResult
 
@@ -123,3 +128,238 @@ def _client(receiver: AwsReceiver, outside: DeliveryContext, service: str, regio
         aws_secret_access_key=given["SecretAccessKey"],
         aws_session_token=given["SessionToken"],
     )
+
+
+MOST_SUBJECT = 99
+MOST_SMS = 160
+"""Characters of one SMS in GSM's alphabet, of which only those that ASCII shares are used."""
+
+_TOPIC = rf"^{ARN_PARTITION}:sns:[a-z0-9-]+:[0-9]{{12}}:[A-Za-z0-9_-]+(\.fifo)?$"
+_DOUBLE = "[]{}\\^~|"
+"""Characters that GSM writes as two."""
+
+
+class SnsReceiver(AwsReceiver):
+    """Publishes to a topic, or sends an SMS."""
+
+    kind: Literal["sns"]
+    topic_arn: Annotated[str, StringConstraints(pattern=_TOPIC, max_length=400)] | None = None
+    phone_number: Annotated[str, StringConstraints(pattern=r"^\+[1-9][0-9]{6,14}$")] | None = Field(
+        None, description="With + and the country; gets one SMS of the title, cut to 160 characters."
+    )
+    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-[0-9]$")] | None = Field(
+        None, description="Of SMS; a topic's ARN names its own."
+    )
+    content: Literal["text", "event"] = Field(
+        "text", description="To a topic: the text for people, or the CloudEvent for machines."
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> SnsReceiver:
+        if (self.topic_arn is None) == (self.phone_number is None):
+            raise ValueError("give either 'topic_arn' or 'phone_number'")
+        if (self.phone_number is None) != (self.region is None):
+            raise ValueError("'region' goes with 'phone_number'")
+        return self
+
+
+def send_to_sns(receiver: SnsReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+    """Publish once."""
+    region = receiver.region or region_of(receiver.topic_arn or "")
+    asked = (
+        _sms(receiver, letter) if receiver.topic_arn is None else _topic(receiver, receiver.topic_arn, letter)
+    )
+
+    def publish(client: Any) -> AttemptResult:
+        return AttemptResult("done", f"sns: message {client.publish(**asked)['MessageId']}")
+
+    return attempt(receiver, outside, "sns", region, publish)
+
+
+def sms(text: str) -> str:
+    """A text as one SMS: in ASCII without control characters, cut where one SMS ends."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    words = " ".join("".join(letter if letter.isprintable() else " " for letter in plain).split()).replace(
+        "`", "'"
+    )
+    if _length(words) <= MOST_SMS:
+        return words
+    while _length(words) > MOST_SMS - 3:
+        words = words[:-1]
+    return words + "..."
+
+
+def attributes(notification: Notification) -> dict[str, dict[str, str]]:
+    """What subscriptions may filter by."""
+    first = notification.alerts[0]
+    held = {
+        "status": notification.status,
+        "project": notification.project,
+        "run": notification.run,
+        "severity": first.severity,
+        "rule": first.rule,
+        "notification_id": notification.id,
+    }
+    return {name: {"DataType": "String", "StringValue": value} for name, value in held.items() if value}
+
+
+def fifo(notification: Notification) -> dict[str, str]:
+    """Order within a group of alerts, and an id by which AWS drops what comes twice within five minutes."""
+    return {
+        "MessageGroupId": hashlib.sha256(notification.group_key.encode()).hexdigest(),
+        "MessageDeduplicationId": hashlib.sha256(notification.id.encode()).hexdigest(),
+    }
+
+
+def _length(text: str) -> int:
+    return len(text) + sum(text.count(letter) for letter in _DOUBLE)
+
+
+def _sms(receiver: SnsReceiver, letter: Message) -> dict[str, Any]:
+    kind = {"AWS.SNS.SMS.SMSType": {"DataType": "String", "StringValue": "Transactional"}}
+    return {"PhoneNumber": receiver.phone_number, "Message": sms(letter.title), "MessageAttributes": kind}
+
+
+def _topic(receiver: SnsReceiver, topic: str, letter: Message) -> dict[str, Any]:
+    told = letter.notification
+    # A subject is ASCII and begins with a letter, a digit or a mark.
+    subject = unicodedata.normalize("NFKD", letter.title).encode("ascii", "ignore").decode()
+    text = within(letter.event, MOST_BYTES).decode() if receiver.content == "event" else letter.text
+    return {
+        "TopicArn": topic,
+        "Subject": " ".join(subject.split())[:MOST_SUBJECT] or "Watchstep",
+        "Message": text or letter.title,
+        "MessageAttributes": attributes(told),
+        **(fifo(told) if topic.endswith(".fifo") else {}),
+    }
+
+
+_QUEUE = rf"^{ARN_PARTITION}:sqs:[a-z0-9-]+:[0-9]{{12}}:[A-Za-z0-9_-]+(\.fifo)?$"
+
+
+class SqsReceiver(AwsReceiver):
+    """Sends to a queue."""
+
+    kind: Literal["sqs"]
+    queue_arn: Annotated[str, StringConstraints(pattern=_QUEUE, max_length=300)] = Field(
+        description="Of the queue; its URL is asked for, so that no address can be named."
+    )
+
+
+def send_to_sqs(receiver: SqsReceiver, letter: Message, outside: DeliveryContext) -> AttemptResult:
+    """Send the event once."""
+    told = letter.notification
+    account, name = receiver.queue_arn.split(":")[4:6]
+    asked = {
+        "MessageBody": within(letter.event, MOST_BYTES).decode(),
+        "MessageAttributes": attributes(told),
+        **(fifo(told) if name.endswith(".fifo") else {}),
+    }
+
+    def put(client: Any) -> AttemptResult:
+        url = client.get_queue_url(QueueName=name, QueueOwnerAWSAccountId=account)["QueueUrl"]
+        return AttemptResult(
+            "done", f"sqs: message {client.send_message(QueueUrl=url, **asked)['MessageId']}"
+        )
+
+    return attempt(receiver, outside, "sqs", region_of(receiver.queue_arn), put)
+
+
+SOURCE = "watchstep"
+_BUS = rf"^{ARN_PARTITION}:events:[a-z0-9-]+:[0-9]{{12}}:event-bus/[A-Za-z0-9_./-]+$"
+_BATCH = 10
+_FRAME = 1000
+_NANOSECONDS = 1_000_000_000
+
+
+class EventBridgeReceiver(AwsReceiver):
+    """Puts events on a bus."""
+
+    kind: Literal["eventbridge"]
+    bus_arn: Annotated[str, StringConstraints(pattern=_BUS, max_length=400)] = Field(
+        description="Of the event bus."
+    )
+
+
+def send_to_eventbridge(
+    receiver: EventBridgeReceiver, letter: Message, outside: DeliveryContext
+) -> AttemptResult:
+    """Put the events once, those that a bus takes no notice of at first once more.
+
+    Where some are not taken, all are sent again at the next try: each has an ``id`` in its detail.
+    """
+
+    def put(client: Any) -> AttemptResult:
+        waiting = entries(receiver, letter.notification)
+        refused = _put(client, waiting)
+        if refused and all(passes(code) for _, code in refused):
+            refused = _put(client, [entry for entry, _ in refused])
+        return _told(len(waiting), [code for _, code in refused])
+
+    return attempt(receiver, outside, "events", region_of(receiver.bus_arn), put)
+
+
+def entries(receiver: EventBridgeReceiver, notification: Notification) -> list[dict[str, Any]]:
+    """An entry for each alert, small enough to be taken."""
+    shared = {key: value for key, value in notification.as_data().items() if key != "alerts"}
+    made = []
+    for alert in notification.as_data()["alerts"]:
+        detail = {
+            **shared,
+            "notification": notification.id,
+            "id": f"{notification.id}/{alert['fingerprint']}",
+        }
+        text = _encode({**detail, "alert": alert})
+        if len(text.encode()) > MOST_BYTES - _FRAME:
+            text = _encode(
+                {**detail, "alert": {**alert, "explanation": None, "message": alert["message"][:1000]}}
+            )
+        made.append(
+            {
+                "Source": SOURCE,
+                "DetailType": f"watchstep.alert.{alert['phase']}",
+                "Detail": text,
+                "EventBusName": receiver.bus_arn,
+                "Resources": [notification.run_url[:2048]],
+                "Time": datetime.fromtimestamp(notification.at_ns // _NANOSECONDS, timezone.utc),
+            }
+        )
+    return made
+
+
+def _put(client: Any, waiting: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Those that were not taken, each with the reason's code."""
+    refused = []
+    for batch in _batches(waiting):
+        answer = client.put_events(Entries=batch)
+        for entry, said in zip(batch, answer["Entries"], strict=True):
+            if said.get("ErrorCode"):
+                refused.append((entry, str(said["ErrorCode"])))
+    return refused
+
+
+def _batches(waiting: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    size = 0
+    for entry in waiting:
+        more = len(entry["Detail"].encode()) + _FRAME
+        if batch and (len(batch) == _BATCH or size + more > MOST_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
+        size += more
+    if batch:
+        yield batch
+
+
+def _told(sent: int, codes: list[str]) -> AttemptResult:
+    if not codes:
+        return AttemptResult("done", f"events: {sent} taken")
+    said = f"events: {len(codes)} of {sent} not taken: {', '.join(sorted(set(codes)))}"
+    if any(passes(code) for code in codes):
+        return AttemptResult("error", said)
+    return AttemptResult("failed", f"{said}; AWS refuses them, so they are not sent again")
+
+
+def _encode(detail: dict[str, Any]) -> str:
+    return json.dumps(detail, separators=(",", ":"))

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from watchstep_services.channels import alertmanager, eventbridge, mail, slack, sns, sqs, webhook
-from watchstep_services.channels.outside import DeliveryContext, Message
+from watchstep_services.channels import alertmanager, aws, mail, slack, webhook
+from watchstep_services.channels.delivery import DeliveryContext, Message
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.core.due_action import AttemptResult
 
@@ -23,9 +23,9 @@ AnyReceiver = Annotated[
     webhook.WebhookReceiver
     | slack.SlackReceiver
     | mail.EmailReceiver
-    | sns.SnsReceiver
-    | sqs.SqsReceiver
-    | eventbridge.EventBridgeReceiver
+    | aws.SnsReceiver
+    | aws.SqsReceiver
+    | aws.EventBridgeReceiver
     | alertmanager.AlertmanagerReceiver,
     Field(discriminator="kind"),
 ]
@@ -36,9 +36,9 @@ _SENDERS: dict[type[Receiver], Sender] = {
     webhook.WebhookReceiver: webhook.send,
     slack.SlackReceiver: slack.send,
     mail.EmailReceiver: mail.send,
-    sns.SnsReceiver: sns.send,
-    sqs.SqsReceiver: sqs.send,
-    eventbridge.EventBridgeReceiver: eventbridge.send,
+    aws.SnsReceiver: aws.send_to_sns,
+    aws.SqsReceiver: aws.send_to_sqs,
+    aws.EventBridgeReceiver: aws.send_to_eventbridge,
     alertmanager.AlertmanagerReceiver: alertmanager.send,
 }
 

@@ -16,10 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from watchstep_services.channels.connecting import Cutoff, connect, tls_context
-from watchstep_services.channels.outside import DeliveryContext, Message
-from watchstep_services.channels.receiver import Receiver
-from watchstep_services.channels.secret_fields import Secret
+from watchstep_services.channels.delivery import Cutoff, DeliveryContext, Message, connect, tls_context
+from watchstep_services.channels.receiver import Receiver, Secret
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import check_host
 

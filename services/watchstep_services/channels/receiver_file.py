@@ -19,8 +19,8 @@ from pydantic_core import PydanticCustomError
 from watchstep.errors import ConfigError
 from watchstep_rules.rule_files.yaml_source import Loc, YamlNodes, data_of
 from watchstep_services.channels.kinds import AnyReceiver
+from watchstep_services.channels.receiver import PlainSecret, SealedSecret
 from watchstep_services.channels.routing import RootNode, RouteNode
-from watchstep_services.channels.secret_fields import PlainSecret, SealedSecret
 
 MAX_BYTES = 1_000_000
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -12,11 +12,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from watchstep.errors import ConfigError
+from watchstep_services.channels.delivery import DeliveryContext, Message, try_post
 from watchstep_services.channels.notification import within
-from watchstep_services.channels.outside import DeliveryContext, Message
-from watchstep_services.channels.posting import try_post
-from watchstep_services.channels.receiver import HttpAddress, Receiver
-from watchstep_services.channels.secret_fields import Secret
+from watchstep_services.channels.receiver import HttpAddress, Receiver, Secret
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import parse_address
 from watchstep_services.core.events import MEDIA_TYPE

@@ -13,9 +13,9 @@ import typer
 
 from watchstep.errors import ConfigError
 from watchstep_services.channels import receiver_file, webhook
+from watchstep_services.channels.receiver import read_secret
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.channels.routing import RouteNode
-from watchstep_services.channels.secret_fields import read_secret
 from watchstep_services.cli.connection import DEFAULT_STORE, Project, Reason, Service, Store, call, service_of
 from watchstep_services.core.console import console, echo_own, moment, show, table
 from watchstep_services.db import sealing

@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
 from watchstep_rules.engine.judge import RuleHealth
-from watchstep_services.channels.secret_fields import read_secret
+from watchstep_services.channels.receiver import read_secret
 from watchstep_services.cli.connection import DEFAULT_STORE
 from watchstep_services.cli.rules import after, does, named
 from watchstep_services.cli.runs.events import lines_of
@@ -32,9 +32,9 @@ from watchstep_services.core.settings import settings_for, warn_of_unknown
 from watchstep_services.core.telemetry import exposition, logs, tracing
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.engine import Database
-from watchstep_services.db.figures import DatabaseFigures
+from watchstep_services.db.metrics import DatabaseFigures
 from watchstep_services.db.models import ActionRow, EventRow, RuleConfigRow, RuleStateRow, RunRow, StopGrant
-from watchstep_services.notify.deliver import NOTIFY
+from watchstep_services.notify.flush import NOTIFY
 from watchstep_services.runs.lifecycle import ENDED
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import memory_of

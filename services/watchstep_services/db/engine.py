@@ -1,4 +1,9 @@
-"""The database connection: SQLite when embedded, PostgreSQL in production."""
+"""The database connection: SQLite when embedded, PostgreSQL in production.
+
+Events get numbers that grow, within a project, in the order of commits, so that who has seen one has missed none before it. A sequence
+alone does not give that: of two transactions, the one that took the lower number may commit last. So events are written at the very end of a
+transaction, under a lock of their project, which holds until the commit is seen. SQLite has one writer at a time, and needs no lock.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, func, select, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DisconnectionError, OperationalError
 from sqlalchemy.orm import Session
 
 from watchstep.errors import ConfigError
-from watchstep_services.db.event_order import write_events
+from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.limits import DatabaseTimeouts
-from watchstep_services.db.pool_figures import count_connections
+from watchstep_services.db.models import Base, EventRow, RunRow
 
 _BUSY_MS = 20_000
 _PRIVATE = 0o600
@@ -203,3 +209,58 @@ def _begin_sqlite(connection: Connection) -> None:
     # A deferred transaction that reads first and writes later can fail with SQLITE_BUSY whatever the timeout.
     only_reads = connection.get_execution_options().get(_READ_ONLY, False)
     connection.exec_driver_sql("BEGIN" if only_reads else "BEGIN IMMEDIATE")
+
+
+def count_connections(engine: Engine) -> None:
+    """Keep ``watchstep_database_connections`` up to date for an engine."""
+    opened, used = metrics.CONNECTIONS.labels("open"), metrics.CONNECTIONS.labels("in_use")
+
+    def invalidated(_connection: Any, _record: Any, error: BaseException | None) -> None:
+        if error is not None:
+            metrics.CONNECTION_FAILURES.inc()
+
+    event.listen(engine, "connect", lambda _connection, _record: opened.inc())
+    event.listen(engine, "close", lambda _connection, _record: opened.dec())
+    event.listen(engine, "checkout", lambda _connection, _record, _proxy: used.inc())
+    event.listen(engine, "checkin", lambda _connection, _record: used.dec())
+    event.listen(engine, "invalidate", invalidated)
+
+
+_EVENTS = "watchstep_events"
+_LOCK = 7_201_948  # the first half of the lock's name; any number, as long as it stays
+
+_TAKE = text("SELECT pg_advisory_xact_lock(:lock, :project)")
+
+
+def publish_at_end(session: Session, event: EventRow) -> None:
+    """Write an event when its transaction ends, after everything else; in the order of the calls."""
+    session.info.setdefault(_EVENTS, []).append(event)
+
+
+def write_events(session: Session) -> None:
+    """Write what `publish_at_end` was given. `Database.write` does it; nothing may follow but the commit."""
+    events: list[EventRow] = session.info.pop(_EVENTS, [])
+    if not events or not session.in_transaction():
+        return
+    session.flush()
+    if session.get_bind().dialect.name == "postgresql":
+        _lock(session, {event.run_id for event in events})
+    session.add_all(events)
+    session.flush()
+
+
+def _lock(session: Session, run_ids: set[int]) -> None:
+    """In one order, lest two transactions with events of two projects wait for each other."""
+    projects = session.execute(
+        select(func.hashtext(RunRow.project)).where(RunRow.id.in_(run_ids)).distinct()
+    ).scalars()
+    for project in sorted(projects):
+        session.execute(_TAKE, {"lock": _LOCK, "project": project})
+
+
+def insert_missing(session: Session, model: type[Base], values: dict[str, Any]) -> bool:
+    """Insert one row; False where a unique key is taken, which is left as it is."""
+    insert: Any = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    table = model.__table__
+    statement = insert(table).values(values).on_conflict_do_nothing().returning(*table.primary_key)
+    return session.execute(statement).first() is not None

@@ -12,9 +12,8 @@ from watchstep.format.layout import SegmentKey
 from watchstep_services.core.events import CloudEvent
 from watchstep_services.core.telemetry import tracing
 from watchstep_services.db.clock import now_ns
-from watchstep_services.db.event_order import publish_at_end
+from watchstep_services.db.engine import insert_missing, publish_at_end
 from watchstep_services.db.models import ActionRow, EventRow, RunRow, Segment
-from watchstep_services.db.upsert import insert_missing
 
 RUNS: Table = RunRow.__table__  # type: ignore[assignment]
 """For statements that need nothing of the mapping: every announcement sends some."""

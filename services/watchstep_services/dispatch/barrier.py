@@ -24,7 +24,7 @@ from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import RunRow, Segment
 from watchstep_services.dispatch.target import REFUSED, StopTarget, at_store
 from watchstep_services.runs.control import ask, mirror
-from watchstep_services.runs.stop_requests import ASKED
+from watchstep_services.runs.stops import ASKED
 from watchstep_services.service.context import Service
 
 _RECENT = 40

@@ -17,8 +17,7 @@ from sqlalchemy.orm import Session
 
 from watchstep.errors import WatchstepError
 from watchstep.format.control import ControlDocument
-from watchstep_services.channels.outside import DeliveryContext
-from watchstep_services.channels.posting import try_post
+from watchstep_services.channels.delivery import DeliveryContext, try_post
 from watchstep_services.channels.webhook import webhook_headers
 from watchstep_services.core.due_action import AttemptResult, DeliveryKey, DueAction
 from watchstep_services.core.egress import AddressRefusedError, parse_address
@@ -31,11 +30,11 @@ from watchstep_services.db.lease import ACTION_LEASE
 from watchstep_services.db.models import ActionRow, ActionTry, RunRow
 from watchstep_services.db.records import add_event
 from watchstep_services.dispatch.stop import try_stop
-from watchstep_services.notify.deliver import NOTIFY, try_notify
 from watchstep_services.notify.directory import reach_of
-from watchstep_services.runs.audit import Subject, note
+from watchstep_services.notify.flush import NOTIFY, try_notify
 from watchstep_services.runs.control import MIRROR, try_mirror
 from watchstep_services.runs.lifecycle import ENDED
+from watchstep_services.runs.stops import Subject, note
 from watchstep_services.service.context import Service
 
 _LONGEST = 500

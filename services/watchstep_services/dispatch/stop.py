@@ -29,7 +29,7 @@ from watchstep_services.dispatch.barrier import agree, common_step, seconds_left
 from watchstep_services.dispatch.target import REFUSED, StopTarget, at_store, load_target, write_control
 from watchstep_services.runs import attempts
 from watchstep_services.runs.discovery import discover, listing_due
-from watchstep_services.runs.stop_requests import (
+from watchstep_services.runs.stops import (
     ASK,
     ASKED,
     INTENDED,
@@ -40,7 +40,7 @@ from watchstep_services.runs.stop_requests import (
     UNCONFIRMED,
 )
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.jobs import bound_job
+from watchstep_services.tenancy.backends import bound_job
 
 _AHEAD_NS = 15 * NANOSECONDS
 """So much later than the newest attempt's newest segment one of this attempt was found: the newest attempt has ceased."""

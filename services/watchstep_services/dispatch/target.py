@@ -20,7 +20,7 @@ from watchstep_services.db.models import Attempt, Project, RunRow
 from watchstep_services.runs import attempts
 from watchstep_services.runs.control import ask, change, mirror
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.jobs import bound_job
+from watchstep_services.tenancy.backends import bound_job
 
 STATUS_SECONDS = 5.0
 """So long a stop waits for a job's backend before it asks the workers: most answer within a second, and one that hangs does so

@@ -1,17 +1,21 @@
-"""An alert as people see it: one over all attempts of its run, from the time it first fired."""
+"""An alert as people see it: one over all attempts of its run, with its fingerprint and its evidence."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
 from typing import Any, Literal
 
 from sqlalchemy import bindparam, select, update
 from sqlalchemy.orm import Session
 
+from watchstep.format.layout import run_prefix
 from watchstep_rules.engine.alert_memory import Phase, Transition
-from watchstep_services.db.models import AlertInstanceRow, AlertRow, RunRow
-from watchstep_services.evaluation.evidence import fingerprint
+from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow, RunRow, Segment
+from watchstep_services.db.models.alerts import FINGERPRINT_LENGTH
 from watchstep_services.runs.claim import EventContext
+from watchstep_services.runs.discovery import key_of
 from watchstep_services.service.judging import Judged
 
 Change = Literal["opened", "revealed", "continued", "closed", "none"]
@@ -208,3 +212,44 @@ def resolved_title(row: AlertInstanceRow, step: int) -> dict[str, Any]:
     """What was said of it, with a title that says that it is over."""
     title = f"{row.name} ({row.severity}) resolved at step {step}"
     return {**row.explanation, "title": title} if row.explanation else {}
+
+
+RECORDER = "recorder"
+
+
+def fingerprint(project: str, run: str, row: RuleConfigRow) -> str:
+    """A stable name of the alert of a rule config on a run: by project, run, the config's name and its labels.
+
+    What a recorder asks for is never the same as an alert of the owner's or an operator's: it could keep that one from being
+    told of.
+    """
+    labels: dict[str, Any] = (row.data or {}).get("labels") or {}
+    named = [project, run, row.name, row.origin == RECORDER, sorted(labels.items())]
+    text = json.dumps(named, separators=(",", ":")).encode()
+    return hashlib.sha256(text).hexdigest()[:FINGERPRINT_LENGTH]
+
+
+MOST_SEGMENTS = 16
+
+
+def evidence_of(session: Session, place: EventContext, step: int) -> dict[str, Any]:
+    """The run's place on the store, the step, the segments that hold it, and what shows the run from there."""
+    rows = session.execute(
+        select(Segment)
+        .where(
+            Segment.run_id == place.run_id,
+            Segment.attempt == place.attempt,
+            Segment.first <= step,
+            Segment.last >= step,
+            Segment.state == "read",
+        )
+        .order_by(Segment.position)
+        .limit(MOST_SEGMENTS)
+    ).scalars()
+    root = f"{place.location}/{run_prefix(place.project, place.run)}"
+    return {
+        "store": root,
+        "step": step,
+        "segments": [key_of(row).path for row in rows],
+        "command": f"watchstep runs show {shlex.quote(root)}",
+    }

@@ -23,15 +23,21 @@ from watchstep_services.core.redaction import action_key, without_addresses
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, RuleConfigRow
 from watchstep_services.db.records import add_action, add_event
 from watchstep_services.evaluation import alert_instances
-from watchstep_services.evaluation.evidence import evidence_of, fingerprint
+from watchstep_services.evaluation.alert_instances import evidence_of, fingerprint
 from watchstep_services.evaluation.incidents import Incidents, update_incidents
 from watchstep_services.notify.membership import Named, regroup
 from watchstep_services.notify.silences import NOBODY, WEBHOOK, Active, active, covering, labels_of, mute
-from watchstep_services.runs.audit import Subject, note
 from watchstep_services.runs.claim import EventContext
 from watchstep_services.runs.control import ask_for_snapshot
-from watchstep_services.runs.grants import digest_of, judges, word_for
-from watchstep_services.runs.stop_requests import StopRequester, request_stop
+from watchstep_services.runs.stops import (
+    StopRequester,
+    Subject,
+    digest_of,
+    judges,
+    note,
+    request_stop,
+    word_for,
+)
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import Judged
 

@@ -25,9 +25,8 @@ from watchstep_rules.baseline.pinned import read_baseline
 from watchstep_rules.baseline.run_summary import summarize_run
 from watchstep_rules.builtin.tensors.unlike_earlier_runs import UnlikeEarlierRuns
 from watchstep_rules.signals.ranges.baseline import MAX_RUNS, MIN_RUNS, BaselineRun, merge_summaries
-from watchstep_services.db.engine import Database
+from watchstep_services.db.engine import Database, insert_missing
 from watchstep_services.db.models import AlertRow, Attempt, PinnedBaseline, RunRow, RunSummaryRow
-from watchstep_services.db.upsert import insert_missing
 from watchstep_services.service.context import Service
 
 _log = logging.getLogger(__name__)

@@ -16,9 +16,16 @@ from watchstep.store.store import Store
 from watchstep_rules.engine.history import canonical
 from watchstep_services.core.settings import nanoseconds
 from watchstep_services.db.models import Attempt, RunRow
-from watchstep_services.evaluation import cursor as cursors
-from watchstep_services.evaluation.inbox import Inbox, open_inbox
-from watchstep_services.evaluation.plan import Gap, GapPatience, InboxEntry, Plan, make_plan
+from watchstep_services.evaluation import inbox as cursors
+from watchstep_services.evaluation.inbox import (
+    Gap,
+    GapPatience,
+    Inbox,
+    InboxEntry,
+    Plan,
+    make_plan,
+    open_inbox,
+)
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
 from watchstep_services.runs.attempts import MOST_RANKS
 from watchstep_services.runs.claim import Claim, FencedError, renew

@@ -32,6 +32,7 @@ from sqlalchemy.orm import Session, defer
 
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.db.clock import clock_expression, now_ns
+from watchstep_services.db.engine import insert_missing
 from watchstep_services.db.lease import RUN_LEASE
 from watchstep_services.db.models import (
     Attempt,
@@ -43,11 +44,9 @@ from watchstep_services.db.models import (
     TickRow,
     WatermarkRow,
 )
-from watchstep_services.db.upsert import insert_missing
 from watchstep_services.evaluation.alerting import publish
 from watchstep_services.evaluation.collect import Collected, spans_of_ranks
-from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
-from watchstep_services.evaluation.plan import Gap
+from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, Gap
 from watchstep_services.evaluation.unfinished_reads import unfinished_after
 from watchstep_services.evaluation.watermark import AttemptProgress, WatermarkAdvance, writers_as_data
 from watchstep_services.runs.claim import Claim, EventContext

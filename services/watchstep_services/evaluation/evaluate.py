@@ -29,7 +29,7 @@ from watchstep_services.core.settings import NANOSECONDS, nanoseconds
 from watchstep_services.db.lease import RUN_LEASE, LeasedRow, keep_lease
 from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import Attempt
-from watchstep_services.evaluation import cursor as cursors
+from watchstep_services.evaluation import inbox as cursors
 from watchstep_services.evaluation import ticks
 from watchstep_services.evaluation import watermark as watermarks
 from watchstep_services.evaluation.baselines import pin_baseline
@@ -43,9 +43,8 @@ from watchstep_services.evaluation.collect import (
 )
 from watchstep_services.evaluation.commit import Committed, EvaluationOutcome, commit
 from watchstep_services.evaluation.context import read_context
-from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS
+from watchstep_services.evaluation.inbox import FAILED_ATTEMPTS, Gap, ended_ranks
 from watchstep_services.evaluation.observation import Observation, count_outcome, observing
-from watchstep_services.evaluation.plan import Gap, ended_ranks
 from watchstep_services.evaluation.unfinished_reads import ReadingGuard
 from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress
 from watchstep_services.runs import attempts

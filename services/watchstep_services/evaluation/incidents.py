@@ -22,7 +22,7 @@ from watchstep_rules.engine.incident import (
 )
 from watchstep_rules.engine.judge import RuleHealth
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, Incident
-from watchstep_services.evaluation.evidence import RECORDER
+from watchstep_services.evaluation.alert_instances import RECORDER
 from watchstep_services.runs.claim import EventContext
 from watchstep_services.service.judging import Judged
 

@@ -1,4 +1,4 @@
-"""Who can be told in a project, and by which route: the project's own receivers, and the owner's for all projects."""
+"""Receivers and routing trees of projects: read, tried and written."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ from dataclasses import replace
 from functools import lru_cache
 
 from pydantic import ValidationError
-from sqlalchemy import select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from watchstep.errors import NotFoundError
+from watchstep.errors import ConfigError, NotFoundError, WatchstepError
+from watchstep_services.auth.tokens import AuthenticatedCaller
 from watchstep_services.channels.alertmanager import AlertmanagerReceiver
 from watchstep_services.channels.kinds import RECEIVER
-from watchstep_services.channels.receiver import Receiver
+from watchstep_services.channels.receiver import (
+    FromEnvironment,
+    FromFile,
+    PlainSecret,
+    Receiver,
+    SealedSecret,
+    read_secret,
+)
 from watchstep_services.channels.routing import RootNode, Route, routes_for
-from watchstep_services.channels.secret_fields import SealedSecret, read_secret
 from watchstep_services.core.egress import EgressPolicy, parse_allowed
 from watchstep_services.core.redaction import keep_secret
 from watchstep_services.core.settings import Settings
+from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ReceiverRow, ReceiverSecret, RoutingTree
 from watchstep_services.db.sealing import SecretBox
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.conflict import ConflictError
+from watchstep_services.tenancy.projects import ConflictError
 
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -175,3 +183,179 @@ def _as_it_takes(route: Route, receiver: Receiver) -> Route:
         send_resolved=True,
         refresh=True,
     )
+
+
+MOST_RECEIVERS = 200
+"""Of a project."""
+
+
+class ForbiddenError(WatchstepError):
+    """A change that this role may not make."""
+
+
+class InUseError(WatchstepError):
+    """A change that others stand in the way of."""
+
+
+def put_receiver(
+    service: Service, session: Session, project: str, receiver: Receiver, caller: AuthenticatedCaller
+) -> ReceiverRow:
+    """Make a receiver, or replace it. Secrets that are given are sealed; those that are kept stay.
+
+    Raises:
+        ForbiddenError: only an admin may write it.
+        InUseError: the name is one of the owner's.
+        ConfigError: an address is not allowed, a secret cannot be used or kept, or there are too many.
+    """
+    if receiver.name in service.receiver_file.names:
+        raise InUseError(
+            f"receiver {receiver.name!r}: stands in the owner's file",
+            "choose another name, or change the file",
+        )
+    held = session.get(ReceiverRow, (project, receiver.name), with_for_update=True)
+    before = None if held is None else _held(held, caller)
+    _check_rights(receiver, before, caller)
+    _check_addresses(service, receiver)
+    sealed = _sealed(service, project, receiver, before)
+    if held is None:
+        _check_number(session, project)
+        held = ReceiverRow(
+            project=project, name=receiver.name, kind="", config={}, written_ns=0, written_by=""
+        )
+        session.add(held)
+    held.kind, held.config = str(receiver.as_data()["kind"]), receiver.as_data()
+    held.written_ns, held.written_by = read_clock(session), caller.who[:256]
+    session.flush()
+    kept = [field for field, secret in receiver.secrets().items() if isinstance(secret, SealedSecret)]
+    session.execute(
+        delete(ReceiverSecret).where(
+            ReceiverSecret.project == project,
+            ReceiverSecret.name == receiver.name,
+            ReceiverSecret.field.not_in(kept),
+        )
+    )
+    for field, text in sealed.items():
+        session.add(ReceiverSecret(project=project, name=receiver.name, field=field, encrypted=text))
+    return held
+
+
+def delete_receiver(
+    service: Service, session: Session, project: str, name: str, caller: AuthenticatedCaller
+) -> ReceiverRow:
+    """Remove a receiver and its secrets.
+
+    Raises:
+        NotFoundError: the project has none of its own of that name.
+        ForbiddenError: only an admin may remove it.
+        InUseError: the routing tree names it.
+    """
+    row = session.get(ReceiverRow, (project, name), with_for_update=True)
+    if row is None:
+        raise NotFoundError(f"receiver {name!r} of project {project}: not known", "check the name")
+    _check_rights(None, _held(row, caller), caller)
+    if name in tree_of(service, session, project).receivers():
+        raise InUseError(f"receiver {name!r}: the routing tree names it", "take it out of the tree first")
+    session.execute(delete(ReceiverSecret).filter_by(project=project, name=name))
+    session.delete(row)
+    return row
+
+
+def put_tree(
+    service: Service, session: Session, project: str, tree: RootNode, caller: AuthenticatedCaller
+) -> None:
+    """Make the project's routing tree, or replace it.
+
+    Raises:
+        ConfigError: it names a receiver that the project does not have.
+    """
+    unknown = sorted(tree.receivers() - known_receivers(service, session, project))
+    if unknown:
+        raise ConfigError(
+            f"route: receiver {unknown[0]!r} of project {project}: not known", "write the receiver first"
+        )
+    row = session.get(RoutingTree, project, with_for_update=True)
+    if row is None:
+        row = RoutingTree(project=project, tree={}, written_ns=0, written_by="")
+        session.add(row)
+    row.tree, row.written_ns, row.written_by = tree.as_data(), read_clock(session), caller.who[:256]
+    session.flush()
+
+
+def delete_tree(session: Session, project: str) -> None:
+    """Let the owner's tree count again."""
+    session.execute(delete(RoutingTree).filter_by(project=project))
+
+
+def _held(row: ReceiverRow, caller: AuthenticatedCaller) -> Receiver | None:
+    """A receiver as it is kept; None where this version cannot read it, and the caller may replace whatever it is."""
+    try:
+        return stored_receiver(row)
+    except UnreadableReceiverError as error:
+        if caller.may("administer"):
+            return None
+        raise ForbiddenError(error.what, "ask an admin to write it anew or to remove it") from error
+
+
+def _check_rights(after: Receiver | None, before: Receiver | None, caller: AuthenticatedCaller) -> None:
+    for receiver in (after, before):
+        if receiver is None:
+            continue
+        secrets = receiver.secrets().values()
+        if any(isinstance(secret, FromFile) for secret in secrets):
+            raise ForbiddenError(
+                f"receiver {receiver.name!r}: a secret from a file",
+                "only the owner's file of receivers may name files",
+            )
+        if caller.may("administer"):
+            continue
+        if receiver.administered:
+            raise ForbiddenError(
+                f"receiver {receiver.name!r}: acts in AWS with the service's rights",
+                "ask an admin to write it",
+            )
+        if any(isinstance(secret, FromEnvironment) for secret in secrets):
+            raise ForbiddenError(
+                f"receiver {receiver.name!r}: takes a secret from the service's environment",
+                "ask an admin to write it, or give the secret itself",
+            )
+
+
+def _check_addresses(service: Service, receiver: Receiver) -> None:
+    reach = reach_of(service.settings)
+    for host in receiver.hosts:
+        reach.check_literal(host)
+
+
+def _check_number(session: Session, project: str) -> None:
+    number = session.execute(
+        select(func.count()).select_from(ReceiverRow).filter_by(project=project)
+    ).scalar_one()
+    if number >= MOST_RECEIVERS:
+        raise ConfigError(f"project {project}: has {number} receivers, the most there may be", "remove some")
+
+
+def _sealed(service: Service, project: str, receiver: Receiver, before: Receiver | None) -> dict[str, str]:
+    sealed = {}
+    for field, secret in receiver.secrets().items():
+        if isinstance(secret, PlainSecret):
+            text = secret.value.get_secret_value()
+            receiver.check_secret(field, text)
+            sealed[field] = SecretBox(service.settings).seal(seal_place(project, receiver.name, field), text)
+        elif isinstance(secret, SealedSecret):
+            _check_kept(receiver, before, field)
+    return sealed
+
+
+def _check_kept(receiver: Receiver, before: Receiver | None, field: str) -> None:
+    held = None if before is None or type(before) is not type(receiver) else before.secrets().get(field)
+    if not isinstance(held, SealedSecret):
+        raise ConfigError(
+            f"secret {field!r} of receiver {receiver.name!r}: none is kept", "give the secret itself"
+        )
+    assert before is not None
+    if before.destination != receiver.destination:
+        # Else who may not read it could have it sent to an address of their own.
+        raise ConfigError(
+            f"secret {field!r} of receiver {receiver.name!r}: is kept for another address",
+            "give the secret anew together with the new address",
+        )

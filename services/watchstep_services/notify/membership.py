@@ -16,8 +16,8 @@ from sqlalchemy.orm import Session
 from watchstep_rules.rule import SEVERITIES
 from watchstep_services.channels.routing import Route
 from watchstep_services.core.settings import nanoseconds
+from watchstep_services.db.engine import insert_missing
 from watchstep_services.db.models import AlertGroup, AlertInstanceRow, GroupMember
-from watchstep_services.db.upsert import insert_missing
 from watchstep_services.notify import directory
 from watchstep_services.notify.silences import labels_of, mute
 from watchstep_services.service.context import Service

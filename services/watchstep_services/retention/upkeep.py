@@ -6,25 +6,27 @@ A store that is slow or hangs delays no evaluation, no stop and no other project
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import Select, Table, delete, or_, select, update
 from sqlalchemy.orm import Session
 
 from watchstep.errors import StoreError, WatchstepError
-from watchstep.format.layout import SegmentKey, WriterId
+from watchstep.format.layout import RUN_DOCUMENT, SegmentKey, WriterId
 from watchstep.reading.compaction import compact
 from watchstep.store.store import Store
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import now_ns, read_clock
+from watchstep_services.db.engine import insert_missing
 from watchstep_services.db.lease import UPKEEP_LEASE, unlocked
 from watchstep_services.db.limits import lift
-from watchstep_services.db.models import ActionRow, Project, RunRow, Segment, Upkeep
-from watchstep_services.db.upsert import insert_missing
+from watchstep_services.db.models import ActionRow, Base, Project, RunRow, Segment, Upkeep
 from watchstep_services.evaluation.baselines import summarize
-from watchstep_services.retention.deletion import TENSORS, delete_objects, delete_rows
 from watchstep_services.retention.policy import Step, UpkeepProgress, next_step, policy_of, purge_groups
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import ENDED, advance_run
@@ -360,3 +362,59 @@ class UpkeepThreads:
         finally:
             with self._lock:
                 self._running.discard(threading.current_thread())
+
+
+TENSORS = "tensors/"
+
+
+def delete_objects(run_store: Store, prefix: str = "") -> int:
+    """Delete a run's objects, or those below a prefix; returns how many. Safe to repeat.
+
+    The run's own document goes last: what is left of a deletion that was interrupted is still a run, and is found.
+
+    Raises:
+        StoreError: the store refused; some are deleted.
+    """
+    keys = sorted(entry.key for entry in run_store.entries(prefix))
+    keys.sort(key=lambda key: key == RUN_DOCUMENT)
+    for key in keys:
+        run_store.delete(key)
+    if run_store.is_local:
+        _remove_empty_folders(Path(run_store.location) / prefix)
+    return len(keys)
+
+
+def _remove_empty_folders(top: Path) -> None:
+    for folder, _, _ in os.walk(top, topdown=False):
+        try:
+            Path(folder).rmdir()
+        except OSError:
+            continue
+
+
+def delete_rows(session: Session, run_id: int) -> None:
+    """Delete all that the database holds of a run: each table that refers to it, by however many steps."""
+    for table in reversed(Base.metadata.sorted_tables):
+        if table.name == RunRow.__tablename__:
+            session.execute(delete(table).where(table.c.id == run_id))
+        else:
+            for condition in _of_run(table, run_id):
+                session.execute(delete(table).where(condition))
+
+
+def _of_run(table: Table, run_id: int) -> list[Any]:
+    """Conditions, each of which picks rows of a table that belong to a run."""
+    conditions: list[Any] = []
+    for key in table.foreign_keys:
+        parent = key.column.table
+        if parent is table:
+            continue
+        if parent.name == RunRow.__tablename__:
+            conditions.append(key.parent == run_id)
+        else:
+            conditions += [key.parent.in_(chosen) for chosen in _chosen(parent, key.column, run_id)]
+    return conditions
+
+
+def _chosen(parent: Table, column: Any, run_id: int) -> list[Select[Any]]:
+    return [select(column).where(condition) for condition in _of_run(parent, run_id)]

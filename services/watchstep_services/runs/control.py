@@ -20,7 +20,7 @@ from watchstep_services.core.events import make_event
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Project, RunRow
 from watchstep_services.db.records import add_action, add_event
-from watchstep_services.runs.audit import Subject, note
+from watchstep_services.runs.stops import Subject, note
 from watchstep_services.service.context import Service
 
 MIRROR = "control"

@@ -24,9 +24,9 @@ from watchstep_services.db.records import add_event
 from watchstep_services.runs.claim import EventContext
 from watchstep_services.runs.discovery import UNLISTED
 from watchstep_services.runs.rule_health import tell_silent
-from watchstep_services.runs.stop_requests import KILLED, TERMINATED, stop_key
+from watchstep_services.runs.stops import KILLED, TERMINATED, stop_key
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.jobs import BoundJob, bound_job, launch_of
+from watchstep_services.tenancy.backends import BoundJob, bound_job, launch_of
 
 RunState = Literal["created", "running", "completed", "failed", "stopped", "lost"]
 ENDED = ("completed", "failed", "stopped")

@@ -17,14 +17,22 @@ from watchstep.errors import WatchstepError
 from watchstep_services.core.failpoints import failpoint
 from watchstep_services.core.settings import load_settings
 from watchstep_services.retention.upkeep import UpkeepThreads
-from watchstep_services.scheduler import celery_processes, work
-from watchstep_services.scheduler.celery_client import app
-from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, QUEUE, SWEEP, UPKEEP, URGENT
+from watchstep_services.scheduler import celery_client, work
+from watchstep_services.scheduler.celery_client import (
+    BACKTEST,
+    DISPATCH,
+    EVALUATE,
+    QUEUE,
+    SWEEP,
+    UPKEEP,
+    URGENT,
+    app,
+)
 from watchstep_services.scheduler.production import production_service
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, note_asked
 from watchstep_services.scheduler.sweep import sweep as look_for_work
-from watchstep_services.scheduler.turns import enough_wait, take_turn
+from watchstep_services.scheduler.work import enough_wait, take_turn
 from watchstep_services.service.context import Service
 
 UPKEEP_AT_ONCE = 4
@@ -35,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @functools.lru_cache(maxsize=1)
 def _service_of(process: int) -> Service:  # noqa: ARG001 - the cache's key: a forked child opens its own
-    return replace(production_service(load_settings(), app), worker=celery_processes.worker_name)
+    return replace(production_service(load_settings(), app), worker=celery_client.worker_name)
 
 
 def service() -> Service:

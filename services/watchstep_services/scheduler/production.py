@@ -11,7 +11,7 @@ from watchstep_services.core.due_action import DeliveryKey
 from watchstep_services.core.settings import Settings, require_production
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.db.sealing import open_sealed_database
-from watchstep_services.scheduler.messages import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
+from watchstep_services.scheduler.celery_client import BACKTEST, DISPATCH, EVALUATE, URGENT, queue_of
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
 
 _WAITING_HINTS = 1000

@@ -13,8 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from watchstep.errors import WatchstepError
 from watchstep_services.core.telemetry import metrics
-from watchstep_services.db.clock import now_ns
-from watchstep_services.db.clock_steps import follow_clock
+from watchstep_services.db.clock import follow_clock, now_ns
 from watchstep_services.db.lease import RUN_LEASE, unlocked
 from watchstep_services.db.limits import is_of_all
 from watchstep_services.db.models import RunRow
@@ -24,7 +23,7 @@ from watchstep_services.evaluation.journal import Unwritten, unwritten, write_jo
 from watchstep_services.notify.flush import flush_due
 from watchstep_services.runs.claim import MESSAGE_NS
 from watchstep_services.runs.registration import discover_runs
-from watchstep_services.scheduler.looks import do_looks, tell
+from watchstep_services.scheduler.polling import do_looks, tell
 from watchstep_services.service.context import Service
 
 _LOOKING_SECONDS = 5.0

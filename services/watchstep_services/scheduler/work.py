@@ -1,7 +1,18 @@
-"""The pieces of work, as threads and Celery tasks both do them."""
+"""Pieces of work that threads and Celery tasks share, and turns between them.
+
+The turn of a message that is sent again and again goes by the broker's clock: messages that piled up are skipped. Celery could let them expire, by
+the clocks of two machines: a worker whose clock is ahead of the scheduler's would drop all of them.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from celery import Celery
+from kombu import pools
 from sqlalchemy import select
 
 from watchstep_services.core.due_action import AttemptResult
@@ -53,3 +64,42 @@ def do_backtest(service: Service, number: int) -> None:
     """Judge the next run of a backtest, and have the others judged after whatever else is due."""
     if judge_next(service, number):
         service.notifier.backtest_due(number)
+
+
+_ENOUGH = 100
+_IMPATIENT = {"max_retries": 1, "interval_start": 0, "socket_timeout": 0.5, "socket_connect_timeout": 0.5}
+"""Celery's own connections wait six seconds for a broker that refuses, and for ever for one that says nothing."""
+
+_log = logging.getLogger(__name__)
+
+
+def take_turn(celery: Celery, name: str, seconds: float) -> bool:
+    """Whether it is time to do something that shall be done every so many seconds, by whoever comes first.
+
+    A broker that does not answer, or has forgotten, says yes: once too often does no harm.
+    """
+    least = max(1, int(seconds * 500))  # half of it: the scheduler is never quite regular
+    try:
+        with _asking(celery) as client:
+            return bool(client.set(f"watchstep-turn:{name}", 1, nx=True, px=least))
+    except Exception as error:  # noqa: BLE001 - whatever the broker's client raises
+        _log.warning("%s: the broker cannot be asked whose turn it is (%s); it is done", name, error)
+        return True
+
+
+def enough_wait(celery: Celery, queue: str) -> bool:
+    """Whether so many messages wait in a queue that more would only make it longer, and whatever comes behind them late."""
+    try:
+        with _asking(celery) as client:
+            return int(client.llen(queue)) >= _ENOUGH
+    except Exception as error:  # noqa: BLE001 - as above
+        _log.warning("queue %s: the broker cannot be asked how much waits in it (%s)", queue, error)
+        return False
+
+
+@contextmanager
+def _asking(celery: Celery) -> Iterator[Any]:
+    """A client of the broker that gives up soon: a sweep does without it."""
+    kept = pools.connections[celery.connection_for_write(transport_options=_IMPATIENT)]
+    with kept.acquire(block=True) as connection:
+        yield connection.default_channel.client

@@ -45,7 +45,7 @@ from watchstep_services.runs.rule_configs import apply_owner_rules
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.sweep import Work, find_due, sweep
 from watchstep_services.service.context import Service, owner_receivers, owner_rules
-from watchstep_services.tenancy.stores import own_store
+from watchstep_services.tenancy.projects import own_store
 
 if TYPE_CHECKING:
     from typing_extensions import Self

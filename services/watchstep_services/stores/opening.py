@@ -1,21 +1,17 @@
-"""Opened stores, one for each registration and project, and the endpoints that may be connected to.
-
-A registration that changes takes effect at once. Private and loopback addresses are allowed: an administrator named them.
-Link-local addresses and those that hand out a cloud's credentials never are. An endpoint is checked when it is registered and
-each time it is opened; the client library then looks the name up again, so a name whose address changes in between is
-refused at the next opening.
-"""
+"""Stores of projects: opened by the service, and checked when an admin registers them."""
 
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from watchstep.errors import StoreError
+from watchstep.errors import StoreError, WatchstepError
 from watchstep.format.layout import run_prefix
 from watchstep.store.cloud import S3Access
 from watchstep.store.local import StoreIdentity
@@ -30,8 +26,7 @@ from watchstep_services.core.egress import (
 )
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores.confined_folder import ConfinedFolder
-from watchstep_services.stores.policies import project_policy
-from watchstep_services.stores.role import RoleCredentials
+from watchstep_services.stores.role import RoleCredentials, project_policy
 
 _PORTS = {"http": 80, "https": 443}
 _RESOLVER_SECONDS = 5.0
@@ -181,3 +176,78 @@ def _open(
         )
     opened = Store.open(registered.url, access=None if registered.is_local else access, identity=identity)
     return ConfinedFolder(Path(opened.location), identity=identity) if opened.is_local else opened
+
+
+TRIED = ".watchstep-check"
+"""In place of a project: no project can have the name, so nothing of one is touched."""
+
+
+@dataclass(frozen=True)
+class TriedStep:
+    """One thing that was tried.
+
+    Attributes:
+        name: what: ``role``, ``list``, ``write``, ``read``, ``create_once`` or ``delete``.
+        ok: whether it can be done.
+        detail: what is wrong; empty where nothing is.
+        hint: what to do about it.
+    """
+
+    name: str
+    ok: bool
+    detail: str = ""
+    hint: str = ""
+
+
+def check_store(registration: StoreRegistration, prefix: str = "", project: str = TRIED) -> list[TriedStep]:
+    """Try a store as a project would use it. What follows from a step that failed is not tried."""
+    place = StorePlace(0, 0, registration, prefix, project)
+    done: list[TriedStep] = []
+    opened: list[Store] = []
+    key = f"{project}/{TRIED}-{secrets.token_hex(4)}"
+
+    def tried(name: str, what: Callable[[], object]) -> bool:
+        try:
+            what()
+        except WatchstepError as error:
+            done.append(TriedStep(name, False, error.what, error.hint))
+            return False
+        done.append(TriedStep(name, True))
+        return True
+
+    if registration.role_arn and not tried(
+        "role", RoleCredentials(registration, project_policy(place), "watchstep-check")
+    ):
+        return done
+    if not tried("list", lambda: opened.append(_listed(place))):
+        return done
+    (store,) = opened
+    if not tried("write", lambda: store.put(key, b"watchstep")):
+        return done
+    tried("read", lambda: _read(store, key))
+    tried("create_once", lambda: _create_once(store, key))
+    tried("delete", lambda: store.delete(key))
+    return done
+
+
+def failed(checked: list[TriedStep]) -> TriedStep | None:
+    """The first thing that cannot be done."""
+    return next((step for step in checked if not step.ok), None)
+
+
+def _listed(place: StorePlace) -> Store:
+    store = open_place(place)
+    store.folders(f"{place.project}/")
+    return store
+
+
+def _read(store: Store, key: str) -> None:
+    if store.get(key, limit=100) != b"watchstep":
+        raise StoreError(f"object {key}: another than was written", "see what stands between, as a cache")
+
+
+def _create_once(store: Store, key: str) -> None:
+    if store.create(key, b"again"):
+        raise StoreError(
+            f"store {store.url}: lets an object be created twice", "use a service that honours If-None-Match"
+        )

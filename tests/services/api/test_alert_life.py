@@ -200,7 +200,7 @@ def test_lines_of_the_audit_log_can_neither_be_changed_nor_deleted(driven: Drive
     from sqlalchemy import text
     from sqlalchemy.exc import DatabaseError
 
-    from watchstep_services.runs.audit import Subject, note
+    from watchstep_services.runs.stops import Subject, note
 
     with driven.service.database.write() as session:
         note(session, "requested", Subject("vision", "run-1", "a1"), "somebody", 1, {})

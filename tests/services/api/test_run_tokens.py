@@ -19,7 +19,7 @@ from watchstep_services.auth.tokens import OVER_SECONDS, Role, id_of
 from watchstep_services.core.settings import NANOSECONDS
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import RunRow, Token
-from watchstep_services.retention.deletion import delete_rows
+from watchstep_services.retention.upkeep import delete_rows
 
 PROJECT = "test"
 RUNS = f"/v1/projects/{PROJECT}/runs"

@@ -6,12 +6,12 @@ import ipaddress
 from typing import Any
 
 from tests.services.channels.samples import NOW, sample
+from watchstep_services.channels.delivery import DeliveryContext
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.notification import Notification
-from watchstep_services.channels.outside import DeliveryContext
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import EgressPolicy
-from watchstep_services.notify.deliver import deliver
+from watchstep_services.notify.flush import deliver
 
 LOOPBACK = EgressPolicy(networks=(ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
 

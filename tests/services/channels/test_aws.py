@@ -10,11 +10,15 @@ from pydantic import ValidationError
 
 from tests.services.channels.samples import sample
 from tests.services.channels.sending import outside, send
-from watchstep_services.channels.aws import failure
-from watchstep_services.channels.eventbridge import EventBridgeReceiver, entries
-from watchstep_services.channels.eventbridge import send as send_events
+from watchstep_services.channels.aws import (
+    MOST_SMS,
+    EventBridgeReceiver,
+    entries,
+    failure,
+    send_to_eventbridge,
+    sms,
+)
 from watchstep_services.channels.kinds import RECEIVER
-from watchstep_services.channels.sns import MOST_SMS, sms
 
 REGION = "eu-central-1"
 ACCOUNT = "123456789012"
@@ -159,7 +163,7 @@ def test_entries_are_small_enough() -> None:
     assert isinstance(receiver, EventBridgeReceiver)
     (entry,) = entries(receiver, sample(message="x" * 400_000))
     assert len(entry["Detail"]) < 256_000
-    assert callable(send_events)
+    assert callable(send_to_eventbridge)
 
 
 def test_a_role_is_assumed(aws: Any) -> None:

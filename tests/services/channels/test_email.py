@@ -17,7 +17,7 @@ from tests.services.channels.smtp_server import PASSWORD, USER, SmtpServer, smtp
 from watchstep_services.channels.kinds import RECEIVER
 from watchstep_services.channels.mail import EmailReceiver, message
 from watchstep_services.core.egress import EgressPolicy
-from watchstep_services.notify.deliver import message_of
+from watchstep_services.notify.flush import message_of
 
 PLAIN = {
     "kind": "email",

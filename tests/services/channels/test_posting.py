@@ -19,8 +19,7 @@ from tests.services.channels.http_server import (
 )
 from tests.services.channels.samples import NOW
 from tests.services.channels.sending import LOOPBACK, outside
-from watchstep_services.channels.outside import DeliveryContext
-from watchstep_services.channels.posting import LONGEST_PAUSE, try_post
+from watchstep_services.channels.delivery import LONGEST_PAUSE, DeliveryContext, try_post
 from watchstep_services.core.due_action import AttemptResult
 from watchstep_services.core.egress import AddressRefusedError, EgressPolicy, parse_address
 

@@ -10,6 +10,7 @@ import yaml
 from pydantic import SecretStr
 
 from watchstep.errors import ConfigError
+from watchstep_services.channels.receiver import FromEnvironment, FromFile, read_secret
 from watchstep_services.channels.receiver_file import (
     ReceiverFile,
     ReceiverFileProblem,
@@ -17,7 +18,6 @@ from watchstep_services.channels.receiver_file import (
     load,
     schema_text,
 )
-from watchstep_services.channels.secret_fields import FromEnvironment, FromFile, read_secret
 from watchstep_services.core.settings import load_settings
 from watchstep_services.db.sealing import SecretBox, new_key
 from watchstep_services.service.context import owner_receivers

@@ -15,7 +15,7 @@ from celery import Celery
 from tests.services.redis import Broker, running_redis
 from watchstep_services.checks import check_queues
 from watchstep_services.core.settings import load_settings
-from watchstep_services.scheduler.messages import QUEUE, URGENT
+from watchstep_services.scheduler.celery_client import QUEUE, URGENT
 
 pytestmark = pytest.mark.slow
 

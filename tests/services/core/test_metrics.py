@@ -20,7 +20,7 @@ from watchstep_services.core.settings import load_settings
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.core.telemetry.exposition import registry, serve, written
 from watchstep_services.db.engine import Database
-from watchstep_services.db.figures import FIGURES, DatabaseFigures
+from watchstep_services.db.metrics import FIGURES, DatabaseFigures
 from watchstep_services.dispatch.dispatch import dispatch
 
 

@@ -79,7 +79,7 @@ def test_up_and_down_with_data(empty_database: Database) -> None:
 
 def test_an_alerts_fingerprint_is_the_one_that_the_migration_made() -> None:
     from watchstep_services.db.models import RuleConfigRow
-    from watchstep_services.evaluation.evidence import fingerprint
+    from watchstep_services.evaluation.alert_instances import fingerprint
 
     row = RuleConfigRow(name="nan_or_inf", origin="owner", data={"labels": {"team": "vision"}})
     assert fingerprint("vision", "night", row) == "4d25259fa882ebf697b9f39b24a0e8df"

@@ -15,7 +15,7 @@ from tests.services.notify.clock import SECOND, Clock, open_with
 from tests.services.recording import PROJECT, Recording, nan_from
 from watchstep.format.layout import WriterId
 from watchstep.store.store import Store
-from watchstep_services.db.clock_steps import AGAIN_NS, MOMENTS, follow_clock
+from watchstep_services.db.clock import AGAIN_NS, MOMENTS, follow_clock
 from watchstep_services.db.models import (
     ActionRow,
     AlertGroup,
@@ -28,7 +28,7 @@ from watchstep_services.db.models import (
     Segment,
     Upkeep,
 )
-from watchstep_services.evaluation.plan import Gap, GapPatience
+from watchstep_services.evaluation.inbox import Gap, GapPatience
 from watchstep_services.evaluation.watermark import AttemptProgress, WriterProgress, decide
 from watchstep_services.runs.claim import claim
 from watchstep_services.scheduler.sweep import sweep

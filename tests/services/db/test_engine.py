@@ -9,9 +9,8 @@ from sqlalchemy import select, text
 from sqlalchemy.exc import IntegrityError
 
 from watchstep.errors import ConfigError
-from watchstep_services.db.engine import Database, open_database
+from watchstep_services.db.engine import Database, insert_missing, open_database
 from watchstep_services.db.models import Project
-from watchstep_services.db.upsert import insert_missing
 
 ROW = {"name": "vision", "description": "images", "listed_ns": 0}
 

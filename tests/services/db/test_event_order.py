@@ -84,7 +84,7 @@ def test_a_transaction_that_is_open_holds_up_no_other_of_another_project(driven:
     written, go = threading.Event(), threading.Event()
 
     def slow() -> None:
-        from watchstep_services.db.event_order import write_events
+        from watchstep_services.db.engine import write_events
 
         with database.write() as session:
             add_event(

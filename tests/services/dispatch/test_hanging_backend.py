@@ -26,7 +26,7 @@ from watchstep_services.runs import attempts
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import register
-from watchstep_services.runs.stop_requests import request_stop
+from watchstep_services.runs.stops import request_stop
 from watchstep_services.scheduler import celery_app
 from watchstep_services.scheduler.queue import WorkQueue
 

@@ -25,9 +25,9 @@ from watchstep_services.dispatch import dispatch as dispatching
 from watchstep_services.dispatch.dispatch import dispatch, due_actions, next_due_ns
 from watchstep_services.dispatch.stop import try_stop
 from watchstep_services.runs.discovery import discover
-from watchstep_services.runs.grants import allow
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import bind_job, register
+from watchstep_services.runs.stops import allow
 
 
 def backend_of(driven: Driven) -> Local:

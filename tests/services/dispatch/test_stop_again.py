@@ -11,7 +11,7 @@ from watchstep.store.store import Store
 from watchstep_launch.backends.local.backend import Local
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.registration import bind_job
-from watchstep_services.runs.stop_requests import request_stop
+from watchstep_services.runs.stops import request_stop
 
 
 def begun(driven: Driven, store: Store) -> int:

@@ -28,11 +28,10 @@ from watchstep_services.dispatch.dispatch import dispatch
 from watchstep_services.runs import attempts
 from watchstep_services.runs.control import MIRROR
 from watchstep_services.runs.registration import register
-from watchstep_services.runs.stop_requests import ASK, ASKED, TERMINATED, request_stop
+from watchstep_services.runs.stops import ASK, ASKED, TERMINATED, request_stop
 from watchstep_services.serve.embedded import EmbeddedService
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.projects import make_project
-from watchstep_services.tenancy.stores import register_store
+from watchstep_services.tenancy.projects import make_project, register_store
 
 FAR = "far"
 BUCKET = "s3://bucket/runs"

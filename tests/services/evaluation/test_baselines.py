@@ -184,7 +184,7 @@ def test_a_deliberate_change_becomes_part_of_the_baseline(compared: Driven, fold
 
 
 def test_a_run_that_is_deleted_leaves_no_summary(compared: Driven, folder_store: Store) -> None:
-    from watchstep_services.retention.deletion import delete_rows
+    from watchstep_services.retention.upkeep import delete_rows
 
     ids = [recorded(compared, folder_store, f"sound-{number}") for number in range(4)]
     with compared.service.database.write() as session:

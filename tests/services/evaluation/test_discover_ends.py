@@ -16,7 +16,7 @@ from watchstep.format.documents import EndDocument
 from watchstep.format.layout import WriterId
 from watchstep.store.store import Store
 from watchstep_services.db.models import Attempt
-from watchstep_services.evaluation.plan import GapPatience, ended_ranks, make_plan
+from watchstep_services.evaluation.inbox import GapPatience, ended_ranks, make_plan
 from watchstep_services.runs import attempts, discovery
 
 

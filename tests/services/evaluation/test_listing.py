@@ -13,7 +13,7 @@ from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.discovery import UNLISTED, Listing, discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import register
-from watchstep_services.scheduler import looks
+from watchstep_services.scheduler import polling
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.service.context import Service
 from watchstep_services.service.listings import ListingTimes
@@ -76,7 +76,7 @@ def test_what_a_listing_left_out_is_neither_missing_nor_the_end(driven: Driven, 
 def test_a_sweep_goes_on_while_a_projects_folder_takes_long_to_list(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looks, "_LOCAL_SECONDS", 0.01)
+    monkeypatch.setattr(polling, "_LOCAL_SECONDS", 0.01)
     slow, quick = driven.register("slow"), register(driven.service, "audio", "quick", (), "recorder")
     more = [driven.register(f"more-{number}") for number in range(3)]
     found, answers, listed = discover, threading.Event(), threading.Event()
@@ -89,7 +89,7 @@ def test_a_sweep_goes_on_while_a_projects_folder_takes_long_to_list(
             listed.set()
         return listing
 
-    monkeypatch.setattr(looks, "discover", hanging)
+    monkeypatch.setattr(polling, "discover", hanging)
     try:
         sweep(driven.service)
         assert listed.wait(60)

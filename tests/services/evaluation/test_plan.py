@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from watchstep.format.layout import SegmentKey, WriterId
-from watchstep_services.evaluation.plan import GapPatience, InboxEntry, make_plan
+from watchstep_services.evaluation.inbox import GapPatience, InboxEntry, make_plan
 
 WRITERS = [WriterId("a1", "node", name) for name in ("w0", "w1")]
 NOW = 1000

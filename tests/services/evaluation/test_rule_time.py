@@ -19,7 +19,7 @@ from watchstep_services.db.models import Project, RunRow
 from watchstep_services.runs.claim import AHEAD_NS, claim_longest_due
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.registration import register
-from watchstep_services.runs.stop_requests import request_stop
+from watchstep_services.runs.stops import request_stop
 from watchstep_services.scheduler import queue
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.service import rule_time

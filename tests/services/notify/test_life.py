@@ -35,11 +35,11 @@ from watchstep_rules.config.rule_config import RuleConfig
 from watchstep_services.channels.receiver_file import ReceiverFile
 from watchstep_services.db.models import AlertInstanceRow, AuditEntry, RunRow, Silence, StopGrant
 from watchstep_services.notify import silences
-from watchstep_services.notify.acknowledgement import acknowledge, withdraw
 from watchstep_services.notify.flush import flush_due
-from watchstep_services.runs.grants import allow, revoke
+from watchstep_services.notify.silences import acknowledge, withdraw
 from watchstep_services.runs.registration import register
 from watchstep_services.runs.rule_configs import put_one
+from watchstep_services.runs.stops import allow, revoke
 
 EXAMPLES = int(os.environ.get("WATCHSTEP_LIFE_EXAMPLES", "20"))
 """How many lives are lived; `make test-life` lives many more."""

@@ -31,9 +31,8 @@ from watchstep_services.db.models import (
 from watchstep_services.db.records import add_action
 from watchstep_services.evaluation.journal import unwritten, write_journal
 from watchstep_services.retention import upkeep as upkeeping
-from watchstep_services.retention.deletion import delete_rows
 from watchstep_services.retention.policy import IDLE_NS, purge_groups
-from watchstep_services.retention.upkeep import upkeep
+from watchstep_services.retention.upkeep import delete_rows, upkeep
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import discover_runs

@@ -17,11 +17,10 @@ from watchstep.store import cloud
 from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.core.telemetry import metrics
 from watchstep_services.runs.registration import register
-from watchstep_services.scheduler.looks import do_looks
+from watchstep_services.scheduler.polling import do_looks
 from watchstep_services.scheduler.sweep import sweep
 from watchstep_services.stores.bulkhead import Bulkhead
-from watchstep_services.tenancy.projects import make_project
-from watchstep_services.tenancy.stores import register_store
+from watchstep_services.tenancy.projects import make_project, register_store
 
 BUCKET = StoreRegistration("s3://bucket/runs")
 OTHER = StoreRegistration("s3://other/runs")

@@ -20,10 +20,10 @@ from watchstep_services.db.limits import DatabaseTimeouts
 from watchstep_services.db.models import AlertGroup, Project, RunRow
 from watchstep_services.db.schema import upgrade
 from watchstep_services.notify import flush as flushing
-from watchstep_services.retention.deletion import delete_rows
+from watchstep_services.retention.upkeep import delete_rows
 from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.registration import discover_runs
-from watchstep_services.scheduler import looks
+from watchstep_services.scheduler import polling
 from watchstep_services.scheduler import sweep as sweeping
 from watchstep_services.scheduler.sweep import find_due, sweep
 from watchstep_services.service.context import Service
@@ -169,11 +169,11 @@ def test_who_hangs_with_a_group_or_a_run_keeps_nobody_from_the_others(
 
         with driven.service.database.write() as session:
             session.execute(update(RunRow).values(poll_ns=0))
-        taken = looks.take(driven.service)
+        taken = polling.take(driven.service)
         with database.write() as hanging:
             hanging.execute(select(RunRow.id).filter_by(id=bad).with_for_update()).one()
             for one in taken:
-                looks.look(driven.service, one)
+                polling.look(driven.service, one)
         listed = {run.run: run.listed_ns > 0 for run in runs(driven).values()}
         assert listed == {"bad": False, "good": True}
         database.close()
@@ -192,7 +192,7 @@ def test_a_run_that_is_deleted_while_it_is_looked_at_keeps_no_other_from_its_tur
             delete_rows(session, run_id)
         raise StoreError("run gone: no such folder", "it was deleted")
 
-    monkeypatch.setattr(looks, "discover", deleting)
+    monkeypatch.setattr(polling, "discover", deleting)
     sweep(driven.service)
     assert driven.run(stays).listed_ns
 
@@ -207,7 +207,7 @@ def test_a_stores_trouble_is_over_when_it_answers(
         raise StoreError("store: does not answer", "look at it")
 
     with monkeypatch.context() as patched:
-        patched.setattr(looks, "discover", refusing)
+        patched.setattr(polling, "discover", refusing)
         sweep(driven.service)
     assert driven.run(run_id).health["store"] == "store: does not answer"
     with driven.service.database.write() as session:

@@ -22,7 +22,7 @@ from watchstep_services.db.records import hint, put_segment
 from watchstep_services.runs import discovery as discovering
 from watchstep_services.runs.lifecycle import advance_run
 from watchstep_services.runs.registration import discover_runs
-from watchstep_services.scheduler.looks import AT_ONCE, do_looks, look, take
+from watchstep_services.scheduler.polling import AT_ONCE, do_looks, look, take
 from watchstep_services.scheduler.sweep import find_due, note_asked, sweep
 from watchstep_services.service.context import Service
 
@@ -182,7 +182,7 @@ def test_a_fault_of_ours_with_one_run_is_that_runs_trouble_alone(
         return found(service, run_id)
 
     found = discovering.discover
-    monkeypatch.setattr("watchstep_services.scheduler.looks.discover", discover)
+    monkeypatch.setattr("watchstep_services.scheduler.polling.discover", discover)
     before = metrics.REGISTRY.get_sample_value("watchstep_sweep_faults_total", {"of": "run"})
     sweep(driven.service)
     after = metrics.REGISTRY.get_sample_value("watchstep_sweep_faults_total", {"of": "run"})

@@ -21,7 +21,7 @@ from watchstep_services.db.records import add_action
 from watchstep_services.dispatch.dispatch import due_actions
 from watchstep_services.runs.discovery import discover
 from watchstep_services.runs.registration import register
-from watchstep_services.runs.stop_requests import request_stop
+from watchstep_services.runs.stops import request_stop
 from watchstep_services.scheduler.queue import WorkQueue
 from watchstep_services.scheduler.work import evaluate_longest_due
 

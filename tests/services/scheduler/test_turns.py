@@ -8,10 +8,9 @@ import pytest
 from tests.services.jobs import eventually
 from tests.services.redis import Broker, free_port, running_redis
 from watchstep_services.core.settings import load_settings
-from watchstep_services.scheduler.celery_client import make_celery
-from watchstep_services.scheduler.messages import EVALUATE, QUEUE, URGENT
+from watchstep_services.scheduler.celery_client import EVALUATE, QUEUE, URGENT, make_celery
 from watchstep_services.scheduler.production import CeleryNotifier
-from watchstep_services.scheduler.turns import enough_wait, take_turn
+from watchstep_services.scheduler.work import enough_wait, take_turn
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from watchstep import Hook
 from watchstep.errors import ConfigError
 from watchstep.store.store import ObjectEntry, Store
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
-from watchstep_services.stores.policies import MOST_CHARACTERS, attempt_policy, project_policy
+from watchstep_services.stores.role import MOST_CHARACTERS, attempt_policy, project_policy
 
 BUCKET = "arn:aws:s3:::acme-training"
 ROLE = json.dumps(

@@ -14,10 +14,8 @@ from watchstep.store.cloud import S3Access
 from watchstep.store.store import Store
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.stores import role
-from watchstep_services.stores.checking import check_store, failed
-from watchstep_services.stores.opening import Stores
-from watchstep_services.stores.policies import project_policy
-from watchstep_services.stores.role import RoleCredentials, scoped_credentials
+from watchstep_services.stores.opening import Stores, check_store, failed
+from watchstep_services.stores.role import RoleCredentials, project_policy, scoped_credentials
 
 ROLE = "arn:aws:iam::123456789012:role/watchstep"
 

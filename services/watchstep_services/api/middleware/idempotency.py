@@ -19,9 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from watchstep_services.api.middleware.access import service_of
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.db.clock import read_clock
-from watchstep_services.db.engine import Database
+from watchstep_services.db.engine import Database, insert_missing
 from watchstep_services.db.models import ApiRequest
-from watchstep_services.db.upsert import insert_missing
 
 KEPT_HOURS = 24
 REPLAYED = "idempotency-replayed"

@@ -31,8 +31,7 @@ from watchstep_services.api.schemas.models import AlertList, AlertOutput
 from watchstep_services.api.schemas.paging import ListOrder, Paged, Paging
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import AlertInstanceRow, AlertRow, Incident, Muted, RunRow, Silence
-from watchstep_services.notify.acknowledgement import acknowledge, withdraw
-from watchstep_services.notify.silences import active, covering, labels_of
+from watchstep_services.notify.silences import acknowledge, active, covering, labels_of, withdraw
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["alerts"])
 

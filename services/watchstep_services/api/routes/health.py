@@ -17,7 +17,7 @@ from watchstep_services.api.middleware.access import Caller, Served, open_to_all
 from watchstep_services.api.schemas.models import ServiceHealth
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.core.telemetry.exposition import registry, written
-from watchstep_services.db.figures import DatabaseFigures
+from watchstep_services.db.metrics import DatabaseFigures
 from watchstep_services.service.context import Service
 
 router = APIRouter(tags=["health"])

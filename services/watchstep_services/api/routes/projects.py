@@ -16,11 +16,15 @@ from watchstep_services.api.schemas.problems import RequestRefusedError, documen
 from watchstep_services.auth.tokens import AuthenticatedCaller
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import Project
-from watchstep_services.stores.checking import check_store
+from watchstep_services.stores.opening import check_store
 from watchstep_services.tenancy.backends import allow_backends, backends_of
-from watchstep_services.tenancy.conflict import ConflictError
-from watchstep_services.tenancy.projects import find_project, make_project, move_project
-from watchstep_services.tenancy.stores import find_store
+from watchstep_services.tenancy.projects import (
+    ConflictError,
+    find_project,
+    find_store,
+    make_project,
+    move_project,
+)
 
 router = APIRouter(prefix="/v1/projects", tags=["projects"])
 

@@ -21,13 +21,13 @@ from watchstep_services.channels.notification import Status
 from watchstep_services.channels.receiver import Receiver
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import ReceiverRow
-from watchstep_services.notify import samples, writing
-from watchstep_services.notify.deliver import deliver, message_of, outside_of
+from watchstep_services.notify import directory, samples
 from watchstep_services.notify.directory import (
     UnreadableReceiverError,
     find_receiver,
     known_receivers,
 )
+from watchstep_services.notify.flush import deliver, message_of, outside_of
 from watchstep_services.service.context import Service
 
 router = APIRouter(prefix="/v1/projects/{project}/receivers", tags=["receivers"])
@@ -168,8 +168,8 @@ def put_receiver(
     with service.database.write() as session:
         _require(service, session, (project, name), if_match)
         try:
-            writing.put_receiver(service, session, project, body, caller)
-        except (writing.ForbiddenError, writing.InUseError) as error:
+            directory.put_receiver(service, session, project, body, caller)
+        except (directory.ForbiddenError, directory.InUseError) as error:
             raise _refused(error) from error
         shown = _shown(service, session, project, find_receiver(service, session, project, name))
     tag(response, shown)
@@ -187,8 +187,8 @@ def delete_receiver(
         _require(service, session, (project, name), if_match)
         shown = _stored(service, session, project, name)
         try:
-            writing.delete_receiver(service, session, project, name, caller)
-        except (writing.ForbiddenError, writing.InUseError) as error:
+            directory.delete_receiver(service, session, project, name, caller)
+        except (directory.ForbiddenError, directory.InUseError) as error:
             raise _refused(error) from error
     return shown
 
@@ -284,5 +284,5 @@ def _require(service: Service, session: Session, named: tuple[str, str], if_matc
 
 def _refused(error: WatchstepError) -> RequestRefusedError:
     return RequestRefusedError(
-        403 if isinstance(error, writing.ForbiddenError) else 409, error.what, error.hint
+        403 if isinstance(error, directory.ForbiddenError) else 409, error.what, error.hint
     )

@@ -14,8 +14,8 @@ from watchstep_services.api.lookup import find_run
 from watchstep_services.api.middleware.access import Caller, Served, permits
 from watchstep_services.api.schemas.problems import RequestRefusedError
 from watchstep_services.db.clock import read_clock
+from watchstep_services.db.engine import insert_missing
 from watchstep_services.db.models import Project, RetentionPolicy, RunRow, Upkeep
-from watchstep_services.db.upsert import insert_missing
 from watchstep_services.retention.upkeep import is_being_stopped
 from watchstep_services.runs.lifecycle import ENDED
 

@@ -17,7 +17,7 @@ from watchstep_services.api.middleware.etags import IfMatch, require_match, tag
 from watchstep_services.channels.routing import RootNode
 from watchstep_services.db.clock import read_clock
 from watchstep_services.db.models import RoutingTree
-from watchstep_services.notify import samples, writing
+from watchstep_services.notify import directory, samples
 from watchstep_services.notify.directory import known_receivers, routes_of, tree_of
 from watchstep_services.service.context import Service
 
@@ -115,7 +115,7 @@ def put_routing(
     check_name("project", project)
     with service.database.write() as session:
         require_match(if_match, _shown(service, session, project))
-        writing.put_tree(service, session, project, body, caller)
+        directory.put_tree(service, session, project, body, caller)
         shown = _shown(service, session, project)
     tag(response, shown)
     return shown
@@ -128,7 +128,7 @@ def delete_routing(project: str, service: Served, if_match: IfMatch = None) -> R
     check_name("project", project)
     with service.database.write() as session:
         require_match(if_match, _shown(service, session, project))
-        writing.delete_tree(session, project)
+        directory.delete_tree(session, project)
         return _shown(service, session, project)
 
 

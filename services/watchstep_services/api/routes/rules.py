@@ -51,9 +51,9 @@ from watchstep_services.db.models import ProjectRule, RuleConfigRow, RuleStateRo
 from watchstep_services.evaluation.backtests import read_progress, request_backtest
 from watchstep_services.notify.directory import known_receivers
 from watchstep_services.runs import rule_configs
-from watchstep_services.runs.grants import word_for
 from watchstep_services.runs.registration import ensure_project
 from watchstep_services.runs.rule_configs import OVERRIDDEN, STRONGER_THAN_RECORDERS
+from watchstep_services.runs.stops import word_for
 from watchstep_services.service.context import Service
 from watchstep_services.service.judging import load_config, memory_of
 

@@ -44,12 +44,11 @@ from watchstep_services.auth.tokens import AuthenticatedCaller
 from watchstep_services.core.events import run_url
 from watchstep_services.db.models import AlertRow, Attempt, BoundJobRow, RunRow
 from watchstep_services.runs import registration
-from watchstep_services.runs.grants import allow
 from watchstep_services.runs.registration import bind_job, register
 from watchstep_services.runs.rule_configs import Origin
-from watchstep_services.runs.stop_requests import StopRequester, request_stop
+from watchstep_services.runs.stops import StopRequester, allow, request_stop
 from watchstep_services.service.context import Service
-from watchstep_services.tenancy.jobs import bound_job
+from watchstep_services.tenancy.backends import bound_job
 
 router = APIRouter(prefix="/v1/projects/{project}/runs", tags=["runs"])
 

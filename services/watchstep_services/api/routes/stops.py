@@ -19,8 +19,7 @@ from watchstep_services.api.schemas.paging import ListOrder, Paged, PageOutput
 from watchstep_services.api.schemas.problems import documented
 from watchstep_services.core.redaction import without_addresses
 from watchstep_services.db.models import AuditEntry, StopGrant
-from watchstep_services.runs.audit import Kind
-from watchstep_services.runs.grants import allow, revoke, the_config_called
+from watchstep_services.runs.stops import Kind, allow, revoke, the_config_called
 
 router = APIRouter(prefix="/v1/projects/{project}", tags=["stops"])
 Number = Annotated[int, Path(ge=1, lt=2**63, description="The grant's id.")]

@@ -16,9 +16,14 @@ from watchstep_services.api.schemas.problems import documented
 from watchstep_services.core.store_location import StoreRegistration
 from watchstep_services.db.models import StoreRow
 from watchstep_services.service.context import Service
-from watchstep_services.stores.checking import TriedStep, check_store, failed
-from watchstep_services.tenancy.locations import checked
-from watchstep_services.tenancy.stores import change_store, find_store, register_store, remove_store
+from watchstep_services.stores.opening import TriedStep, check_store, failed
+from watchstep_services.tenancy.projects import (
+    change_store,
+    checked,
+    find_store,
+    register_store,
+    remove_store,
+)
 
 router = APIRouter(prefix="/v1/stores", tags=["stores"])
 _EXAMPLE: dict[str, Any] = {

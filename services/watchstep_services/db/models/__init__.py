@@ -1,33 +1,49 @@
 """The tables."""
 
-from watchstep_services.db.models.access import Token
-from watchstep_services.db.models.alert_life import (
+from watchstep_services.db.models.alerts import (
     AlertGroup,
     AlertInstanceRow,
     GroupMember,
     Incident,
     Muted,
+    ReceiverRow,
+    ReceiverSecret,
+    RoutingTree,
     Silence,
 )
-from watchstep_services.db.models.api_requests import ApiRequest, ProjectRule
-from watchstep_services.db.models.backtests import Backtest, BacktestResult
 from watchstep_services.db.models.base import NAME_LENGTH, Base, ClockMark
-from watchstep_services.db.models.baselines import PinnedBaseline, RunSummaryRow
-from watchstep_services.db.models.journal import Segment, TickRow, WatermarkRow
-from watchstep_services.db.models.outbox import ActionRow, ActionTry, EventRow
+from watchstep_services.db.models.outbox import ActionRow, ActionTry, AuditEntry, EventRow, StopGrant
 from watchstep_services.db.models.projects import (
+    ApiRequest,
     BackendRow,
     JobOwner,
     Project,
     ProjectBackend,
+    ProjectRule,
     ProjectStore,
     StoreRow,
+    Token,
 )
-from watchstep_services.db.models.receivers import ReceiverRow, ReceiverSecret, RoutingTree
-from watchstep_services.db.models.retention import RetentionPolicy, Upkeep
-from watchstep_services.db.models.rules import AlertRow, FindingRow, RuleConfigRow, RuleStateRow
-from watchstep_services.db.models.runs import Attempt, BoundJobRow, RunRow
-from watchstep_services.db.models.stops import AuditEntry, StopGrant
+from watchstep_services.db.models.rules import (
+    AlertRow,
+    Backtest,
+    BacktestResult,
+    FindingRow,
+    PinnedBaseline,
+    RuleConfigRow,
+    RuleStateRow,
+    RunSummaryRow,
+)
+from watchstep_services.db.models.runs import (
+    Attempt,
+    BoundJobRow,
+    RetentionPolicy,
+    RunRow,
+    Segment,
+    TickRow,
+    Upkeep,
+    WatermarkRow,
+)
 
 __all__ = [
     "NAME_LENGTH",

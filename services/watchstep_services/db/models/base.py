@@ -23,7 +23,7 @@ class Base(DeclarativeBase):
 
 
 class ClockMark(Base):
-    """One row: how far the database's clock was seen to come, and its last step back (`database.clock_steps`).
+    """One row: how far the database's clock was seen to come, and its last step back (`db.clock`).
 
     ``before_ns``: where the clock stood before that step, 0 once nothing is left to be moved; ``stepped_ns``: where it came to.
     """

@@ -1,4 +1,4 @@
-"""Events, and the actions that they cause."""
+"""Events, the actions that they cause, and the audit of stops."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 from sqlalchemy import ForeignKey, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from watchstep_services.db.models.base import Base, RowId
+from watchstep_services.db.models.alerts import WHO_LENGTH
+from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 from watchstep_services.db.sealed_addresses import AddressJson
 
 
 class EventRow(Base):
-    """A CloudEvent that was published. Within a project, numbers follow the order of commits (`database.event_order`)."""
+    """A CloudEvent that was published. Within a project, numbers follow the order of commits (`db.engine.write_events`)."""
 
     __tablename__ = "events"
     __table_args__: Any = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's own way; no number comes twice
@@ -59,3 +60,45 @@ class ActionTry(Base):
     at_ns: Mapped[int]
     outcome: Mapped[str] = mapped_column(String(16))
     detail: Mapped[str] = mapped_column(Text)
+
+
+class StopGrant(Base):
+    """An operator's word that exactly this rule may stop jobs of a project, until it is taken back."""
+
+    __tablename__ = "stop_grants"
+    __table_args__ = (Index("stop_grants_by_digest", "project", "digest"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    name: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    rule: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    digest: Mapped[str] = mapped_column(String(64))
+    judges: Mapped[dict[str, Any]]
+    granted_by: Mapped[str] = mapped_column(String(WHO_LENGTH))
+    reason: Mapped[str] = mapped_column(Text)
+    granted_ns: Mapped[int]
+    revoked_by: Mapped[str] = mapped_column(String(WHO_LENGTH), default="")
+    revoked_reason: Mapped[str] = mapped_column(Text, default="")
+    revoked_ns: Mapped[int | None] = mapped_column(default=None)
+
+
+class AuditEntry(Base):
+    """One line of the story of a stop. Rows are only ever added: the database refuses to change or delete one.
+
+    No key leads to a run: entries outlive it.
+    """
+
+    __tablename__ = "stop_audit"
+    __table_args__ = (
+        Index("stop_audit_by_run", "project", "run", "id"),
+        Index("stop_audit_by_project", "project", "id"),
+    )
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    project: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    run: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    attempt: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    kind: Mapped[str] = mapped_column(String(16))
+    at_ns: Mapped[int]
+    who: Mapped[str] = mapped_column(String(WHO_LENGTH))
+    data: Mapped[dict[str, Any]]

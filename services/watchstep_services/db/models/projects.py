@@ -1,14 +1,16 @@
-"""Projects, the stores that their runs lie on, and the backends that their jobs may run on."""
+"""Projects with their stores, backends and rules; tokens; requests that may be sent again."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ForeignKey, String, Text
-from sqlalchemy.orm import Mapped, mapped_column, relationship
+from sqlalchemy import ForeignKey, String, Text, select
+from sqlalchemy.orm import Mapped, column_property, mapped_column, relationship
 
 from watchstep_services.core.store_location import StorePlace, StoreRegistration
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
+from watchstep_services.db.models.runs import RunRow
+from watchstep_services.db.sealed_addresses import AddressJson, SealedText
 
 
 class StoreRow(Base):
@@ -101,3 +103,68 @@ class JobOwner(Base):
 
     job: Mapped[str] = mapped_column(String(64), primary_key=True)
     project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+
+
+_OVER = ("completed", "failed", "stopped")
+
+
+class Token(Base):
+    """A bearer token, hashed; the token itself is nowhere kept. Its id is public.
+
+    ``run_id``: the only run that it is for, and goes with; of its ``project`` or of all where that is None. ``maker``: the id of the
+    token that made it, empty for none; of tokens of single runs only.
+    """
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    sha256: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(NAME_LENGTH), default="")
+    role: Mapped[str] = mapped_column(String(16))
+    project: Mapped[str | None] = mapped_column(String(NAME_LENGTH), default=None, index=True)
+    run_id: Mapped[int | None] = mapped_column(
+        ForeignKey("runs.id", name="fk_tokens_run_id_runs"), default=None, index=True
+    )
+    maker: Mapped[str] = mapped_column(String(16), default="", server_default="", index=True)
+    created_ns: Mapped[int]
+    created_by: Mapped[str] = mapped_column(String(256), default="")
+    expires_ns: Mapped[int | None] = mapped_column(default=None)
+    revoked_ns: Mapped[int | None] = mapped_column(default=None)
+    revoked_by: Mapped[str] = mapped_column(String(256), default="")
+    last_used_ns: Mapped[int | None] = mapped_column(default=None)
+
+    run: Mapped[str | None] = column_property(select(RunRow.run).where(RunRow.id == run_id).scalar_subquery())
+    """The name of its only run; None where it has none."""
+
+    run_over_ns: Mapped[int | None] = column_property(
+        select(RunRow.ended_ns).where(RunRow.id == run_id, RunRow.state.in_(_OVER)).scalar_subquery()
+    )
+    """When its only run ended; None while that may go on, as one may that is only lost."""
+
+
+class ApiRequest(Base):
+    """A request with an Idempotency-Key and its answer; ``status`` is null while it is under way.
+
+    ``name`` is a hash of the token and the key, ``request`` one of what was asked.
+    """
+
+    __tablename__ = "api_requests"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    request: Mapped[str] = mapped_column(String(64))
+    status: Mapped[int | None] = mapped_column(default=None)
+    body: Mapped[str] = mapped_column(SealedText, default="")
+    claimed_ns: Mapped[int]
+    expires_ns: Mapped[int] = mapped_column(index=True)
+
+
+class ProjectRule(Base):
+    """A rule config of a project: it judges every run that is registered from then on."""
+
+    __tablename__ = "project_rules"
+
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
+    rule: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    data: Mapped[dict[str, Any]] = mapped_column(AddressJson)
+    changed_ns: Mapped[int]

@@ -1,4 +1,4 @@
-"""Rule configs, what they remember and what they found."""
+"""Rule configs with their states and findings; baselines; backtests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from watchstep_services.db.models.alert_life import FINGERPRINT_LENGTH, INCIDENT_LENGTH
+from watchstep_services.db.models.alerts import FINGERPRINT_LENGTH, INCIDENT_LENGTH
 from watchstep_services.db.models.base import NAME_LENGTH, Base, RowId
 from watchstep_services.db.sealed_addresses import AddressJson
 
@@ -74,3 +74,60 @@ class FindingRow(Base):
     attempt: Mapped[str] = mapped_column(String(NAME_LENGTH))
     step: Mapped[int]
     finding: Mapped[dict[str, Any]]
+
+
+class RunSummaryRow(Base):
+    """The summary of a sound run: a `watchstep_rules.signals.ranges.baseline.RunSummary` as JSON text.
+
+    ``program`` identifies the program and its capture configuration (`evaluator.baselines.program_of`).
+    """
+
+    __tablename__ = "run_summaries"
+    __table_args__ = (Index("run_summaries_by_program", "project", "program", "ended_ns"),)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    program: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    ended_ns: Mapped[int]
+    summary: Mapped[str] = mapped_column(Text)
+
+
+class PinnedBaseline(Base):
+    """The baseline that an attempt is compared with, frozen before its first rows were judged: a `Baseline` as JSON text."""
+
+    __tablename__ = "pinned_baselines"
+
+    attempt_id: Mapped[int] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
+    baseline: Mapped[str] = mapped_column(Text)
+
+
+class Backtest(Base):
+    """A backtest that somebody asked for: which runs of a project, by which rules, and how far it came.
+
+    Runs are judged one by one: ``next`` is the place of the one that is due, ``tries`` how often it was begun.
+    """
+
+    __tablename__ = "backtests"
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    project: Mapped[str] = mapped_column(ForeignKey("projects.name"))
+    runs: Mapped[list[str]] = mapped_column(JSON)
+    rules: Mapped[list[dict[str, Any]]] = mapped_column(AddressJson)
+    sweeps: Mapped[list[str]] = mapped_column(JSON)
+    state: Mapped[str] = mapped_column(String(16), default="waiting", index=True)
+    next: Mapped[int] = mapped_column(default=0)
+    claims: Mapped[int] = mapped_column(default=0)
+    tries: Mapped[int] = mapped_column(default=0)
+    lease_until_ns: Mapped[int] = mapped_column(default=0)
+    created_ns: Mapped[int]
+    finished_ns: Mapped[int | None] = mapped_column(default=None)
+
+
+class BacktestResult(Base):
+    """What a backtest found of one run; of a webhook's address the host alone."""
+
+    __tablename__ = "backtest_results"
+
+    backtest_id: Mapped[int] = mapped_column(ForeignKey("backtests.id"), primary_key=True)
+    place: Mapped[int] = mapped_column(primary_key=True)
+    result: Mapped[dict[str, Any]]
