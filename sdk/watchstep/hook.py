@@ -29,6 +29,7 @@ from watchstep.format.control import ControlDocument, StopRequest
 from watchstep.format.layout import run_prefix
 from watchstep.format.tensors import MODES, Mode
 from watchstep.hook_arguments import (
+    AskedRules,
     budgeted,
     checked_on_stop,
     checked_step,
@@ -103,79 +104,92 @@ class Hook:
         Raises:
             ConfigError, RuleError: an argument or variable is wrong. A store that cannot be reached is no such error.
         """
-        url = os.fspath(store_url or os.environ.get(STORE) or "watchstep-runs")
-        scheme = checked_scheme(url)
-        self.store_url = url if scheme else absolute_path(url).as_uri()
+        self.store_url = _checked_url(store_url)
         self._store_identity = StoreIdentity.of_launch(self.store_url)
-        asked = hook_arguments.load_rule_file(rules) if rules is not None else hook_arguments.AskedRules()
-        made_guard = None if guard is None else hook_arguments.make_guard(guard)
+        self._gate = WriteGate()
+        requested = hook_arguments.load_rule_file(rules) if rules is not None else AskedRules()
+        rules_here = None if guard is None else hook_arguments.make_guard(guard)
         self.config = probing(
-            budgeted(config, overhead_budget), (*asked.probes, *getattr(made_guard, "probes", ()))
+            budgeted(config, overhead_budget), (*requested.probes, *getattr(rules_here, "probes", ()))
         )
         self._identity = resolve(project, run)
-        self._gate = WriteGate()
-        self._on_stop = checked_on_stop(on_stop, self.config.bounds.checkpoint_seconds)
-        ranks_stop_together = isinstance(self._on_stop, AwaitsCheckpoint) and self._identity.world_size > 1
-        if ranks_stop_together:
-            self._on_stop = "raise"  # a rank that went on alone would wait for the others for ever
-        self._guarding: Guarding | None = None
-        self._agreement: Agreement | None = None
-        address = ServiceAddress.from_environment()
-        bounds = self.config.bounds
         self._watches: list[Watch] = []
         self._given: GivenTensors | None = None
+        self._guarding: Guarding | None = None
+        self._agreement: Agreement | None = None
+        self._on_stop, stop_note = self._stop_of(on_stop)
+        address = ServiceAddress.from_environment()
         ending.end_left()
-        session = self._session = Session.begin(
+        self._session = Session.begin(
             self.config, self._identity.worker, self._on_stop, first_step_of(first_step)
         )
-        self._health, self._recorder = session.health, session.recorder
-        if ranks_stop_together:
-            self._health.note("on_stop", "all ranks stop at one step: no checkpoint is waited for")
+        self._health, self._recorder = self._session.health, self._session.recorder
+        if stop_note:
+            self._health.note("on_stop", stop_note)
         launch = LaunchState.from_environment(self._health)
         self._recorder.launched_unverified = not launch.verified
-        self._service = (
-            ServiceClient(
-                address, self._identity.project, functools.partial(launch.recorder_address, self._health)
-            )
-            if address is not None or launch.location is not None
-            else None
-        )
-        if made_guard is not None:
-            made_guard.attach(self)
-        control = ControlReader(self._control_changed, self._health, bounds.control_seconds)
+        self._service = self._service_client(address, launch)
+        if rules_here is not None:
+            rules_here.attach(self)
+        control = ControlReader(self._control_changed, self._health, self.config.bounds.control_seconds)
+        self._stop_talk = StopTalk(self._recorder.stops, control, self._open_attempt, self._health)
+        self._checkpoints = CheckpointNotes(self._open_store, self._health)
+        self._ending = self._begin_writing(control, launch, requested)
+        self._start_background(control, launch)
+        _log.info("watchstep: recording %s", self.run_url)
+
+    def _stop_of(self, on_stop: OnStop | None) -> tuple[OnStop, str]:
+        """What a stop does, and a note for health where it is not what the environment says."""
+        checked = checked_on_stop(on_stop, self.config.bounds.checkpoint_seconds)
+        if isinstance(checked, AwaitsCheckpoint) and self._identity.world_size > 1:
+            # A rank that continued alone would wait for the others for ever.
+            return "raise", "all ranks stop at one step: no checkpoint is waited for"
+        return checked, ""
+
+    def _service_client(self, address: ServiceAddress | None, launch: LaunchState) -> ServiceClient | None:
+        """The client of the service; None where neither the environment nor the launch names one."""
+        if address is None and launch.location is None:
+            return None
+        locate = functools.partial(launch.recorder_address, self._health)
+        return ServiceClient(address, self._identity.project, locate)
+
+    def _begin_writing(self, control: ControlReader, launch: LaunchState, requested: AskedRules) -> Ending:
+        """Start the writer; the process's end ends it."""
+        session = self._session
         target = UploadTarget(
             store_url=self.store_url,
             open_store=self._open_store,
             store_identity=self._store_identity,
             identity=self._identity,
-            run=run_document(self._identity, (*launch.rules, *asked.configs), self.config),
+            run=run_document(self._identity, (*launch.rules, *requested.configs), self.config),
             attempt=attempt_document(self._identity, self._on_stop),
             service=self._service,
             open_attempt=self._open_attempt if lent() else None,
-            asked_rules=asked.configs,
-            # `watchstep run` and launchers have looked themselves.
+            asked_rules=requested.configs,
+            # `watchstep run` and launchers check this themselves.
             warns_of_reuse=session.recorder.step == 0 and ATTEMPT not in os.environ and not lent(),
         )
-        self._stop_talk = StopTalk(session.recorder.stops, control, self._open_attempt, self._health)
-        writer = Writer(target, session.queue, session.snapshot_writer, control, self._health, bounds)
+        writer = Writer(
+            target, session.queue, session.snapshot_writer, control, self._health, self.config.bounds
+        )
         if session.schedule.budget is not None and self.config.clock is time.perf_counter:
             writer.tell_cost(session.schedule.budget.written)
         writer.start()
-        self._ending = Ending(
-            self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate
-        )
-        ending.watch(self._ending)
-        ending.remember(self._ending)
-        self._checkpoints = CheckpointNotes(self._open_store, self._health)
+        end = Ending(self.run_url, session.recorder, writer, self._health, lambda: self.health, self._gate)
+        ending.watch(end)
+        ending.remember(end)
+        return end
+
+    def _start_background(self, control: ControlReader, launch: LaunchState) -> None:
+        """Start the threads beside the writer, each of which ends with the recording."""
         self._ending.detach_with(self._checkpoints.close, self._checkpoints.join)
         self._ending.detach_with(self._stop_talk.close, self._stop_talk.join)
         if launch.run == self.run and self._identity.worker == 0 and self._service is not None:
             registration = RunRegistration(launch, self.project, self._service, control, self._health)
             self._ending.detach_with(registration.close, registration.join)
             registration.start()
-        if (sampler := start_sampling(session, self._identity)) is not None:
+        if (sampler := start_sampling(self._session, self._identity)) is not None:
             self._ending.detach_with(sampler.close)
-        _log.info("watchstep: recording %s", self.run_url)
 
     @property
     def run(self) -> str:
@@ -457,3 +471,9 @@ class Hook:
 
     def _control_changed(self, document: ControlDocument, attempt: str) -> None:
         apply_control(self._session, self._stop_talk, document, attempt)
+
+
+def _checked_url(store_url: str | os.PathLike[str] | None) -> str:
+    """The store's URL, by the argument, the environment, or the default; raises `ConfigError`."""
+    url = os.fspath(store_url or os.environ.get(STORE) or "watchstep-runs")
+    return url if checked_scheme(url) else absolute_path(url).as_uri()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,7 +40,6 @@ from watchstep.pytorch.parameters.updates import (
     ParametersNotInOptimizer,
     StaleGradients,
 )
-from watchstep.stopping import StopTraining
 
 _OBSERVED_AFTER = 3  # finished steps after which what is silent is reported as not observed
 _ENDLESS = 500  # backward passes within one step
@@ -64,8 +64,36 @@ class _Attempt:
     nonfinite: bool = False
 
 
+_P = ParamSpec("_P")
+_Observer: TypeAlias = "Callable[Concatenate[Watch, _P], None]"
+
+
+def observes(where: str, *, in_graphs: bool = False) -> Callable[[_Observer[_P]], _Observer[_P]]:
+    """Make a method of `Watch` one that the program's hooks may call: its faults are counted in health, and never reach training.
+
+    `StopTraining`, a `SystemExit`, passes. While a CUDA graph is captured nothing is computed, so the method is not called.
+
+    Args:
+        where: the kind of fault, as health names it.
+        in_graphs: call the method also while a graph is captured.
+    """
+
+    def decorate(method: _Observer[_P]) -> _Observer[_P]:
+        @functools.wraps(method)
+        def call(watch: Watch, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            try:
+                if in_graphs or not watch._captured():  # noqa: SLF001 - as below
+                    method(watch, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
+                watch._health.fault(where, error)  # noqa: SLF001 - decorates its methods
+
+        return call
+
+    return decorate
+
+
 class Watch:
-    """Listens to one model and the optimizers that update it. Told by hooks; tells the hook's recorder.
+    """Listens to one model and the optimizers that update it. Hooks call it, and it calls the hook's recorder.
 
     Attributes:
         counts_steps: whether the primary optimizer's steps count as steps of the run. Of several watched models,
@@ -118,7 +146,7 @@ class Watch:
         self._parameters = Parameters(session, names, kernel)
         self._clipped = ClippedGradients(session, self._parameters)
         self._scaler = ScalerMetrics(session)
-        self._kept = StaleGradients(session, name)
+        self._stale = StaleGradients(session, name)
         self._fewest = FewestGradients()
         self._accumulated = AccumulatedLosses(session.recorder)
         self._hyperparameters = Hyperparameters(session, name)
@@ -166,40 +194,35 @@ class Watch:
         for handle in self._handles:
             handle.remove()
 
+    @observes("stale gradients")
     def backward_begins(self) -> None:
         """A backward pass is about to add to gradients."""
-        try:
-            if not self._captured():
-                self._kept.backward_begins()
-        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
-            self._health.fault("stale gradients", error)
+        self._stale.backward_begins()
 
+    @observes("loss")
     def found(self, loss: FoundLoss) -> None:
         """A loss at ``backward()``."""
-        try:
-            if self._captured() or not self._passes.owns_backward():
-                return  # another training's, in a thread beside this one's
-            self._begin()
-            self._parts.ended()
-            self._activations.new_pass()
-            self._clipped.after_backward()
-            self._note_endless()
-            name = self.loss_names.of(loss.place)
-            is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, name or "")
-            if is_bad:
-                self._look_at_outputs()
-                self._suspect()
-            self._missing.backward_begins(finite=not is_bad)
-            if self.counts_steps and not is_bad:  # a program may skip the updates of bad losses
-                self._overdue.backward_begins()
-            if self.loss_names.is_new(loss):
-                bursts = self._schedule.bursts
-                self._look_for_onset(loss)
-                self._record_loss(loss, name)
-                if self._schedule.bursts > bursts:
-                    self._measure_live()
-        except Exception as error:  # noqa: BLE001 - the recorder's faults never reach training
-            self._health.fault("loss", error)
+        if not self._passes.owns_backward():
+            return  # another training's, in a thread beside this one's
+        self._begin()
+        self._parts.ended()
+        self._activations.new_pass()
+        self._clipped.after_backward()
+        self._note_endless()
+        name = self.loss_names.of(loss.place)
+        is_bad = self._config.gate and self._gate.loss_is_bad(loss.value, name or "")
+        if is_bad:
+            self._look_at_outputs()
+            self._suspect()
+        self._missing.backward_begins(finite=not is_bad)
+        if self.counts_steps and not is_bad:  # a program may skip the updates of bad losses
+            self._overdue.backward_begins()
+        if self.loss_names.is_new(loss):
+            bursts = self._schedule.bursts
+            self._look_for_onset(loss)
+            self._record_loss(loss, name)
+            if self._schedule.bursts > bursts:
+                self._measure_live()
 
     def failed(self, error: Exception) -> None:
         """A fault where losses, steps or closures are observed, outside of this watch."""
@@ -236,6 +259,7 @@ class Watch:
         self._recorder.note_function(name, "train", loss.function if divisor == 1 else "")
         record_tensor(self._recorder, name, value, "train", derived=True, replaces=is_sum)
 
+    @observes("measuring")
     def before_step(
         self,
         optimizer: Optimizer,
@@ -244,95 +268,67 @@ class Watch:
         is_retry: bool,  # noqa: ARG002 - what a failed step measured is withdrawn, whatever has happened since
     ) -> None:
         """The optimizer is about to update: measure gradients, and weights as they were used."""
-        try:
-            if self._captured():
-                return
-            self._saw_closure = False
-            self._in_closure = set() if has_closure else None
-            self._withdraw_failed(optimizer)
-            scaling = amp.scaling_of(optimizer)
-            if scaling.skips:
-                self._see_skip(optimizer)
-                return
-            self._checks.before_update(optimizer, self._parameters.of(optimizer))
-            if not has_closure:
-                self._measure(optimizer, scaling, updated_already=False)
-            self._parameters.before_update(optimizer, self._recorder.step, scaling.updates)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("measuring", error)
+        self._saw_closure = False
+        self._in_closure = set() if has_closure else None
+        self._withdraw_failed(optimizer)
+        scaling = amp.scaling_of(optimizer)
+        if scaling.skips:
+            self._see_skip(optimizer)
+            return
+        self._checks.before_update(optimizer, self._parameters.of(optimizer))
+        if not has_closure:
+            self._measure(optimizer, scaling, updated_already=False)
+        self._parameters.before_update(optimizer, self._recorder.step, scaling.updates)
 
+    @observes("measuring")
     def closure_done(self, optimizer: Optimizer) -> None:
         """A closure has computed gradients inside the optimizer's step: now they are known, and nothing is updated yet."""
-        try:
-            if not self._captured():
-                self._saw_closure = True
-                self._measure(optimizer, amp.PLAIN, updated_already=False)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("measuring", error)
+        self._saw_closure = True
+        self._measure(optimizer, amp.PLAIN, updated_already=False)
 
+    @observes("step", in_graphs=True)
     def after_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The optimizer has updated: the step is over, if it is the primary one's."""
         self._in_closure = None
-        try:
-            if self._captured():
-                return
-            self._overdue.step_ends()
-            if has_closure and not self._saw_closure:  # what looked like one was none
-                self._measure(optimizer, amp.PLAIN, updated_already=True)
-            attempt = self._attempts.pop(optimizer, None)
-            if attempt is not None:
-                self._clipped.updated(attempt.ids)
-                self._check_update(optimizer, is_nonfinite=attempt.nonfinite)
-            self._parameters.after_update(optimizer, self._recorder.step)
-            self._kept.after_step(optimizer, lambda: self._parameters.of(optimizer).parameters)
-            self._finish(optimizer)
-        except StopTraining:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("step", error)
+        if self._captured():
+            return
+        self._overdue.step_ends()
+        if has_closure and not self._saw_closure:  # what looked like one was none
+            self._measure(optimizer, amp.PLAIN, updated_already=True)
+        attempt = self._attempts.pop(optimizer, None)
+        if attempt is not None:
+            self._clipped.updated(attempt.ids)
+            self._check_update(optimizer, is_nonfinite=attempt.nonfinite)
+        self._parameters.after_update(optimizer, self._recorder.step)
+        self._stale.after_step(optimizer, lambda: self._parameters.of(optimizer).parameters)
+        self._finish(optimizer)
 
+    @observes("gradient scaler")
     def scaled(self, optimizer: Optimizer, scale: Tensor) -> None:
         """A gradient scaler is about to call the optimizer, or to leave it out."""
-        try:
-            if (
-                not self._captured()
-                and self._updated(optimizer) is not None
-                and self._counting.counts(optimizer)
-            ):
-                self._scaler.scale(scale)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("gradient scaler", error)
+        if self._updated(optimizer) is not None and self._counting.counts(optimizer):
+            self._scaler.scale(scale)
 
+    @observes("gradient scaler", in_graphs=True)
     def skipped(self, optimizer: Optimizer, scale: Tensor) -> None:
         """A gradient scaler left the optimizer out. The batch is used up: that is a step of the run all the same."""
-        try:
-            self._overdue.step_ends()
-            if self._see_skip(optimizer) and self._counting.counts(optimizer):
-                self._scaler.scale(scale, skipped=True)
-            self._finish(optimizer)
-        except StopTraining:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("gradient scaler", error)
+        self._overdue.step_ends()
+        if self._see_skip(optimizer) and self._counting.counts(optimizer):
+            self._scaler.scale(scale, skipped=True)
+        self._finish(optimizer)
 
+    @observes("clipping")
     def clipping(self, parameters: Sequence[Tensor]) -> None:
         """Gradients are about to be clipped."""
-        try:
-            if not self._captured():
-                self._clipped.clipping(parameters)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("clipping", error)
+        self._clipped.clipping(parameters)
 
+    @observes("clipping")
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
         """The norm of gradients that are clipped."""
-        try:
-            if not self._captured():
-                self._clipped.clipped(parameters, norm)
-                if self._is_bad_norm(parameters, norm):
-                    self._suspect()
-                    self._missing.pass_is_bad()
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("clipping", error)
+        self._clipped.clipped(parameters, norm)
+        if self._is_bad_norm(parameters, norm):
+            self._suspect()
+            self._missing.pass_is_bad()
 
     def adopt_loss(self, found: list[FoundLoss]) -> None:
         """Losses that were found before this model was watched belong to the step under way."""
@@ -362,14 +358,12 @@ class Watch:
         if self.counts_steps:
             self._recorder.begin()
 
+    @observes("begin", in_graphs=True)
     def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
-        try:
-            mode = self._passes.enter()
-            if not self._told_of_passes:
-                self._pass_begins(mode)
-            self._calls.enter(mode)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("begin", error)
+        mode = self._passes.enter()
+        if not self._told_of_passes:
+            self._pass_begins(mode)
+        self._calls.enter(mode)
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._passes.leave()
@@ -383,13 +377,11 @@ class Watch:
             self._passes.set_training_thread()
         self._pass_begins(mode)
 
+    @observes("begin", in_graphs=True)
     def begin_pass(self) -> None:
         """A forward pass begins, also where the model itself is not called; from now on only this tells of passes."""
         self._told_of_passes = True
-        try:
-            self._pass_begins(self._passes.mode_of_call())
-        except Exception as error:  # noqa: BLE001 - as above
-            self._health.fault("begin", error)
+        self._pass_begins(self._passes.mode_of_call())
 
     def step_by_hand(self) -> None:
         """The program says that a step is done, and this thread trains: from now on no optimizer's steps count."""
