@@ -24,8 +24,8 @@ from watchstep.capture.stop import ControlReader, StopTalk
 from watchstep.capture.upload.access import UploadTarget
 from watchstep.capture.writer import Writer
 from watchstep.errors import ConfigError
-from watchstep.format.checkpoints import Checkpoint
 from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.documents import Checkpoint
 from watchstep.format.layout import run_prefix
 from watchstep.format.tensors import MODES, Mode
 from watchstep.hook_arguments import (

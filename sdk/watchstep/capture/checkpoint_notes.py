@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from watchstep.capture.health import RecorderHealth
 from watchstep.errors import StoreError
-from watchstep.format.checkpoints import Checkpoint
+from watchstep.format.documents import Checkpoint
 from watchstep.platform.process import join_until
 from watchstep.store.store import Store
 

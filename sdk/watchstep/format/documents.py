@@ -1,19 +1,23 @@
-"""JSON documents of a run: its identity, its attempts, and how its workers ended; and a parser for JSON from untrusted writers.
+"""JSON documents of a run: its identity, its attempts, its checkpoints, and how its workers ended; and a parser for JSON from untrusted writers.
 
 `parse_json` refuses a text before it is parsed if its objects could take more memory than a limit. An empty list is two bytes of text and 64
 bytes of memory: a text of a few megabytes can take gigabytes once it is parsed.
+
+A `Checkpoint` is one that the program reported; `last_good` is the last one before a bad step.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from watchstep.errors import FormatError
-from watchstep.format.layout import SCHEMA_VERSION, check_schema
+from watchstep.errors import FormatError, NotFoundError
+from watchstep.format.layout import CHECKPOINTS, SCHEMA_VERSION, check_name, check_schema
+from watchstep.store.store import Store
 
 _MIB = 1024 * 1024
 _OBJECT, _KEY, _LIST, _ELEMENT = 156, 132, 120, 56
@@ -230,3 +234,101 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is dict and get_args(hint)[1] is str:
         return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
     return isinstance(value, origin or hint)
+
+
+_MAX_CHECKPOINT = 64 * 1024
+_CHECKPOINT_KEY = re.compile(
+    rf"{CHECKPOINTS}(?P<attempt>[^/]+)/(?P<step>\d{{1,19}})-(?P<worker>\d{{1,9}})\.json"
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint.
+
+    Attributes:
+        path: where it lies, as the program said.
+        step: the last step whose update it holds.
+        attempt: that saved it.
+        worker: the rank that saved it.
+        saved_ns: when, nanoseconds since the epoch.
+    """
+
+    path: str
+    step: int
+    attempt: str
+    worker: int
+    saved_ns: int
+
+    @property
+    def key(self) -> str:
+        """Its object, relative to the run."""
+        return f"{CHECKPOINTS}{check_name('attempt', self.attempt)}/{self.step}-{self.worker}.json"
+
+    def encode(self) -> bytes:
+        """The object's bytes."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+    def as_data(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, data: bytes, key: str) -> Checkpoint:
+        """Read what `encode` gave.
+
+        Raises:
+            FormatError: it is something else.
+        """
+        try:
+            held = json.loads(data)
+            step, worker, saved_ns = (_whole(held[name]) for name in ("step", "worker", "saved_ns"))
+            return cls(str(held["path"]), step, str(held["attempt"]), worker, saved_ns)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise FormatError(f"checkpoint {key}: {error!r}", "remove the object") from error
+
+
+def find_checkpoints(run_store: Store) -> list[Checkpoint]:
+    """The checkpoints of a run's attempts, in the order in which they were saved. What cannot be read is left out.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    return sorted(_read(run_store, _keys(run_store)), key=lambda one: one.saved_ns)
+
+
+def last_good(run_store: Store, before_step: int | None = None) -> Checkpoint | None:
+    """The last checkpoint that was saved before a bad step; the last of all where none is named; None where there is none.
+
+    Only the newest steps are read. Of one step, the newest attempt's counts.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    keys = [key for key in _keys(run_store) if before_step is None or _step(key) < before_step]
+    newest = max(map(_step, keys), default=-1)
+    found = list(_read(run_store, (key for key in keys if _step(key) == newest)))
+    return max(found, key=lambda one: one.saved_ns, default=None)
+
+
+def _keys(run_store: Store) -> list[str]:
+    return [entry.key for entry in run_store.entries(CHECKPOINTS) if _CHECKPOINT_KEY.fullmatch(entry.key)]
+
+
+def _step(key: str) -> int:
+    found = _CHECKPOINT_KEY.fullmatch(key)
+    return -1 if found is None else int(found["step"])
+
+
+def _read(run_store: Store, keys: Iterable[str]) -> Iterable[Checkpoint]:
+    for key in keys:
+        try:
+            yield Checkpoint.decode(run_store.get(key, limit=_MAX_CHECKPOINT), key)
+        except (NotFoundError, FormatError):
+            continue
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:80]!r} is not a whole number of at least 0")
+    return value

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from sqlalchemy import select
 
 from watchstep.errors import WatchstepError
-from watchstep.format.checkpoints import last_good
 from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.documents import last_good
 from watchstep_launch.backend import JobStatus
 from watchstep_services.core.due_action import AttemptResult, DueAction
 from watchstep_services.core.failpoints import failpoint

@@ -16,7 +16,7 @@ from watchstep.capture import checkpoint_notes
 from watchstep.capture.checkpoint_notes import CheckpointNotes
 from watchstep.capture.health import RecorderHealth
 from watchstep.errors import FormatError, StoreError
-from watchstep.format.checkpoints import Checkpoint, find_checkpoints, last_good
+from watchstep.format.documents import Checkpoint, find_checkpoints, last_good
 from watchstep.format.layout import CHECKPOINTS
 from watchstep.store.store import Store
 

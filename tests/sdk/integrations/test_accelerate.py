@@ -17,8 +17,8 @@ from tests.sdk.integrations.models import column, loader
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, open_run
 from watchstep.errors import ConfigError
-from watchstep.format.checkpoints import last_good
 from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.documents import last_good
 from watchstep.store.store import Store
 
 accelerate: Any = pytest.importorskip(

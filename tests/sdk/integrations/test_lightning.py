@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tests.sdk.integrations.models import column, loader
 from tests.sdk.training import EVERY_STEP, small_model
 from watchstep import Hook, Run, StopTraining, open_run
-from watchstep.format.checkpoints import last_good
 from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.documents import last_good
 from watchstep.store.store import Store
 
 L: Any = pytest.importorskip(

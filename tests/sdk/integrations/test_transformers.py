@@ -15,8 +15,8 @@ from tests.sdk.integrations.models import Classifier, Examples, column
 from tests.sdk.training import EVERY_STEP
 from watchstep import Hook, Run, StopTraining, open_run
 from watchstep.errors import ConfigError
-from watchstep.format.checkpoints import last_good
 from watchstep.format.control import ControlDocument, StopRequest
+from watchstep.format.documents import last_good
 from watchstep.store.store import Store
 
 transformers: Any = pytest.importorskip(

@@ -8,7 +8,7 @@ from tests.services.dispatch.test_stop import backend_of, done_event, fired
 from tests.services.driving import Driven
 from tests.services.jobs import WILLING, launch
 from tests.services.recording import Recording
-from watchstep.format.checkpoints import Checkpoint
+from watchstep.format.documents import Checkpoint
 from watchstep.store.store import Store
 
 
