@@ -76,19 +76,19 @@ class DatabaseTimeouts:
         return ours | ({"options": options} if options else {})
 
     def _server(self) -> dict[str, int]:
-        held = {
+        connection = {
             "statement_timeout": _milliseconds(self.statement),
             "lock_timeout": _milliseconds(self.lock),
             "idle_in_transaction_session_timeout": _milliseconds(self.idle),
         }
         if self.dead:  # a client whose machine is gone: its locks go, too
-            held |= {
+            connection |= {
                 "tcp_keepalives_idle": _whole(self.dead / 2),
                 "tcp_keepalives_interval": _whole(self.dead / 2 / _PROBES),
                 "tcp_keepalives_count": _PROBES,
                 "tcp_user_timeout": _milliseconds(self.dead),
             }
-        return {name: value for name, value in held.items() if value}
+        return {name: value for name, value in connection.items() if value}
 
 
 def struck(error: BaseException) -> bool:
@@ -101,16 +101,16 @@ def is_of_all(error: BaseException) -> bool:
     return isinstance(error, (OperationalError, InterfaceError)) and not struck(error)
 
 
-def lift(held: Session | Connection) -> None:
+def lift(connection: Session | Connection) -> None:
     """For the rest of a transaction: statements may take, and wait, as long as they need. For migrations and large deletions.
 
     One whose client hangs between two statements is still ended.
     """
-    bind = held.get_bind() if isinstance(held, Session) else held
+    bind = connection.get_bind() if isinstance(connection, Session) else connection
     if bind.dialect.name != "postgresql":
         return
     for name in ("statement_timeout", "lock_timeout"):
-        held.execute(text(f"SET LOCAL {name} = 0"))
+        connection.execute(text(f"SET LOCAL {name} = 0"))
 
 
 def _whole(seconds: float) -> int:

@@ -67,10 +67,10 @@ def downgrade(database: Database, revision: str = "base") -> None:
 def status(database: Database) -> Status:
     """Which schema a database has."""
     with database.engine.connect() as connection:
-        held = MigrationContext.configure(connection).get_current_revision() or ""
+        revision = MigrationContext.configure(connection).get_current_revision() or ""
     script = _script()
-    known = {each.revision for each in script.walk_revisions()}
-    return Status(held, script.get_current_head() or "", not held or held in known)
+    revisions = {each.revision for each in script.walk_revisions()}
+    return Status(revision, script.get_current_head() or "", not revision or revision in revisions)
 
 
 def checked_revision(revision: str) -> str:
@@ -79,10 +79,10 @@ def checked_revision(revision: str) -> str:
     Raises:
         ConfigError: there is none of that name.
     """
-    known = sorted(each.revision for each in _script().walk_revisions())
-    if revision not in {"head", "base", *known}:
+    revisions = sorted(each.revision for each in _script().walk_revisions())
+    if revision not in {"head", "base", *revisions}:
         raise ConfigError(
-            f"revision {revision!r}: there is none", f"use head, base, or one of {', '.join(known)}"
+            f"revision {revision!r}: there is none", f"use head, base, or one of {', '.join(revisions)}"
         )
     return revision
 
@@ -97,24 +97,24 @@ def prepare(database: Database, settings: Settings) -> None:
         ConfigError: the database does not answer, or its schema cannot be used.
     """
     database.check()
-    found = status(database)
-    if found.is_current:
+    current = status(database)
+    if current.is_current:
         return
-    if not found.is_known:
+    if not current.is_known:
         raise ConfigError(
-            f"database {database.shown_url}: {found}",
+            f"database {database.shown_url}: {current}",
             "start that later version, or go back with its 'watchstep database downgrade' first",
         )
     if settings.migrate == "never":
         raise ConfigError(
-            f"database {database.shown_url}: {found}",
+            f"database {database.shown_url}: {current}",
             "run 'watchstep database upgrade', or set WATCHSTEP_MIGRATE=at_start",
         )
     try:
         upgrade(database)
     except SQLAlchemyError as error:
         raise ConfigError(
-            f"database {database.shown_url}: cannot be brought to schema {found.newest} ({error})",
+            f"database {database.shown_url}: cannot be brought to schema {current.newest} ({error})",
             "give its user the right to create and alter tables, or upgrade it as one that has it",
         ) from error
     _log.info("database %s: %s", database.shown_url, status(database))

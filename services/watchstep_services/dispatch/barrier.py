@@ -77,22 +77,22 @@ class AttemptPace:
             now_ns: the database's clock.
         """
         by_writer: dict[str, list[SegmentArrival]] = {}
-        for one in announced:
-            by_writer.setdefault(one.writer, []).append(one)
-        every = [one for held in by_writer.values() for one in held]
-        newest = max(every, key=lambda one: one.last, default=None)
-        paces = [pace for held in by_writer.values() for pace in _paces(held)]
+        for arrival in announced:
+            by_writer.setdefault(arrival.writer, []).append(arrival)
+        every = [arrival for arrivals in by_writer.values() for arrival in arrivals]
+        newest = max(every, key=lambda arrival: arrival.last, default=None)
+        paces = [pace for arrivals in by_writer.values() for pace in _paces(arrivals)]
         gaps = [
             (after.found_ns - before.found_ns) / NANOSECONDS
-            for held in by_writer.values()
-            for before, after in pairwise(held)
+            for arrivals in by_writer.values()
+            for before, after in pairwise(arrivals)
         ]
         return cls(
             largest if newest is None else max(largest, newest.last),
             now_ns if newest is None else newest.found_ns,
             max(paces, default=None),
             min(_LONGEST_HEARING, max(gaps, default=_DELIVERY_SECONDS)) + _DELIVERY_SECONDS,
-            max((one.last - one.first + 1 for one in every), default=1),
+            max((arrival.last - arrival.first + 1 for arrival in every), default=1),
         )
 
     def margin(self, now_ns: int) -> int:
@@ -123,11 +123,11 @@ def read_pace(service: Service, target: StopTarget) -> tuple[AttemptPace, int]:
             select(*columns).filter_by(**named).order_by(Segment.id.desc()).limit(_RECENT)
         ).all()
     recent = [
-        SegmentArrival(f"{node}/{writer}", first, last, found)
-        for node, writer, first, last, found in rows[::-1]
+        SegmentArrival(f"{node}/{writer}", first, last, next_stop)
+        for node, writer, first, last, next_stop in rows[::-1]
     ]
-    known = max(target.attempt.largest, -1 if largest is None else int(largest))
-    return AttemptPace.of(recent, known, now), now
+    largest_step = max(target.attempt.largest, -1 if largest is None else int(largest))
+    return AttemptPace.of(recent, largest_step, now), now
 
 
 def common_step(service: Service, target: StopTarget) -> int:
@@ -139,10 +139,10 @@ def common_step(service: Service, target: StopTarget) -> int:
     return pace.largest + (1 if target.is_alone else pace.margin(now))
 
 
-def _paces(held: Sequence[SegmentArrival]) -> Iterable[float]:
+def _paces(arrivals: Sequence[SegmentArrival]) -> Iterable[float]:
     """Steps per second over all, and over the newest that came apart: a training may have become faster."""
-    newest = held[-1]
-    for before in (held[0], *held[-4:-1]):
+    newest = arrivals[-1]
+    for before in (arrivals[0], *arrivals[-4:-1]):
         seconds = (newest.found_ns - before.found_ns) / NANOSECONDS
         if seconds >= _SHORTEST_SPAN and newest.last > before.last:
             yield (newest.last - before.last) / seconds
@@ -193,14 +193,14 @@ def agree(service: Service, due: DueAction, target: StopTarget) -> AttemptResult
     gone = max((answer.at for answer in answers), default=-1)
     beyond = max(pace.largest, gone, stop.step) + pace.margin(now)
     workers = max(1, attempt.world_size)
-    found = following(stop, answers, workers, beyond)
-    if found is None or found == "refused":
-        return found
-    _put(service, target, stop, found)
+    next_stop = following(stop, answers, workers, beyond)
+    if next_stop is None or next_stop == "refused":
+        return next_stop
+    _put(service, target, stop, next_stop)
     told = (
-        f"all {workers} workers have agreed to stop at step {found.step}"
-        if found.agreed
-        else f"a worker was past step {stop.step}: asked all to stop at step {found.step}"
+        f"all {workers} workers have agreed to stop at step {next_stop.step}"
+        if next_stop.agreed
+        else f"a worker was past step {stop.step}: asked all to stop at step {next_stop.step}"
     )
     return AttemptResult("advanced", told, ASKED, due.now_ns + _POLL_NS)
 
@@ -218,7 +218,11 @@ def _asked(service: Service, target: StopTarget) -> StopRequest | None:
 
 def _put(service: Service, target: StopTarget, before: StopRequest, after: StopRequest) -> None:
     with service.database.write() as session:
-        ask(session, target.run.id, lambda held: held.with_stop(after) if held.stop == before else held)
+        ask(
+            session,
+            target.run.id,
+            lambda arrivals: arrivals.with_stop(after) if arrivals.stop == before else arrivals,
+        )
     failpoint("control.in_database", target.run.id)
     try:
         # Now; should that fail, the action that was asked for sees to it.

@@ -139,9 +139,9 @@ def due_actions(service: Service, limit: int = 100) -> list[int]:
         .where(*is_due, ActionRow.kind.in_(POSTS))
         .subquery()
     )
-    told = select(posts.c.id).order_by(posts.c.turn, posts.c.next_ns, posts.c.id).limit(limit)
+    posts_due = select(posts.c.id).order_by(posts.c.turn, posts.c.next_ns, posts.c.id).limit(limit)
     with service.database.read() as session:
-        return [*session.execute(asked).scalars(), *session.execute(told).scalars()]
+        return [*session.execute(asked).scalars(), *session.execute(posts_due).scalars()]
 
 
 def posts_of(service: Service, action_ids: Collection[int]) -> dict[int, DeliveryKey]:
@@ -303,8 +303,8 @@ def _audit(session: Session, row: ActionRow, tried: AttemptResult, now: int) -> 
     """Each try of a stop, and how it ended, in the log that outlives the run."""
     run = session.get_one(RunRow, row.run_id)
     subject = Subject(run.project, run.run, str(row.payload["attempt"]))
-    told = {"number": row.tries, "outcome": tried.result, "stage": row.stage, "detail": tried.detail[:4000]}
-    note(session, "tried", subject, "the service", now, told)
+    entry = {"number": row.tries, "outcome": tried.result, "stage": row.stage, "detail": tried.detail[:4000]}
+    note(session, "tried", subject, "the service", now, entry)
     if row.state != "pending":
         ended = {
             "state": row.state,

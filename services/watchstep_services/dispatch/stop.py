@@ -105,13 +105,13 @@ def told(service: Service, due: DueAction, target: StopTarget) -> dict[str, Any]
     if target.job is not None:
         facts["job"] = f"{target.job.backend}:{target.job.id}"
     try:
-        found = at_store(service, target, lambda run_store: last_good(run_store, facts.get("step")))
+        checkpoint = at_store(service, target, lambda run_store: last_good(run_store, facts.get("step")))
     except REFUSED as error:
         _log.warning(
             "run %s/%s: its checkpoints are not known: %s", target.run.project, target.run.run, error.what
         )
-        found = None
-    return {**facts, "last_good_checkpoint": None if found is None else found.as_data()}
+        checkpoint = None
+    return {**facts, "last_good_checkpoint": None if checkpoint is None else checkpoint.as_data()}
 
 
 def _finding(service: Service, due: DueAction) -> dict[str, Any]:

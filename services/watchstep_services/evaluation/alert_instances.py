@@ -22,55 +22,55 @@ Change = Literal["opened", "revealed", "continued", "closed", "none"]
 """It began to fire; it fires and is no longer kept quiet; it fires on another attempt, too; it is over; nothing new."""
 
 
-def find(session: Session, place: EventContext, judged: Judged) -> AlertInstanceRow | None:
+def find(session: Session, context: EventContext, judged: Judged) -> AlertInstanceRow | None:
     """Where the alert of a rule config stands."""
-    name = fingerprint(place.project, place.run, judged.row)
+    name = fingerprint(context.project, context.run, judged.row)
     return session.execute(
-        select(AlertInstanceRow).filter_by(run_id=place.run_id, fingerprint=name)
+        select(AlertInstanceRow).filter_by(run_id=context.run_id, fingerprint=name)
     ).scalar_one_or_none()
 
 
 def follow(
-    session: Session, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    session: Session, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
 ) -> tuple[AlertInstanceRow, Change]:
     """Take over a change to *firing* or *resolved* on one attempt.
 
     Args:
         session: the transaction.
-        place: where and when.
+        context: where and when.
         judged: whose alert.
         transition: the change.
         said: the alert's details, and ``event_id``.
     """
-    row = find(session, place, judged)
+    row = find(session, context, judged)
     if row is None:
-        row = _new(session, place, judged, transition, said)
+        row = _new(session, context, judged, transition, said)
         if transition.phase is Phase.FIRING:
             return row, "opened"
     if transition.phase is Phase.RESOLVED:
-        return row, _close(row, place, judged, transition, said)
+        return row, _close(row, context, judged, transition, said)
     if row.phase != Phase.FIRING.value:
         row.episode += 1
-        row.fired_ns, row.resolved_ns = place.now_ns, None
+        row.fired_ns, row.resolved_ns = context.now_ns, None
         row.acknowledged_by, row.acknowledged_ns, row.acknowledgement = "", None, ""
-        _hold(row, place, judged, transition, said)
+        _hold(row, context, judged, transition, said)
         row.inhibited_by = transition.inhibited_by
         return row, "opened"
-    return row, _again(session, row, place, judged, transition, said)
+    return row, _again(session, row, context, judged, transition, said)
 
 
 def revise(
-    session: Session, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    session: Session, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
 ) -> AlertInstanceRow | None:
     """Take over that an alert that fires names a likelier cause: what is told of it from now on says so.
 
     Returns:
         The alert; None where there is none, or it is over or fires on another attempt by now.
     """
-    row = find(session, place, judged)
+    row = find(session, context, judged)
     if row is None or row.phase != Phase.FIRING.value:
         return None
-    if (row.config_id, row.attempt) != (judged.row.id, place.attempt):
+    if (row.config_id, row.attempt) != (judged.row.id, context.attempt):
         return None
     assert transition.finding is not None
     row.finding, row.since_ns = json.loads(transition.finding.model_dump_json()), transition.since_ns
@@ -80,28 +80,28 @@ def revise(
 
 
 def _new(
-    session: Session, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    session: Session, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
 ) -> AlertInstanceRow:
     row = AlertInstanceRow(
-        run_id=place.run_id,
-        fingerprint=fingerprint(place.project, place.run, judged.row),
+        run_id=context.run_id,
+        fingerprint=fingerprint(context.project, context.run, judged.row),
         episode=1,
-        fired_ns=place.now_ns,
+        fired_ns=context.now_ns,
         inhibited_by=transition.inhibited_by,
     )
-    _hold(row, place, judged, transition, said)
+    _hold(row, context, judged, transition, said)
     session.add(row)
     session.flush()
     return row
 
 
 def _hold(
-    row: AlertInstanceRow, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    row: AlertInstanceRow, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
 ) -> None:
     """From now on the alert is that of this rule config and attempt."""
     assert judged.config is not None
     assert transition.finding is not None
-    row.config_id, row.attempt = judged.row.id, place.attempt
+    row.config_id, row.attempt = judged.row.id, context.attempt
     row.name, row.rule = judged.config.name, judged.config.rule
     row.severity, row.labels = judged.config.severity, dict(judged.config.labels)
     row.receivers, row.dry_run = list(judged.config.receivers), judged.config.dry_run
@@ -119,18 +119,18 @@ def _say(row: AlertInstanceRow, step: int, said: dict[str, Any]) -> None:
 def _again(
     session: Session,
     row: AlertInstanceRow,
-    place: EventContext,
+    context: EventContext,
     judged: Judged,
     transition: Transition,
     said: dict[str, Any],
 ) -> Change:
     """It fires already: on this attempt, where it was kept quiet, or on another."""
     was_hidden = row.is_hidden
-    same = (row.config_id, row.attempt) == (judged.row.id, place.attempt)
-    newest = session.get_one(RunRow, place.run_id).attempt
-    if not same and place.attempt != newest and row.attempt == newest:
+    same = (row.config_id, row.attempt) == (judged.row.id, context.attempt)
+    newest = session.get_one(RunRow, context.run_id).attempt
+    if not same and context.attempt != newest and row.attempt == newest:
         return "none"  # late rows of an attempt that is over
-    _hold(row, place, judged, transition, said)
+    _hold(row, context, judged, transition, said)
     # What people know of stays known: that it follows from something else on a later attempt takes nothing back.
     row.inhibited_by = transition.inhibited_by if was_hidden else ""
     if was_hidden and not row.is_hidden:
@@ -139,12 +139,12 @@ def _again(
 
 
 def _close(
-    row: AlertInstanceRow, place: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
+    row: AlertInstanceRow, context: EventContext, judged: Judged, transition: Transition, said: dict[str, Any]
 ) -> Change:
-    if row.phase != Phase.FIRING.value or (row.config_id, row.attempt) != (judged.row.id, place.attempt):
+    if row.phase != Phase.FIRING.value or (row.config_id, row.attempt) != (judged.row.id, context.attempt):
         return "none"  # another attempt makes it fire
     _say(row, transition.step, said)
-    row.phase, row.resolved_ns = Phase.RESOLVED.value, place.now_ns
+    row.phase, row.resolved_ns = Phase.RESOLVED.value, context.now_ns
     return "closed"
 
 
@@ -157,7 +157,7 @@ _FIRING = (
 
 
 def left_behind(
-    session: Session, place: EventContext, judged: list[Judged], watermark: int
+    session: Session, context: EventContext, judged: list[Judged], watermark: int
 ) -> list[tuple[AlertInstanceRow, str]]:
     """Alerts that nothing makes fire any more, and why: no change of theirs will ever come.
 
@@ -166,29 +166,29 @@ def left_behind(
 
     Args:
         session: the transaction.
-        place: where and when.
+        context: where and when.
         judged: all rule configs of the run, as they were judged on ``place.attempt``.
         watermark: the last step of it that every worker has passed.
     """
-    rows = list(session.execute(_FIRING, {"of_run": place.run_id}).scalars())
-    if not rows or session.get_one(RunRow, place.run_id).attempt != place.attempt:
+    rows = list(session.execute(_FIRING, {"of_run": context.run_id}).scalars())
+    if not rows or session.get_one(RunRow, context.run_id).attempt != context.attempt:
         return []
-    of = {fingerprint(place.project, place.run, one.row): one for one in judged}
-    found = []
+    of = {fingerprint(context.project, context.run, entry.row): entry for entry in judged}
+    ended = []
     for row in rows:
-        one = of.get(row.fingerprint)
-        if one is None:
-            found.append((row, "its rule config is no longer in use"))
-        elif _came_past(row, one, watermark):
-            found.append((row, f"attempt {place.attempt} came past step {row.step} without it"))
-    return found
+        entry = of.get(row.fingerprint)
+        if entry is None:
+            ended.append((row, "its rule config is no longer in use"))
+        elif _came_past(row, entry, watermark):
+            ended.append((row, f"attempt {context.attempt} came past step {row.step} without it"))
+    return ended
 
 
-def _came_past(row: AlertInstanceRow, one: Judged, watermark: int) -> bool:
-    if one.config is None or one.memory.alert.phase in (Phase.FIRING, Phase.PENDING):
+def _came_past(row: AlertInstanceRow, entry: Judged, watermark: int) -> bool:
+    if entry.config is None or entry.memory.alert.phase in (Phase.FIRING, Phase.PENDING):
         return False
-    judged = one.memory.judged > 0 or one.config.implementation.clock
-    return judged and (watermark >= row.step or one.config.implementation.clock)
+    judged = entry.memory.judged > 0 or entry.config.implementation.clock
+    return judged and (watermark >= row.step or entry.config.implementation.clock)
 
 
 def close_left_behind(session: Session, row: AlertInstanceRow, step: int, now_ns: int, event_id: str) -> None:
@@ -232,13 +232,13 @@ def fingerprint(project: str, run: str, row: RuleConfigRow) -> str:
 MOST_SEGMENTS = 16
 
 
-def evidence_of(session: Session, place: EventContext, step: int) -> dict[str, Any]:
+def evidence_of(session: Session, context: EventContext, step: int) -> dict[str, Any]:
     """The run's place on the store, the step, the segments that hold it, and what shows the run from there."""
     rows = session.execute(
         select(Segment)
         .where(
-            Segment.run_id == place.run_id,
-            Segment.attempt == place.attempt,
+            Segment.run_id == context.run_id,
+            Segment.attempt == context.attempt,
             Segment.first <= step,
             Segment.last >= step,
             Segment.state == "read",
@@ -246,7 +246,7 @@ def evidence_of(session: Session, place: EventContext, step: int) -> dict[str, A
         .order_by(Segment.position)
         .limit(MOST_SEGMENTS)
     ).scalars()
-    root = f"{place.location}/{run_prefix(place.project, place.run)}"
+    root = f"{context.location}/{run_prefix(context.project, context.run)}"
     return {
         "store": root,
         "step": step,

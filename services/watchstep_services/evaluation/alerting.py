@@ -58,7 +58,7 @@ def wants_stop(config: RuleConfig) -> bool:
     return any(isinstance(action, StopAction) for action in config.actions)
 
 
-def stop(session: Session, place: EventContext, judged: Judged, cause: StopCause) -> int | None:
+def stop(session: Session, context: EventContext, judged: Judged, cause: StopCause) -> int | None:
     """Ask for the stop, or record that it would have been asked for.
 
     Returns:
@@ -67,18 +67,18 @@ def stop(session: Session, place: EventContext, judged: Judged, cause: StopCause
     assert judged.config is not None
     told = _told(judged.config, cause)
     if judged.config.dry_run:
-        _would_have(session, place, cause, "dry_run", told)
+        _would_have(session, context, cause, "dry_run", told)
         return None
-    word = word_for(session, place.project, judged.row, judged.config)
+    word = word_for(session, context.project, judged.row, judged.config)
     if word is None:
-        _would_have(session, place, cause, "not_allowed", told)
+        _would_have(session, context, cause, "not_allowed", told)
         return None
     if cause.silence is not None and cause.silence.holds_stop:
-        _would_have(session, place, cause, "silenced", {**told, "silence": cause.silence.id})
+        _would_have(session, context, cause, "silenced", {**told, "silence": cause.silence.id})
         return None
     asked = StopRequester(f"rule {judged.config.name}", {**told, "allowed": word.as_data()})
     because = (cause.event.id, cause.reason)
-    return request_stop(session, place.base_url, place.run_id, place.attempt, because, asked)
+    return request_stop(session, context.base_url, context.run_id, context.attempt, because, asked)
 
 
 def _told(config: RuleConfig, cause: StopCause) -> dict[str, Any]:
@@ -96,31 +96,31 @@ def _told(config: RuleConfig, cause: StopCause) -> dict[str, Any]:
 
 
 def _would_have(
-    session: Session, place: EventContext, cause: StopCause, why: Why, told: dict[str, Any]
+    session: Session, context: EventContext, cause: StopCause, why: Why, told: dict[str, Any]
 ) -> None:
     data = {
-        "attempt": place.attempt,
+        "attempt": context.attempt,
         "because": why,
         "cause": cause.event.id,
-        "hint": _hint(place, why, told),
+        "hint": _hint(context, why, told),
         **{name: told[name] for name in ("reason", "step", "digest", "rule_config", "finding", "evidence")},
     }
-    event = make_event("watchstep.stop.would_have", place.base_url, place.named, place.now_ns, data)
-    add_event(session, place.run_id, event, place.now_ns)
-    subject = Subject(place.project, place.run, place.attempt)
+    event = make_event("watchstep.stop.would_have", context.base_url, context.named, context.now_ns, data)
+    add_event(session, context.run_id, event, context.now_ns)
+    subject = Subject(context.project, context.run, context.attempt)
     name = told["judges"]["name"]
-    note(session, "would_have", subject, f"rule {name}", place.now_ns, {"because": why, **told})
+    note(session, "would_have", subject, f"rule {name}", context.now_ns, {"because": why, **told})
 
 
-def _hint(place: EventContext, why: Why, told: dict[str, Any]) -> str:
+def _hint(context: EventContext, why: Why, told: dict[str, Any]) -> str:
     name = told["judges"]["name"]
     if why == "dry_run":
         return f"leave 'dry_run' out of rule {name!r} to let it stop"
     if why == "silenced":
         return f"silence {told['silence']} holds stops back; expire it to let rule {name!r} stop"
     return (
-        f"rule {name!r} has never been allowed to stop jobs of project {place.project!r}: watchstep rules allow-stop "
-        f"{name} --project {place.project} --reason WHY"
+        f"rule {name!r} has never been allowed to stop jobs of project {context.project!r}: watchstep rules allow-stop "
+        f"{name} --project {context.project} --reason WHY"
     )
 
 
@@ -131,7 +131,7 @@ _EVENTS: dict[Phase, EventType] = {
 
 
 def publish(
-    service: Service, session: Session, place: EventContext, judged: Sequence[Judged], watermark: int
+    service: Service, session: Session, context: EventContext, judged: Sequence[Judged], watermark: int
 ) -> list[int]:
     """Follow the alerts of a run through their changes on one attempt.
 
@@ -140,34 +140,38 @@ def publish(
     Args:
         service: the service.
         session: the transaction that commits them.
-        place: where and when.
+        context: where and when.
         judged: every rule config of the run.
         watermark: the last step of the attempt that every worker has passed.
 
     Returns:
         Ids of the actions that this causes.
     """
-    silences = active(session, place.project, place.now_ns) if any(one.transitions for one in judged) else []
+    silences = (
+        active(session, context.project, context.now_ns) if any(entry.transitions for entry in judged) else []
+    )
     actions: list[int] = []
     changed: list[AlertInstanceRow] = []
     began: set[int] = set()
-    changes = [as_told(one.transitions) for one in judged]
-    incidents = update_incidents(session, place, judged, changes)
-    for one, transitions in zip(judged, changes, strict=True):
+    changes = [as_told(entry.transitions) for entry in judged]
+    incidents = update_incidents(session, context, judged, changes)
+    for entry, transitions in zip(judged, changes, strict=True):
         for transition in transitions:
-            _move(session, place, one, transition)
+            _move(session, context, entry, transition)
             if transition.revised:
-                _revise(session, place, one, transition, silences, incidents)
+                _revise(session, context, entry, transition, silences, incidents)
             elif transition.phase in _EVENTS:
-                told = _Told(session, place, one, transition, silences, incidents)
+                told = _Told(session, context, entry, transition, silences, incidents)
                 actions += told.tell()
                 changed += told.changed
                 began |= told.began
-    incidents.assign(session, place)
-    for row, why in alert_instances.left_behind(session, place, list(judged), watermark):
-        actions += _end(session, place, row, watermark, why)
+    incidents.assign(session, context)
+    for row, why in alert_instances.left_behind(session, context, list(judged), watermark):
+        actions += _end(session, context, row, watermark, why)
         changed.append(row)
-    regroup(service, session, Named(place.run_id, place.project, place.run), changed, began, place.now_ns)
+    regroup(
+        service, session, Named(context.run_id, context.project, context.run), changed, began, context.now_ns
+    )
     return actions
 
 
@@ -177,7 +181,7 @@ class _Told:
     def __init__(
         self,
         session: Session,
-        place: EventContext,
+        context: EventContext,
         judged: Judged,
         transition: Transition,
         silences: Sequence[Active],
@@ -185,7 +189,7 @@ class _Told:
     ) -> None:
         assert judged.config is not None  # a config that cannot be read judges nothing
         self._session = session
-        self._place = place
+        self._context = context
         self._judged = judged
         self._config = judged.config
         self._transition = transition
@@ -198,23 +202,29 @@ class _Told:
 
     def tell(self) -> list[int]:
         """Publish the event; returns the ids of new actions."""
-        before = alert_instances.find(self._session, self._place, self._judged)
+        before = alert_instances.find(self._session, self._context, self._judged)
         earlier = before.attempt if before is not None and before.phase == Phase.FIRING.value else ""
-        data = _data(self._session, self._place, self._judged, self._transition)
+        data = _data(self._session, self._context, self._judged, self._transition)
         if self._transition.phase is Phase.FIRING:
             data["incident"] = self._incidents.as_data(self._judged.row.id)
-        if earlier not in ("", self._place.attempt):
+        if earlier not in ("", self._context.attempt):
             data["continues"] = earlier
         event = make_event(
-            _EVENTS[self._transition.phase], self._place.base_url, self._place.named, self._place.now_ns, data
+            _EVENTS[self._transition.phase],
+            self._context.base_url,
+            self._context.named,
+            self._context.now_ns,
+            data,
         )
         said = {"event_id": event.id, "message": data["message"], "explanation": data["explanation"]}
-        row, change = alert_instances.follow(self._session, self._place, self._judged, self._transition, said)
+        row, change = alert_instances.follow(
+            self._session, self._context, self._judged, self._transition, said
+        )
         self._session.flush()
-        silence = covering(self._silences, labels_of(row, self._place.project, self._place.run))
+        silence = covering(self._silences, labels_of(row, self._context.project, self._context.run))
         data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
         event = event.model_copy(update={"data": {**event.data, **data}})
-        add_event(self._session, self._place.run_id, event, self._place.now_ns)
+        add_event(self._session, self._context.run_id, event, self._context.now_ns)
         if change != "none":
             self.changed.append(row)
         if change in ("opened", "revealed"):
@@ -229,23 +239,23 @@ class _Told:
             return []
         if change in ("continued", "none"):
             detail = event.data.get("continues", "")
-            mute(self._session, row, WEBHOOK, ("known", detail), self._place.now_ns)
+            mute(self._session, row, WEBHOOK, ("known", detail), self._context.now_ns)
             return []
         if silence is not None:
-            mute(self._session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), self._place.now_ns)
+            mute(self._session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), self._context.now_ns)
             return []
-        return _post(self._session, self._place, self._config.webhooks, event)
+        return _post(self._session, self._context, self._config.webhooks, event)
 
     def _mute_hidden(self, row: AlertInstanceRow) -> bool:
         """Whether nobody at all is told."""
         is_note = self._config.severity == "info"
         if is_note:
-            mute(self._session, row, NOBODY, ("info", ""), self._place.now_ns)
+            mute(self._session, row, NOBODY, ("info", ""), self._context.now_ns)
         if self._config.dry_run:
-            mute(self._session, row, NOBODY, ("dry_run", ""), self._place.now_ns)
+            mute(self._session, row, NOBODY, ("dry_run", ""), self._context.now_ns)
         if self._transition.inhibited_by:
             why = self._transition.inhibited_by
-            mute(self._session, row, NOBODY, ("inhibited", why), self._place.now_ns)
+            mute(self._session, row, NOBODY, ("inhibited", why), self._context.now_ns)
         return is_note or self._config.dry_run or bool(self._transition.inhibited_by)
 
     def _follow(self, event: CloudEvent, silence: Active | None) -> list[int]:
@@ -254,42 +264,42 @@ class _Told:
             return []
         actions: list[int | None] = []
         if self._config.takes_snapshot:
-            wanted = SnapshotRequest(event.id, self._transition.step, self._place.attempt)
-            actions.append(ask_for_snapshot(self._session, self._place.run_id, wanted))
+            wanted = SnapshotRequest(event.id, self._transition.step, self._context.attempt)
+            actions.append(ask_for_snapshot(self._session, self._context.run_id, wanted))
         if wants_stop(self._config):
-            reason = _reason(self._place, self._config, self._transition)
+            reason = _reason(self._context, self._config, self._transition)
             cause = StopCause(event, reason, silence)
-            actions.append(stop(self._session, self._place, self._judged, cause))
+            actions.append(stop(self._session, self._context, self._judged, cause))
         return [action for action in actions if action is not None]
 
 
 def _revise(
     session: Session,
-    place: EventContext,
+    context: EventContext,
     judged: Judged,
     transition: Transition,
     silences: Sequence[Active],
     incidents: Incidents,
 ) -> None:
     """Publish that an alert names a likelier cause. It fires already: nobody is told anew, and nothing is stopped again."""
-    data = _data(session, place, judged, transition)
+    data = _data(session, context, judged, transition)
     data["incident"] = incidents.as_data(judged.row.id)
-    row = alert_instances.revise(session, place, judged, transition, data)
+    row = alert_instances.revise(session, context, judged, transition, data)
     if row is not None:
-        silence = covering(silences, labels_of(row, place.project, place.run))
+        silence = covering(silences, labels_of(row, context.project, context.run))
         data |= {"episode": row.episode, "silenced_by": None if silence is None else silence.id}
-    event = make_event("watchstep.alert.revised", place.base_url, place.named, place.now_ns, data)
-    add_event(session, place.run_id, event, place.now_ns)
+    event = make_event("watchstep.alert.revised", context.base_url, context.named, context.now_ns, data)
+    add_event(session, context.run_id, event, context.now_ns)
 
 
-def _end(session: Session, place: EventContext, row: AlertInstanceRow, step: int, why: str) -> list[int]:
+def _end(session: Session, context: EventContext, row: AlertInstanceRow, step: int, why: str) -> list[int]:
     """Publish the end of an alert that nothing makes fire any more."""
     config = session.get(RuleConfigRow, row.config_id)
     event = make_event(
         "watchstep.alert.resolved",
-        place.base_url,
-        place.named,
-        place.now_ns,
+        context.base_url,
+        context.named,
+        context.now_ns,
         {
             "attempt": row.attempt,
             "phase": Phase.RESOLVED.value,
@@ -310,16 +320,16 @@ def _end(session: Session, place: EventContext, row: AlertInstanceRow, step: int
             "ended_by": why,
         },
     )
-    alert_instances.close_left_behind(session, row, step, place.now_ns, event.id)
-    add_event(session, place.run_id, event, place.now_ns)
+    alert_instances.close_left_behind(session, row, step, context.now_ns, event.id)
+    add_event(session, context.run_id, event, context.now_ns)
     urls = [] if config is None else _webhook_urls(config.data)
     if row.is_hidden or not urls:
         return []
-    silence = covering(active(session, place.project, place.now_ns), labels_of(row, *place.named))
+    silence = covering(active(session, context.project, context.now_ns), labels_of(row, *context.named))
     if silence is not None:
-        mute(session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), place.now_ns)
+        mute(session, row, WEBHOOK, ("silenced", f"silence {silence.id}"), context.now_ns)
         return []
-    return _post(session, place, urls, event)
+    return _post(session, context, urls, event)
 
 
 def _webhook_urls(data: dict[str, Any]) -> list[str]:
@@ -328,33 +338,33 @@ def _webhook_urls(data: dict[str, Any]) -> list[str]:
     return [str(action["url"]) for action in actions if action.get("kind") == "webhook" and "url" in action]
 
 
-def _move(session: Session, place: EventContext, judged: Judged, transition: Transition) -> None:
+def _move(session: Session, context: EventContext, judged: Judged, transition: Transition) -> None:
     row = session.execute(
-        select(AlertRow).filter_by(config_id=judged.row.id, attempt=place.attempt)
+        select(AlertRow).filter_by(config_id=judged.row.id, attempt=context.attempt)
     ).scalar_one_or_none()
     if row is None:
         row = AlertRow(
-            run_id=place.run_id, config_id=judged.row.id, attempt=place.attempt, name=judged.row.name,
+            run_id=context.run_id, config_id=judged.row.id, attempt=context.attempt, name=judged.row.name,
             rule=judged.row.rule, severity="", phase="", since_step=0, since_ns=0,
         )  # fmt: skip
         session.add(row)
     assert judged.config is not None
-    row.fingerprint = fingerprint(place.project, place.run, judged.row)
+    row.fingerprint = fingerprint(context.project, context.run, judged.row)
     row.severity = judged.config.severity
     if not transition.revised:
         row.phase = transition.phase.value
-        row.since_step, row.since_ns = transition.step, place.now_ns
+        row.since_step, row.since_ns = transition.step, context.now_ns
     if transition.finding is not None:
         row.finding = json.loads(transition.finding.model_dump_json())
-        row.details = _details(place, judged.config, transition)
+        row.details = _details(context, judged.config, transition)
     if transition.phase is Phase.FIRING and not transition.revised:
-        row.fired_ns, row.resolved_ns = place.now_ns, None
+        row.fired_ns, row.resolved_ns = context.now_ns, None
     elif transition.phase is Phase.RESOLVED:
-        row.resolved_ns = place.now_ns
+        row.resolved_ns = context.now_ns
     session.flush()
 
 
-def _details(place: EventContext, config: RuleConfig, transition: Transition) -> dict[str, Any]:
+def _details(context: EventContext, config: RuleConfig, transition: Transition) -> dict[str, Any]:
     """What an alert and its events say beside the finding."""
     return {
         "since_step": transition.since_step,
@@ -362,44 +372,44 @@ def _details(place: EventContext, config: RuleConfig, transition: Transition) ->
         "labels": dict(config.labels),
         "dry_run": config.dry_run,
         "inhibited_by": transition.inhibited_by or None,
-        "message": say(config, transition, _named(place)),
+        "message": say(config, transition, _named(context)),
         "explanation": explain(config, transition).model_dump(mode="json"),
     }
 
 
-def _data(session: Session, place: EventContext, judged: Judged, transition: Transition) -> dict[str, Any]:
+def _data(session: Session, context: EventContext, judged: Judged, transition: Transition) -> dict[str, Any]:
     finding, config = transition.finding, judged.config
     assert finding is not None  # only what fires or is resolved becomes an event
     assert config is not None
     return {
-        "attempt": place.attempt,
+        "attempt": context.attempt,
         "phase": transition.phase.value,
         "step": transition.step,
         "severity": config.severity,
         "notify": list(config.receivers),
-        **_details(place, config, transition),
+        **_details(context, config, transition),
         "rule_config": without_addresses(config.as_data()),
         "finding": json.loads(finding.model_dump_json()),
-        "fingerprint": fingerprint(place.project, place.run, judged.row),
-        "evidence": evidence_of(session, place, finding.step),
+        "fingerprint": fingerprint(context.project, context.run, judged.row),
+        "evidence": evidence_of(session, context, finding.step),
     }
 
 
-def _named(place: EventContext) -> RunName:
-    return RunName(place.project, place.run, place.attempt)
+def _named(context: EventContext) -> RunName:
+    return RunName(context.project, context.run, context.attempt)
 
 
-def _post(session: Session, place: EventContext, urls: Sequence[str], event: CloudEvent) -> list[int]:
+def _post(session: Session, context: EventContext, urls: Sequence[str], event: CloudEvent) -> list[int]:
     added = []
     for url in urls:
         cause = {
             "event_id": event.id,
-            "at_ns": place.now_ns,
+            "at_ns": context.now_ns,
             "payload": {"url": url, "event": event.model_dump(mode="json")},
         }
-        added.append(add_action(session, place.run_id, "webhook", action_key(event.id, url), cause))
+        added.append(add_action(session, context.run_id, "webhook", action_key(event.id, url), cause))
     return [action_id for action_id in added if action_id is not None]
 
 
-def _reason(place: EventContext, config: RuleConfig, transition: Transition) -> str:
-    return f"rule {config.name} at step {transition.step}: {say(config, transition, _named(place))}"
+def _reason(context: EventContext, config: RuleConfig, transition: Transition) -> str:
+    return f"rule {config.name} at step {transition.step}: {say(config, transition, _named(context))}"

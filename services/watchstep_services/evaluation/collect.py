@@ -127,29 +127,29 @@ class RunSource:
     absent: AbsentLookups = field(default_factory=AbsentLookups)
 
 
-def collect(service: Service, held: Claim, source: RunSource) -> Collected:
+def collect(service: Service, claim: Claim, source: RunSource) -> Collected:
     """Read what can be read, up to the limits of the settings.
 
     Raises:
         FencedError: another worker has taken the run.
         StoreError: the store did not answer.
     """
-    plan, inbox = _plan(service, held)
+    plan, inbox = _plan(service, claim)
     if not plan.readable:
-        return _without_segments(held, plan, inbox)
-    found, absent = _first_there(service, held, source, plan, inbox)
+        return _without_segments(claim, plan, inbox)
+    collected, absent = _first_there(service, claim, source, plan, inbox)
     if absent:
-        found.waiting += tuple(absent)
-        if _may_list(service, held, found.waiting):
-            read = [entry.key for entry, _ in found.blocks]
+        collected.waiting += tuple(absent)
+        if _may_list(service, claim, collected.waiting):
+            read = [entry.key for entry, _ in collected.blocks]
             # What was left out is looked up next, without those that the listing shows to be absent.
-            listing = discover(service, held.run_id, held, read, forget_at_once=source.absent.limited)
-            found.more |= listing.fresh
-    return found
+            listing = discover(service, claim.run_id, claim, read, forget_at_once=source.absent.limited)
+            collected.more |= listing.fresh
+    return collected
 
 
 def _first_there(
-    service: Service, held: Claim, source: RunSource, plan: Plan, inbox: Inbox
+    service: Service, claim: Claim, source: RunSource, plan: Plan, inbox: Inbox
 ) -> tuple[Collected, list[Gap]]:
     """Read the first attempt of which something is there, and say what is not.
 
@@ -172,14 +172,14 @@ def _first_there(
         if chosen is not None and attempt not in inbox.attempts and source.absent.full(of_known_writer=False):
             absent.append(_left_out(entries[attempt][0]))
             continue
-        found = _begun(attempt, held, plan, inbox)
-        gaps, error = _read_all(service, held, source, entries[attempt], found)
+        collected = _begun(attempt, claim, plan, inbox)
+        gaps, error = _read_all(service, claim, source, entries[attempt], collected)
         absent += gaps
         if error is not None:
             errors[attempt] = error
-        there = bool(found.blocks or found.corrupt)
+        there = bool(collected.blocks or collected.corrupt)
         if there or chosen is None:
-            chosen = found
+            chosen = collected
         if there or time.monotonic() - began >= SLICE_SECONDS:
             chosen.more |= place < len(ordered)
             break
@@ -194,10 +194,10 @@ def _first_there(
     return chosen, absent
 
 
-def _begun(attempt: str, held: Claim, plan: Plan, inbox: Inbox) -> Collected:
+def _begun(attempt: str, claim: Claim, plan: Plan, inbox: Inbox) -> Collected:
     return Collected(
         attempt,
-        cursors.decode(held.cursor),
+        cursors.decode(claim.cursor),
         waiting=plan.waiting,
         attempts=inbox.attempts,
         calm=inbox.calm,
@@ -205,42 +205,42 @@ def _begun(attempt: str, held: Claim, plan: Plan, inbox: Inbox) -> Collected:
     )
 
 
-def _without_segments(held: Claim, plan: Plan, inbox: Inbox) -> Collected:
+def _without_segments(claim: Claim, plan: Plan, inbox: Inbox) -> Collected:
     names = sorted((gap.writer.attempt for gap in plan.trailing), key=lambda name: name in inbox.failing)
-    found = _begun(names[0] if names else "", held, plan, inbox)
+    collected = _begun(names[0] if names else "", claim, plan, inbox)
     for gap in plan.trailing:
-        found.missing.append(gap)
-        found.cursor[gap.writer] = gap.until
-    return found
+        collected.missing.append(gap)
+        collected.cursor[gap.writer] = gap.until
+    return collected
 
 
-def _plan(service: Service, held: Claim) -> tuple[Plan, Inbox]:
+def _plan(service: Service, claim: Claim) -> tuple[Plan, Inbox]:
     gap_ns = nanoseconds(service.settings.gap_seconds)
-    plan, inbox = _load_plan(service, held, GapPatience(held.now_ns, gap_ns, listed=False))
-    if not plan.waiting or not _may_list(service, held, plan.waiting):
+    plan, inbox = _load_plan(service, claim, GapPatience(claim.now_ns, gap_ns, listed=False))
+    if not plan.waiting or not _may_list(service, claim, plan.waiting):
         return plan, inbox
     # A lost announcement leaves the same gap as a lost segment; only the store can tell which.
-    listing = discover(service, held.run_id, held)
-    return _load_plan(service, held, GapPatience(held.now_ns, gap_ns, listed=listing.complete))
+    listing = discover(service, claim.run_id, claim)
+    return _load_plan(service, claim, GapPatience(claim.now_ns, gap_ns, listed=listing.complete))
 
 
-def _may_list(service: Service, held: Claim, gaps: tuple[Gap, ...]) -> bool:
+def _may_list(service: Service, claim: Claim, gaps: tuple[Gap, ...]) -> bool:
     gap_ns = nanoseconds(service.settings.gap_seconds)
-    if any(held.now_ns >= gap.since_ns + gap_ns for gap in gaps):
+    if any(claim.now_ns >= gap.since_ns + gap_ns for gap in gaps):
         return True
     with service.database.read() as session:
-        listed_ns = session.get_one(RunRow, held.run_id).listed_ns
-    return listing_due(service, held.place, held.run_id, listed_ns, held.now_ns)
+        listed_ns = session.get_one(RunRow, claim.run_id).listed_ns
+    return listing_due(service, claim.place, claim.run_id, listed_ns, claim.now_ns)
 
 
-def _load_plan(service: Service, held: Claim, patience: GapPatience) -> tuple[Plan, Inbox]:
-    inbox = open_inbox(service.database, held.run_id)
+def _load_plan(service: Service, claim: Claim, patience: GapPatience) -> tuple[Plan, Inbox]:
+    inbox = open_inbox(service.database, claim.run_id)
     ends = {name: row.ends for name, row in inbox.attempts.items()}
-    return make_plan(cursors.decode(held.cursor), inbox.entries, ends, patience), inbox
+    return make_plan(cursors.decode(claim.cursor), inbox.entries, ends, patience), inbox
 
 
 def _read_all(
-    service: Service, held: Claim, source: RunSource, entries: list[InboxEntry], found: Collected
+    service: Service, claim: Claim, source: RunSource, entries: list[InboxEntry], collected: Collected
 ) -> tuple[list[Gap], StoreError | None]:
     """Read in order.
 
@@ -251,8 +251,8 @@ def _read_all(
     """
     size, renewed = 0, time.monotonic()
     began = renewed
-    known = service.remembered.get((held.run_id, found.attempt), held.epoch)
-    histograms = known is None or lookback(known).histograms
+    loaded = service.remembered.get((claim.run_id, collected.attempt), claim.epoch)
+    histograms = loaded is None or lookback(loaded).histograms
     absent: dict[WriterId, Gap] = {}
     errors: dict[WriterId, StoreError] = {}
     memory = BlockMemory()
@@ -260,17 +260,17 @@ def _read_all(
     for entry in entries:
         writer = entry.key.writer
         # What is not there does not count: else made-up announcements keep what is from its turn.
-        read = len(found.blocks) + len(found.corrupt)
-        full = read >= most or size >= service.settings.max_bytes or found.is_large
+        read = len(collected.blocks) + len(collected.corrupt)
+        full = read >= most or size >= service.settings.max_bytes or collected.is_large
         if full or time.monotonic() - began >= SLICE_SECONDS:
-            found.more = not errors or read > 0
+            collected.more = not errors or read > 0
             break
         if len(errors) >= _MOST_ERRORS:
             break
-        renewed = _renewed(service, held, renewed)
-        if writer in errors or (writer in absent and entry.key.seq >= found.cursor.get(writer, 0)):
+        renewed = _renewed(service, claim, renewed)
+        if writer in errors or (writer in absent and entry.key.seq >= collected.cursor.get(writer, 0)):
             continue
-        if source.absent.full(of_known_writer=writer in found.cursor):
+        if source.absent.full(of_known_writer=writer in collected.cursor):
             absent[writer] = _left_out(entry)
             continue
         asked = time.monotonic()
@@ -279,9 +279,9 @@ def _read_all(
             data, block = _read(source.store, entry.key, histograms=histograms)
             size += len(data)
             size += max(0, memory.of(block) - len(data))
-            found.blocks.append((entry, block))
+            collected.blocks.append((entry, block))
         except NotFoundError:
-            source.absent.add(time.monotonic() - asked, of_known_writer=writer in found.cursor)
+            source.absent.add(time.monotonic() - asked, of_known_writer=writer in collected.cursor)
             absent[writer] = _left_out(entry)
             continue
         except StoreError as error:
@@ -293,8 +293,8 @@ def _read_all(
             )
             continue
         except FormatError as error:
-            found.corrupt.append((entry, error.what))
-        _advance(found, entry.key)
+            collected.corrupt.append((entry, error.what))
+        _advance(collected, entry.key)
     return list(absent.values()), next(iter(errors.values()), None)
 
 
@@ -319,20 +319,20 @@ def _left_out(entry: InboxEntry) -> Gap:
     return Gap(entry.key.writer, entry.key.seq, entry.key.seq + 1, entry.found_ns)
 
 
-def _renewed(service: Service, held: Claim, renewed: float) -> float:
+def _renewed(service: Service, claim: Claim, renewed: float) -> float:
     lease = service.settings.lease_seconds
     if time.monotonic() - renewed <= lease / 3:
         return renewed
-    if not renew(service.database, held, nanoseconds(lease)):
+    if not renew(service.database, claim, nanoseconds(lease)):
         raise FencedError
     return time.monotonic()
 
 
-def _advance(found: Collected, key: SegmentKey) -> None:
-    following = found.cursor.get(key.writer, 0)
+def _advance(collected: Collected, key: SegmentKey) -> None:
+    following = collected.cursor.get(key.writer, 0)
     if key.seq > following:
-        found.missing.append(Gap(key.writer, following, key.seq, 0))
-    found.cursor[key.writer] = max(following, key.seq + 1)
+        collected.missing.append(Gap(key.writer, following, key.seq, 0))
+    collected.cursor[key.writer] = max(following, key.seq + 1)
 
 
 def fetch(run_store: Store, key: SegmentKey) -> bytes:
@@ -372,10 +372,10 @@ def spans_of_ranks(block: Block) -> list[list[int]]:
     return spans
 
 
-def run_store_of(service: Service, held: Claim) -> Store:
+def run_store_of(service: Service, claim: Claim) -> Store:
     """The store seen from the run.
 
     Raises:
         ConfigError, StoreError: it cannot be opened.
     """
-    return service.stores.of_run(held.place, held.run)
+    return service.stores.of_run(claim.place, claim.run)

@@ -382,8 +382,8 @@ def _write_troubles(session: Session, claim: Claim, outcome: EvaluationOutcome, 
 def _segments_read(claim: Claim, collected: Collected) -> list[dict[str, Any]]:
     """Of each segment that was read its row, its position in the journal, and its ranks."""
     return [
-        {"row_id": entry.row_id, "position": claim.journal + place, "ranks": spans_of_ranks(block)}
-        for place, (entry, block) in enumerate(collected.blocks)
+        {"row_id": entry.row_id, "position": claim.journal + position, "ranks": spans_of_ranks(block)}
+        for position, (entry, block) in enumerate(collected.blocks)
     ]
 
 

@@ -351,10 +351,12 @@ def _attempt_past_deadline(service: Service, claim: Claim, failing: frozenset[st
         rows = session.execute(
             select(Attempt).where(Attempt.run_id == claim.run_id, Attempt.watermark < Attempt.largest)
         ).scalars()
-        found = sorted((row for row in rows if row.writers), key=lambda row: row.attempt in failing)
+        attempts_waiting = sorted(
+            (row for row in rows if row.writers), key=lambda row: row.attempt in failing
+        )
     patience = nanoseconds(service.settings.allowed_lateness_seconds)
     nothing = Collected("", cursors.decode(claim.cursor))
-    for row in found:
+    for row in attempts_waiting:
         if watermarks.decide(_progress(service, claim, row, nothing), claim.now_ns, patience):
             return row.attempt
     return ""
@@ -364,9 +366,9 @@ def _history(
     service: Service, claim: Claim, source: RunSource, attempt: Attempt, depth: Lookback
 ) -> tuple[History, LostContext | None]:
     """Earlier rows: from this process if it judged last, else from the store; and what cannot be read there."""
-    known = service.histories.get((claim.run_id, attempt.attempt), claim.cursor, depth)
-    if known is not None:
-        return known, None
+    cached = service.histories.get((claim.run_id, attempt.attempt), claim.cursor, depth)
+    if cached is not None:
+        return cached, None
     return read_context(service.database, source, attempt, depth)
 
 

@@ -38,16 +38,16 @@ class Incidents:
         found = self.by_config.get(config_id)
         return None if found is None else found.model_dump(mode="json")
 
-    def assign(self, session: Session, place: EventContext) -> None:
+    def assign(self, session: Session, context: EventContext) -> None:
         """Have the alerts say which incident they belong to, once they are there."""
         if not self.by_config:
             return
-        configs, attempt = list(self.by_config), place.attempt
+        configs, attempt = list(self.by_config), context.attempt
         alerts = select(AlertRow).where(AlertRow.attempt == attempt, AlertRow.config_id.in_(configs))
         for alert in session.execute(alerts).scalars():
             alert.incident = self.by_config[alert.config_id].id
         standings = select(AlertInstanceRow).where(
-            AlertInstanceRow.run_id == place.run_id,
+            AlertInstanceRow.run_id == context.run_id,
             AlertInstanceRow.attempt == attempt,
             AlertInstanceRow.config_id.in_(configs),
         )
@@ -71,7 +71,10 @@ class _Changes:
 
 
 def update_incidents(
-    session: Session, place: EventContext, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
+    session: Session,
+    context: EventContext,
+    judged: Sequence[Judged],
+    transitions_of_each: Sequence[Sequence[Transition]],
 ) -> Incidents:
     """Take alerts that begin, or are revised, into the incidents of the attempt.
 
@@ -80,19 +83,19 @@ def update_incidents(
 
     Args:
         session: the transaction, before it moves these alerts.
-        place: where and when.
+        context: where and when.
         judged: every rule config of the run.
-        told: what happened to the alert of each, in the same order.
+        transitions_of_each: what happened to the alert of each, in the same order.
     """
-    changes = _changes(session, place, judged, told)
+    changes = _changes(session, context, judged, transitions_of_each)
     if not changes.added:
         return Incidents({})
-    low = min(one.step for one in (*changes.added, *changes.removed))
+    low = min(entry.step for entry in (*changes.added, *changes.removed))
     # Those that end earlier are as they were: neither a new onset nor one that is taken back is near them.
     rows = session.execute(
         select(Incident).where(
-            Incident.run_id == place.run_id,
-            Incident.attempt == place.attempt,
+            Incident.run_id == context.run_id,
+            Incident.attempt == context.attempt,
             Incident.last_step >= unaffected_before(low),
         )
     ).scalars()
@@ -102,39 +105,42 @@ def update_incidents(
         for row in before.values()
         for onset in map(Onset.model_validate, row.onsets)
     }
-    for one in changes.removed:
-        onsets.pop(one, None)
+    for entry in changes.removed:
+        onsets.pop(entry, None)
     onsets |= changes.added
-    return _write(session, place, before, onsets.values(), _silent(judged))
+    return _write(session, context, before, onsets.values(), _silent(judged))
 
 
 def _changes(
-    session: Session, place: EventContext, judged: Sequence[Judged], told: Sequence[Sequence[Transition]]
+    session: Session,
+    context: EventContext,
+    judged: Sequence[Judged],
+    transitions_of_each: Sequence[Sequence[Transition]],
 ) -> _Changes:
     changes = _Changes({}, set())
     fired = [
-        (one, transitions)
-        for one, transitions in zip(judged, told, strict=True)
-        if one.row.origin != RECORDER
-        and one.config is not None
-        and one.config.severity != "info"
+        (entry, transitions)
+        for entry, transitions in zip(judged, transitions_of_each, strict=True)
+        if entry.row.origin != RECORDER
+        and entry.config is not None
+        and entry.config.severity != "info"
         and any(change.phase is Phase.FIRING for change in transitions)
     ]
     if not fired:
         return changes
     alerts = session.execute(
         select(AlertRow).where(
-            AlertRow.attempt == place.attempt,
+            AlertRow.attempt == context.attempt,
             AlertRow.phase == Phase.FIRING.value,
-            AlertRow.config_id.in_([one.row.id for one, _ in fired]),
+            AlertRow.config_id.in_([entry.row.id for entry, _ in fired]),
         )
     ).scalars()
     begun = {row.config_id: int(row.details["since_step"]) for row in alerts if row.details}
-    for one, transitions in fired:
-        config = one.row.id
+    for entry, transitions in fired:
+        config = entry.row.id
         found = onset_changes(transitions, begun.get(config))
         changes.added.update(
-            {_Place(config, step): _onset(one, change) for step, change in found.added.items()}
+            {_Place(config, step): _onset(entry, change) for step, change in found.added.items()}
         )
         changes.removed.update(_Place(config, step) for step in found.removed)
     return changes
@@ -158,19 +164,19 @@ def _onset(judged: Judged, transition: Transition) -> Onset:
 def _silent(judged: Sequence[Judged]) -> set[str]:
     """Rules that judged rows of the attempt, and whose alerts never fired on it."""
     return {
-        one.config.rule
-        for one in judged
-        if one.config is not None
-        and one.memory.health is RuleHealth.OK
-        and one.memory.judged > 0
-        and one.memory.alert.phase in (Phase.INACTIVE, Phase.PENDING)
-        and one.memory.alert.closed < 0
+        entry.config.rule
+        for entry in judged
+        if entry.config is not None
+        and entry.memory.health is RuleHealth.OK
+        and entry.memory.judged > 0
+        and entry.memory.alert.phase in (Phase.INACTIVE, Phase.PENDING)
+        and entry.memory.alert.closed < 0
     }
 
 
 def _write(
     session: Session,
-    place: EventContext,
+    context: EventContext,
     before: dict[str, Incident],
     onsets: Iterable[Onset],
     silent: set[str],
@@ -178,11 +184,13 @@ def _write(
     by_config: dict[int, IncidentSummary] = {}
     left = dict(before)
     for members in incidents_of(onsets):
-        key = incident_id(place.project, place.run, place.attempt, members[0].step)
+        key = incident_id(context.project, context.run, context.attempt, members[0].step)
         summary = summarize(key, members, silent)
         row = left.pop(key, None)
         if row is None:
-            row = Incident(run_id=place.run_id, attempt=place.attempt, key=key, first_step=members[0].step)
+            row = Incident(
+                run_id=context.run_id, attempt=context.attempt, key=key, first_step=members[0].step
+            )
             session.add(row)
         row.last_step = members[-1].step
         row.onsets = [json.loads(onset.model_dump_json()) for onset in members]

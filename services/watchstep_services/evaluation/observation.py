@@ -22,12 +22,12 @@ class Observation:
         self._began = time.perf_counter()
         self._began_ns = time.time_ns()
 
-    def claimed(self, held: Claim) -> None:
+    def claimed(self, claim: Claim) -> None:
         """From now on the log names the run."""
-        self._stack.enter_context(logs.fields(project=held.project, run=held.run))
+        self._stack.enter_context(logs.fields(project=claim.project, run=claim.run))
 
     @contextmanager
-    def committing(self, held: Claim, outcome: EvaluationOutcome) -> Iterator[None]:
+    def committing(self, claim: Claim, outcome: EvaluationOutcome) -> Iterator[None]:
         """The commit, and with it the span of the whole evaluation: what is written in it belongs to its trace.
 
         Of several announcements that are judged together it continues the one that made an alert fire, or else the newest;
@@ -37,7 +37,7 @@ class Observation:
         came = [entry.traceparent for entry, _ in outcome.collected.blocks if entry.traceparent]
         parent = _cause(outcome) or (came[-1] if came else "")
         named: dict[str, str | int] = {
-            "project": held.project, "run": held.run, "attempt": attempt, "segments": len(outcome.collected.blocks),
+            "project": claim.project, "run": claim.run, "attempt": attempt, "segments": len(outcome.collected.blocks),
         }  # fmt: skip
         links = [trace for trace in came if trace != parent]
         with (
@@ -46,11 +46,11 @@ class Observation:
         ):
             yield
 
-    def committed(self, held: Claim, outcome: EvaluationOutcome) -> None:
+    def committed(self, claim: Claim, outcome: EvaluationOutcome) -> None:
         """It is in the database."""
         took = time.perf_counter() - self._began
         metrics.EVALUATION_SECONDS.observe(took)
-        now_ns = held.now_ns + int(took * NANOSECONDS)
+        now_ns = claim.now_ns + int(took * NANOSECONDS)
         for entry, _ in outcome.collected.blocks:
             metrics.LAG_SECONDS.observe(max(0.0, (now_ns - entry.found_ns) / NANOSECONDS))
         metrics.SEGMENTS.labels("read").inc(len(outcome.collected.blocks))

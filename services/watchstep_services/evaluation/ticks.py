@@ -42,11 +42,11 @@ def load_configs(service: Service, run_id: int, attempt: str, *, only_clocks: bo
     return [load_config(*row, baseline=baseline) for row in rows if not only_clocks or _watches(row[0].rule)]
 
 
-def held_configs(service: Service, held: Claim, attempt: str, *, anew: bool = False) -> list[Loaded]:
+def held_configs(service: Service, claim: Claim, attempt: str, *, anew: bool = False) -> list[Loaded]:
     """The same for a run that is claimed: from this process where it is what the database holds, unless ``anew`` is set."""
-    known = service.remembered.get((held.run_id, attempt), held.epoch)
+    known = service.remembered.get((claim.run_id, attempt), claim.epoch)
     if known is None or anew:
-        return load_configs(service, held.run_id, attempt)
+        return load_configs(service, claim.run_id, attempt)
     # Read anew from its text, as if it came from the database: one way in, whatever a rule left in its state.
     return [replace(one, memory=memory_of(one.kept)) for one in known]
 
@@ -73,7 +73,7 @@ def _watches(rule: str) -> bool:
 
 def next_tick(remembered: Iterable[Remembered]) -> int | None:
     """When the first of some rule configs wants a tick; None where all wait for rows."""
-    moments = [due_ns(held.config, held.memory) for held in remembered if held.config is not None]
+    moments = [due_ns(claim.config, claim.memory) for claim in remembered if claim.config is not None]
     return min((moment for moment in moments if moment is not None), default=None)
 
 

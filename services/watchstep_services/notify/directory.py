@@ -63,9 +63,11 @@ def routes_of(
         notify: receivers that its rule config names itself.
         tree: to try; the one that counts where it is None.
     """
-    known = {receiver.name: receiver for receiver in list_receivers(service, session, project)}
-    found = routes_for(tree or tree_of(service, session, project), labels, notify)
-    return tuple(_as_it_takes(route, known[route.receiver]) for route in found if route.receiver in known)
+    receivers = {receiver.name: receiver for receiver in list_receivers(service, session, project)}
+    routes = routes_for(tree or tree_of(service, session, project), labels, notify)
+    return tuple(
+        _as_it_takes(route, receivers[route.receiver]) for route in routes if route.receiver in receivers
+    )
 
 
 def tree_of(service: Service, session: Session, project: str) -> RootNode:
@@ -77,14 +79,14 @@ def tree_of(service: Service, session: Session, project: str) -> RootNode:
 def list_receivers(service: Service, session: Session, project: str) -> list[Receiver]:
     """All receivers that a project has and that can be read, by name; the owner's go before its own of the same name."""
     rows = session.execute(select(ReceiverRow).filter_by(project=project)).scalars()
-    found: dict[str, Receiver] = {}
+    receivers: dict[str, Receiver] = {}
     for row in rows:
         try:
-            found[row.name] = stored_receiver(row)
+            receivers[row.name] = stored_receiver(row)
         except UnreadableReceiverError as error:
             _log.warning("%s; nobody is told by it", error.what)  # and no other goes without
-    found |= {receiver.name: receiver for receiver in service.receiver_file.receivers}
-    return [found[name] for name in sorted(found)]
+    receivers |= {receiver.name: receiver for receiver in service.receiver_file.receivers}
+    return [receivers[name] for name in sorted(receivers)]
 
 
 def known_receivers(service: Service, session: Session, project: str) -> frozenset[str]:
@@ -100,15 +102,15 @@ def find_receiver(service: Service, session: Session, project: str, name: str) -
         NotFoundError: there is none of that name.
         UnreadableReceiverError: a later version wrote it.
     """
-    held: Receiver | None = service.receiver_file.find(name)
-    if held is None:
+    receiver: Receiver | None = service.receiver_file.find(name)
+    if receiver is None:
         row = session.get(ReceiverRow, (project, name))
         if row is None:
             raise NotFoundError(
                 f"receiver {name!r} of project {project}: not known", "write it, or check the name"
             )
-        held = stored_receiver(row)
-    return held
+        receiver = stored_receiver(row)
+    return receiver
 
 
 def stored_receiver(row: ReceiverRow) -> Receiver:
@@ -118,13 +120,13 @@ def stored_receiver(row: ReceiverRow) -> Receiver:
         UnreadableReceiverError: a later version wrote it.
     """
     try:
-        held: Receiver = RECEIVER.validate_python(row.config)
+        receiver: Receiver = RECEIVER.validate_python(row.config)
     except ValidationError as error:
         raise UnreadableReceiverError(
             f"receiver {row.name!r} of project {row.project}: this version cannot read its kind {row.kind!r} as it is kept",
             "write it anew, remove it, or run the version that wrote it",
         ) from error
-    return held
+    return receiver
 
 
 def open_secrets(service: Service, session: Session, project: str, receiver: Receiver) -> dict[str, str]:
@@ -212,19 +214,19 @@ def put_receiver(
             f"receiver {receiver.name!r}: stands in the owner's file",
             "choose another name, or change the file",
         )
-    held = session.get(ReceiverRow, (project, receiver.name), with_for_update=True)
-    before = None if held is None else _held(held, caller)
+    row = session.get(ReceiverRow, (project, receiver.name), with_for_update=True)
+    before = None if row is None else _held(row, caller)
     _check_rights(receiver, before, caller)
     _check_addresses(service, receiver)
     sealed = _sealed(service, project, receiver, before)
-    if held is None:
+    if row is None:
         _check_number(session, project)
-        held = ReceiverRow(
+        row = ReceiverRow(
             project=project, name=receiver.name, kind="", config={}, written_ns=0, written_by=""
         )
-        session.add(held)
-    held.kind, held.config = str(receiver.as_data()["kind"]), receiver.as_data()
-    held.written_ns, held.written_by = read_clock(session), caller.who[:256]
+        session.add(row)
+    row.kind, row.config = str(receiver.as_data()["kind"]), receiver.as_data()
+    row.written_ns, row.written_by = read_clock(session), caller.who[:256]
     session.flush()
     kept = [field for field, secret in receiver.secrets().items() if isinstance(secret, SealedSecret)]
     session.execute(
@@ -236,7 +238,7 @@ def put_receiver(
     )
     for field, text in sealed.items():
         session.add(ReceiverSecret(project=project, name=receiver.name, field=field, encrypted=text))
-    return held
+    return row
 
 
 def delete_receiver(

@@ -137,8 +137,10 @@ class _Seen:
     @property
     def lasts(self) -> bool:
         """It fires, and that is known; nothing comes of a run that has ended."""
-        known = self.member.notified_phase == "firing" and self.member.notified_episode == self.row.episode
-        return self.fires and known and self.run.state not in ENDED
+        is_notified = (
+            self.member.notified_phase == "firing" and self.member.notified_episode == self.row.episode
+        )
+        return self.fires and is_notified and self.run.state not in ENDED
 
     @property
     def matters(self) -> bool:
@@ -161,8 +163,8 @@ def due_groups(service: Service, limit: int = 100) -> list[int]:
 
 def flush_due(service: Service) -> list[int]:
     """Look at all groups that are due; returns the ids of the actions that it caused."""
-    told = [_flushed(service, group_id) for group_id in due_groups(service)]
-    return [action for action in told if action is not None]
+    actions = [_flushed(service, group_id) for group_id in due_groups(service)]
+    return [action for action in actions if action is not None]
 
 
 def _flushed(service: Service, group_id: int) -> int | None:
@@ -190,13 +192,13 @@ def _put_off(service: Service, group_id: int, fault: str) -> None:
             .values(due_ns=now_ns() + _AGAIN_NS)
             .execution_options(synchronize_session=False)
         )
-        held = (
+        run_ids = (
             select(AlertInstanceRow.run_id)
             .join(GroupMember, GroupMember.instance_id == AlertInstanceRow.id)
             .where(GroupMember.group_id == group_id)
         )
         said = f"alerts: the service failed to tell of them ({fault}); it is tried again each minute"
-        for run in _free_runs(session, held):
+        for run in _free_runs(session, run_ids):
             run.health = {**run.health, _HEALTH: said}
 
 
@@ -235,15 +237,17 @@ def flush(service: Service, group_id: int) -> int | None:
         group = session.get_one(AlertGroup, group_id)
         now = read_clock(session)
         seen = _look(session, group, now)
-        told = _to_tell(group, seen, now)
-        ended = [one for one in seen if one.silence is None and one.is_over]
-        action = _tell(service, session, group, told, now) if told else None
-        for one in ended:  # told, or not to be told by its route
-            one.member.notified_phase = "resolved"
+        news = _to_tell(group, seen, now)
+        ended = [seen_alert for seen_alert in seen if seen_alert.silence is None and seen_alert.is_over]
+        action = _tell(service, session, group, news, now) if news else None
+        for seen_alert in ended:  # told, or not to be told by its route
+            seen_alert.member.notified_phase = "resolved"
         _mute(session, group, seen, now)
         _schedule(group, seen, now)
         _forget(session, group, seen)
-        for run in _free_runs(session, {one.run.id for one in seen if _HEALTH in one.run.health}):
+        for run in _free_runs(
+            session, {seen_alert.run.id for seen_alert in seen if _HEALTH in seen_alert.run.health}
+        ):
             run.health = {name: said for name, said in run.health.items() if name != _HEALTH}
         return action
 
@@ -260,13 +264,13 @@ def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
         .where(GroupMember.group_id == group.id)
         .order_by(AlertInstanceRow.fired_ns, AlertInstanceRow.id)
     ).all()
-    held = silences.active(session, group.project, now)
+    active_silences = silences.active(session, group.project, now)
     seen = [
         _Seen(
             member,
             row,
             run,
-            silences.covering(held, labels_of(row, run.project, run.run)),
+            silences.covering(active_silences, labels_of(row, run.project, run.run)),
             None if summary is None else IncidentSummary.model_validate(summary),
         )
         for member, row, run, summary in rows
@@ -276,16 +280,21 @@ def _look(session: Session, group: AlertGroup, now: int) -> list[_Seen]:
 
 def _joined(seen: Sequence[_Seen]) -> list[_Seen]:
     """Mark alerts of incidents that were told of; one that is more severe than all that was told of its incident is news."""
-    told: dict[str, int] = {}
-    for one in seen:
-        if one.incident is not None and one.member.notified_phase == "firing" and not one.is_untold:
-            severity = SEVERITIES.index(one.row.severity)
-            told[one.incident.id] = max(told.get(one.incident.id, -1), severity)
+    severities: dict[str, int] = {}
+    for seen_alert in seen:
+        if (
+            seen_alert.incident is not None
+            and seen_alert.member.notified_phase == "firing"
+            and not seen_alert.is_untold
+        ):
+            severity = SEVERITIES.index(seen_alert.row.severity)
+            severities[seen_alert.incident.id] = max(severities.get(seen_alert.incident.id, -1), severity)
     return [
-        replace(one, joins=True)
-        if one.incident is not None and SEVERITIES.index(one.row.severity) <= told.get(one.incident.id, -1)
-        else one
-        for one in seen
+        replace(seen_alert, joins=True)
+        if seen_alert.incident is not None
+        and SEVERITIES.index(seen_alert.row.severity) <= severities.get(seen_alert.incident.id, -1)
+        else seen_alert
+        for seen_alert in seen
     ]
 
 
@@ -302,66 +311,83 @@ class _Told:
 
 
 def _to_tell(group: AlertGroup, seen: Sequence[_Seen], now: int) -> _Told:
-    heard = [one for one in seen if one.silence is None]
-    news = [one for one in heard if one.is_news]
-    lasting = [one for one in heard if one.lasts or one.is_joined]
-    over = [one for one in heard if one.is_over]
+    heard = [seen_alert for seen_alert in seen if seen_alert.silence is None]
+    news = [seen_alert for seen_alert in heard if seen_alert.is_news]
+    lasting = [seen_alert for seen_alert in heard if seen_alert.lasts or seen_alert.is_joined]
+    over = [seen_alert for seen_alert in heard if seen_alert.is_over]
     if news or (over and group.send_resolved):
         return _Told([*news, *lasting], over if group.send_resolved else [], has_news=True)
     again = [
-        one for one in lasting if group.refresh or not (one.row.acknowledged_by or one.run.state == "lost")
+        seen_alert
+        for seen_alert in lasting
+        if group.refresh or not (seen_alert.row.acknowledged_by or seen_alert.run.state == "lost")
     ]
     if again and now >= group.notified_ns + group.repeat_ns:
         return _Told(lasting, [], has_news=False)
     return _Told([], [], has_news=False)
 
 
-def _tell(service: Service, session: Session, group: AlertGroup, told: _Told, now: int) -> int | None:
+def _tell(service: Service, session: Session, group: AlertGroup, news: _Told, now: int) -> int | None:
     group.generation += 1
-    group.repeats = 0 if told.has_news else group.repeats + 1
+    group.repeats = 0 if news.has_news else group.repeats + 1
     group.notified_ns = now
-    firing = sorted(told.firing, key=lambda one: not one.is_cause)
-    alerts = [alert_of(one.row, one.run, "firing", now, one.incident) for one in firing]
-    alerts += [alert_of(one.row, one.run, "resolved", now, one.incident) for one in told.over]
-    runs = {one.run.id: one.run for one in (*told.firing, *told.over)}
+    firing = sorted(news.firing, key=lambda seen_alert: not seen_alert.is_cause)
+    alerts = [
+        alert_of(seen_alert.row, seen_alert.run, "firing", now, seen_alert.incident) for seen_alert in firing
+    ]
+    alerts += [
+        alert_of(seen_alert.row, seen_alert.run, "resolved", now, seen_alert.incident)
+        for seen_alert in news.over
+    ]
+    runs = {seen_alert.run.id: seen_alert.run for seen_alert in (*news.firing, *news.over)}
     notification = notification_of(service.base_url, group, list(runs.values()), alerts, now)
-    first = (*told.firing, *told.over)[0]
+    first = (*news.firing, *news.over)[0]
     payload: dict[str, Any] = {"receiver": group.receiver, "notification": notification.as_data()}
     cause = {"event_id": first.row.event_id, "at_ns": now, "payload": payload}
-    for one in told.firing:
-        one.member.notified_episode, one.member.notified_phase = one.row.episode, "firing"
+    for seen_alert in news.firing:
+        seen_alert.member.notified_episode, seen_alert.member.notified_phase = (
+            seen_alert.row.episode,
+            "firing",
+        )
     return add_action(session, first.run.id, NOTIFY, f"{NOTIFY}:{group.id}:{group.generation}", cause)
 
 
 def _mute(session: Session, group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
-    for one in seen:
-        if one.silence is not None and one.matters:
-            mute(session, one.row, group.receiver, ("silenced", f"silence {one.silence.id}"), now)
-        elif one.is_joined and one.incident is not None:
-            mute(session, one.row, group.receiver, ("incident", one.incident.id), now)
+    for seen_alert in seen:
+        if seen_alert.silence is not None and seen_alert.matters:
+            mute(
+                session, seen_alert.row, group.receiver, ("silenced", f"silence {seen_alert.silence.id}"), now
+            )
+        elif seen_alert.is_joined and seen_alert.incident is not None:
+            mute(session, seen_alert.row, group.receiver, ("incident", seen_alert.incident.id), now)
 
 
 def _schedule(group: AlertGroup, seen: Sequence[_Seen], now: int) -> None:
-    group.open = any(one.lasts or one.is_joined or (one.silence is None and one.is_over) for one in seen)
+    group.open = any(
+        seen_alert.lasts or seen_alert.is_joined or (seen_alert.silence is None and seen_alert.is_over)
+        for seen_alert in seen
+    )
     moments = []
-    for one in seen:
-        if one.silence is not None:
-            if one.matters:
-                moments.append(one.silence.ends_ns)
-        elif one.is_over:
+    for seen_alert in seen:
+        if seen_alert.silence is not None:
+            if seen_alert.matters:
+                moments.append(seen_alert.silence.ends_ns)
+        elif seen_alert.is_over:
             # It was over before it was told: that it fired is said first, and this after the interval.
             moments.append(group.notified_ns + group.interval_ns)
-        elif (one.lasts or one.is_joined) and (group.refresh or not one.row.acknowledged_by):
-            moments.append((now if one.run.state == "lost" else group.notified_ns) + group.repeat_ns)
+        elif (seen_alert.lasts or seen_alert.is_joined) and (
+            group.refresh or not seen_alert.row.acknowledged_by
+        ):
+            moments.append((now if seen_alert.run.state == "lost" else group.notified_ns) + group.repeat_ns)
     group.due_ns = max(now, min(moments)) if moments else None
 
 
 def _forget(session: Session, group: AlertGroup, seen: Sequence[_Seen]) -> None:
     """Let go of alerts whose end is known, so that a group over many runs does not grow."""
     gone = [
-        one.row.id
-        for one in seen
-        if not one.fires and not one.is_news and one.member.notified_phase != "firing"
+        seen_alert.row.id
+        for seen_alert in seen
+        if not seen_alert.fires and not seen_alert.is_news and seen_alert.member.notified_phase != "firing"
     ]
     if gone:
         session.flush()

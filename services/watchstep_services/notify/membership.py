@@ -38,8 +38,8 @@ def find_routes(
     routes = directory.routes_of(service, session, project, labels, notify)
     if not notify:
         return Found(routes, ())
-    known = directory.known_receivers(service, session, project)
-    return Found(routes, tuple(name for name in dict.fromkeys(notify) if name not in known))
+    receivers = directory.known_receivers(service, session, project)
+    return Found(routes, tuple(name for name in dict.fromkeys(notify) if name not in receivers))
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ def regroup(
     members: dict[str, list[_Entry]] = {}
     for entry in entries:
         members.setdefault(entry.key, []).append(entry)
-    held = session.execute(
+    keys = session.execute(
         select(AlertGroup.key)
         .join(GroupMember, GroupMember.group_id == AlertGroup.id)
         .where(GroupMember.instance_id.in_(rows))
     ).scalars()
-    for key in sorted({*held, *members}):
+    for key in sorted({*keys, *members}):
         entered = members.get(key, [])
         group = _locked(session, named, key, entered)
         if group is None:
@@ -164,10 +164,10 @@ def _entries(
     service: Service, session: Session, named: Named, row: AlertInstanceRow, now_ns: int
 ) -> list[_Entry]:
     labels = labels_of(row, named.project, named.run)
-    found = find_routes(service, session, named.project, labels, row.receivers)
-    for receiver in found.unknown:
+    reached = find_routes(service, session, named.project, labels, row.receivers)
+    for receiver in reached.unknown:
         mute(session, row, receiver, ("unknown", ""), now_ns)
-    return [_Entry(route, row, route.group_labels(labels)) for route in found.routes]
+    return [_Entry(route, row, route.group_labels(labels)) for route in reached.routes]
 
 
 def _make(session: Session, named: Named, key: str, entry: _Entry) -> None:

@@ -120,11 +120,11 @@ def create(session: Session, project: str, asked: SilenceRequest, now: int) -> S
             f"a silence from {starts} to {asked.ends_ns} ns",
             "let it end later than it begins, within 366 days",
         )
-    held = session.execute(
+    active_rows = session.execute(
         select(Silence.id).where(Silence.project == project, Silence.ends_ns > now).limit(MOST_ACTIVE)
     ).all()
-    if len(held) >= MOST_ACTIVE:
-        raise ConfigError(f"{len(held)} silences", "expire some of them first, or match more with one")
+    if len(active_rows) >= MOST_ACTIVE:
+        raise ConfigError(f"{len(active_rows)} silences", "expire some of them first, or match more with one")
     row = Silence(
         project=project,
         matchers=[_as_data(matcher) for matcher in asked.matchers],
@@ -196,7 +196,7 @@ def matching(
 
 def matchers_of(row: Silence) -> tuple[Matcher, ...]:
     """What a silence matches."""
-    return tuple(Matcher(held["label"], held["operator"], held["value"]) for held in row.matchers)
+    return tuple(Matcher(matcher["label"], matcher["operator"], matcher["value"]) for matcher in row.matchers)
 
 
 def _as_data(matcher: Matcher) -> dict[str, Any]:

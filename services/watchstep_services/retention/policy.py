@@ -60,25 +60,29 @@ def _ns(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * NANOSECONDS)
 
 
-def next_step(policy: RetentionTimes, kept: UpkeepProgress) -> tuple[Step, int] | None:
+def next_step(policy: RetentionTimes, progress: UpkeepProgress) -> tuple[Step, int] | None:
     """What is to be done next, and when (nanoseconds); None where nothing ever is.
 
     A deletion that has begun is ended whatever the policy says by then, unless the run is held.
     """
     steps: list[tuple[int, Step]] = []
-    if not kept.held:
-        if kept.deleting:
-            return "delete_run", kept.ended_ns
+    if not progress.held:
+        if progress.deleting:
+            return "delete_run", progress.ended_ns
         if policy.runs is not None:
-            steps.append((kept.ended_ns + policy.runs, "delete_run"))
-        if policy.tensors is not None and kept.tensors_gone_ns is None:
-            steps.append((kept.ended_ns + policy.tensors, "delete_tensors"))
-    if kept.summarized_ns is None:
-        steps.append((kept.ended_ns, "summarize"))
-    if policy.compact_after is not None and kept.compacted_ns is None:
-        steps.append((kept.ended_ns + policy.compact_after, "compact"))
-    if policy.originals is not None and kept.compacted_ns is not None and kept.originals_gone_ns is None:
-        steps.append((kept.compacted_ns + policy.originals, "delete_originals"))
+            steps.append((progress.ended_ns + policy.runs, "delete_run"))
+        if policy.tensors is not None and progress.tensors_gone_ns is None:
+            steps.append((progress.ended_ns + policy.tensors, "delete_tensors"))
+    if progress.summarized_ns is None:
+        steps.append((progress.ended_ns, "summarize"))
+    if policy.compact_after is not None and progress.compacted_ns is None:
+        steps.append((progress.ended_ns + policy.compact_after, "compact"))
+    if (
+        policy.originals is not None
+        and progress.compacted_ns is not None
+        and progress.originals_gone_ns is None
+    ):
+        steps.append((progress.compacted_ns + policy.originals, "delete_originals"))
     if not steps:
         return None
     # Of two that are due together what goes for good needs no work before it: _ORDER.
@@ -95,7 +99,7 @@ _AT_ONCE = 1000
 
 def purge_groups(service: Service) -> None:
     """Delete groups over several runs that hold no alert, have nothing to tell, and told nothing for a day."""
-    held = select(GroupMember.group_id).where(GroupMember.group_id == AlertGroup.id)
+    on_hold = select(GroupMember.group_id).where(GroupMember.group_id == AlertGroup.id)
     empty = (
         select(AlertGroup.id)
         .where(
@@ -103,7 +107,7 @@ def purge_groups(service: Service) -> None:
             AlertGroup.due_ns.is_(None),
             AlertGroup.open.is_(False),
             AlertGroup.notified_ns < now_ns() - IDLE_NS,
-            ~held.exists(),
+            ~on_hold.exists(),
         )
         .limit(_AT_ONCE)
         .with_for_update(skip_locked=True)

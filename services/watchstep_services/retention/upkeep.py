@@ -82,20 +82,20 @@ def upkeep(service: Service, most: int = _AT_ONCE, upkept: Upkept | None = None)
     done = 0
     while done < most and not upkept.closed:
         with upkept.claiming:
-            held = _claim(service, upkept.projects)
-            if held is None:
+            claim = _claim(service, upkept.projects)
+            if claim is None:
                 break
-            upkept.projects.add(held.project)
+            upkept.projects.add(claim.project)
         try:
-            _do(service, held)
+            _do(service, claim)
         except WatchstepError as error:
-            _log.warning("upkeep of %s/%s: %s: %s", held.project, held.run, held.step, error.what)
-            _failed(service, held, error.what)
+            _log.warning("upkeep of %s/%s: %s: %s", claim.project, claim.run, claim.step, error.what)
+            _failed(service, claim, error.what)
         except Exception as error:  # noqa: BLE001 - whatever lies on the store; it must not keep others from their turn
-            _log.exception("upkeep of %s/%s: %s failed", held.project, held.run, held.step)
-            _failed(service, held, f"{type(error).__name__}: {error}")
+            _log.exception("upkeep of %s/%s: %s failed", claim.project, claim.run, claim.step)
+            _failed(service, claim, f"{type(error).__name__}: {error}")
         finally:
-            upkept.projects.discard(held.project)
+            upkept.projects.discard(claim.project)
         done += 1
     return done
 
@@ -169,41 +169,41 @@ def _kept(row: Upkeep) -> UpkeepProgress:
     )
 
 
-def _do(service: Service, held: UpkeepClaim) -> None:
-    run_store = _store(service, held)
-    if held.step == "delete_run":
-        if not _is_still_over(service, held):
+def _do(service: Service, claim: UpkeepClaim) -> None:
+    run_store = _store(service, claim)
+    if claim.step == "delete_run":
+        if not _is_still_over(service, claim):
             return
         deleted = delete_objects(run_store)
         with service.database.write() as session:
-            run = session.get(RunRow, held.run_id, with_for_update=True)
-            if _mine(session, held) is not None and run is not None and run.state in _OVER:
+            run = session.get(RunRow, claim.run_id, with_for_update=True)
+            if _mine(session, claim) is not None and run is not None and run.state in _OVER:
                 lift(session)  # of a run that has ended: nobody else waits for its rows
-                delete_rows(session, held.run_id)
+                delete_rows(session, claim.run_id)
         service.known.discard(
-            (held.project, held.run)
+            (claim.project, claim.run)
         )  # a run of that name that comes later is found by listing
         _log.info(
-            "run %s/%s: deleted, as its project's policy says: %d objects", held.project, held.run, deleted
+            "run %s/%s: deleted, as its project's policy says: %d objects", claim.project, claim.run, deleted
         )
         return
-    if held.step == "summarize":
-        if _is_read(service, held):
-            summarize(service, held.run_id, run_store)
-    elif held.step == "compact":
-        if _is_read(service, held):
+    if claim.step == "summarize":
+        if _is_read(service, claim):
+            summarize(service, claim.run_id, run_store)
+    elif claim.step == "compact":
+        if _is_read(service, claim):
             compact(run_store)
-    elif held.step == "delete_originals":
-        if _is_read(service, held):
-            compact(run_store, delete_after=0.0, may_delete=_judged(service, held))
-    elif _is_still_over(service, held):
+    elif claim.step == "delete_originals":
+        if _is_read(service, claim):
+            compact(run_store, delete_after=0.0, may_delete=_judged(service, claim))
+    elif _is_still_over(service, claim):
         delete_objects(run_store, TENSORS)
     else:
         return
     with service.database.write() as session:
-        row = _mine(session, held)
+        row = _mine(session, claim)
         if row is not None:
-            setattr(row, _DONE[held.step], read_clock(session))
+            setattr(row, _DONE[claim.step], read_clock(session))
             row.lease_until_ns, row.next_ns, row.tries, row.problem = 0, 0, 0, ""
 
 
@@ -213,10 +213,10 @@ def is_being_stopped(session: Session, run_id: int) -> bool:
     return session.execute(pending).first() is not None
 
 
-def _is_over(service: Service, held: UpkeepClaim) -> bool:
+def _is_over(service: Service, claim: UpkeepClaim) -> bool:
     """Whether the run is still over. One that has begun anew since it was claimed is let be."""
     with service.database.write() as session:
-        run, row = session.get(RunRow, held.run_id, with_for_update=True), _mine(session, held)
+        run, row = session.get(RunRow, claim.run_id, with_for_update=True), _mine(session, claim)
         if run is not None and run.state in _OVER:
             return row is not None
         if row is not None:
@@ -224,7 +224,7 @@ def _is_over(service: Service, held: UpkeepClaim) -> bool:
     return False
 
 
-def _is_still_over(service: Service, held: UpkeepClaim) -> bool:
+def _is_still_over(service: Service, claim: UpkeepClaim) -> bool:
     """List a run before anything of it is deleted for good: an attempt may have begun anew that nobody announced.
 
     Returns:
@@ -233,14 +233,14 @@ def _is_still_over(service: Service, held: UpkeepClaim) -> bool:
     Raises:
         StoreError: something came, and is judged first. What has waited for a day is not waited for.
     """
-    found = discover(service, held.run_id)
+    found = discover(service, claim.run_id)
     with service.database.read() as session:
-        now, run = read_clock(session), session.get_one(RunRow, held.run_id)
+        now, run = read_clock(session), session.get_one(RunRow, claim.run_id)
         begun = run.attempt != run.state_attempt
         waiting = session.execute(
             select(Segment.id)
             .where(
-                Segment.run_id == held.run_id,
+                Segment.run_id == claim.run_id,
                 Segment.state == "announced",
                 Segment.found_ns > now - _WAITING_NS,
             )
@@ -248,11 +248,11 @@ def _is_still_over(service: Service, held: UpkeepClaim) -> bool:
         ).first()
     if found.fresh or waiting is not None:
         raise StoreError(
-            f"run {held.project}/{held.run}: something was recorded since it ended", "it is judged first"
+            f"run {claim.project}/{claim.run}: something was recorded since it ended", "it is judged first"
         )
     if begun:
-        advance_run(service, held.run_id)
-    return _is_over(service, held)
+        advance_run(service, claim.run_id)
+    return _is_over(service, claim)
 
 
 _DONE = {
@@ -263,7 +263,7 @@ _DONE = {
 }
 
 
-def _is_read(service: Service, held: UpkeepClaim) -> bool:
+def _is_read(service: Service, claim: UpkeepClaim) -> bool:
     """Whether there is something to summarize or to compact.
 
     The run is listed: a segment that nobody announced and no look has found yet would be written anew and deleted unjudged.
@@ -271,39 +271,39 @@ def _is_read(service: Service, held: UpkeepClaim) -> bool:
     Raises:
         StoreError: segments wait to be judged; they are judged before they are summarized or written anew.
     """
-    discover(service, held.run_id)
+    discover(service, claim.run_id)
     with service.database.read() as session:
         states = set(
-            session.execute(select(Segment.state).where(Segment.run_id == held.run_id).distinct()).scalars()
+            session.execute(select(Segment.state).where(Segment.run_id == claim.run_id).distinct()).scalars()
         )
     if "announced" in states:
         raise StoreError(
-            f"run {held.project}/{held.run}: segments wait to be judged", "it is tried again later"
+            f"run {claim.project}/{claim.run}: segments wait to be judged", "it is tried again later"
         )
     return "read" in states
 
 
-def _judged(service: Service, held: UpkeepClaim) -> Callable[[SegmentKey], bool]:
+def _judged(service: Service, claim: UpkeepClaim) -> Callable[[SegmentKey], bool]:
     """Whether a segment was judged. One that came since the run was listed was not, though a compaction may have read it."""
     with service.database.read() as session:
         rows = session.execute(
             select(Segment.attempt, Segment.node, Segment.writer, Segment.seq).where(
-                Segment.run_id == held.run_id, Segment.state.in_(("read", "corrupt"))
+                Segment.run_id == claim.run_id, Segment.state.in_(("read", "corrupt"))
             )
         ).all()
     judged = {(WriterId(attempt, node, writer), seq) for attempt, node, writer, seq in rows}
     return lambda key: (key.writer, key.seq) in judged
 
 
-def _store(service: Service, held: UpkeepClaim) -> Store:
+def _store(service: Service, claim: UpkeepClaim) -> Store:
     with service.database.read() as session:
-        place = session.get_one(Project, held.project).place
-    return service.stores.of_run(place, held.run)
+        place = session.get_one(Project, claim.project).place
+    return service.stores.of_run(place, claim.run)
 
 
-def _failed(service: Service, held: UpkeepClaim, problem: str) -> None:
+def _failed(service: Service, claim: UpkeepClaim, problem: str) -> None:
     with service.database.write() as session:
-        row = _mine(session, held)
+        row = _mine(session, claim)
         if row is not None:
             _put_off(row, problem, read_clock(session))
 
@@ -315,9 +315,9 @@ def _put_off(row: Upkeep, problem: str, now: int) -> None:
     row.next_ns = now + min(_LONGEST_NS, _AGAIN_NS * 2 ** min(row.tries, 20))
 
 
-def _mine(session: Session, held: UpkeepClaim) -> Upkeep | None:
+def _mine(session: Session, claim: UpkeepClaim) -> Upkeep | None:
     """The run's row, unless another process has taken the run since."""
-    return UPKEEP_LEASE.lock(session, held.run_id, held.claims)
+    return UPKEEP_LEASE.lock(session, claim.run_id, claim.claims)
 
 
 _THREADS = 2

@@ -77,7 +77,7 @@ def found(session: Session, run: RunRow, document: AttemptDocument) -> None:
 
 
 def load(
-    database: Database, run_store: Store, run_id: int, attempt: str, held: Claim | None = None
+    database: Database, run_store: Store, run_id: int, attempt: str, claim: Claim | None = None
 ) -> Attempt:
     """The row of an attempt that has segments, made where there is none, with its document's content.
 
@@ -86,7 +86,7 @@ def load(
         run_store: the run's.
         run_id: of the run.
         attempt: its name.
-        held: the claim of the evaluation that asks; None where somebody else does.
+        claim: the claim of the evaluation that asks; None where somebody else does.
 
     Raises:
         FencedError: another worker has taken the run.
@@ -95,7 +95,7 @@ def load(
     row = described(database, run_id, attempt)
     if row is not None:
         return row
-    return _take_over(database, (run_id, held), attempt, read_document(run_store, attempt))
+    return _take_over(database, (run_id, claim), attempt, read_document(run_store, attempt))
 
 
 def described(database: Database, run_id: int, attempt: str) -> Attempt | None:
@@ -113,9 +113,9 @@ def undescribed(database: Database, run_id: int, attempt: str) -> Attempt:
 def _take_over(
     database: Database, of: tuple[int, Claim | None], attempt: str, document: AttemptDocument | None
 ) -> Attempt:
-    run_id, held = of
+    run_id, claim = of
     with database.write() as session:
-        run = lock_run(session, run_id, held)
+        run = lock_run(session, run_id, claim)
         if document is not None:
             found(session, run, document)
             return ensure(session, run_id, attempt)

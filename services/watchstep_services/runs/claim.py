@@ -101,13 +101,15 @@ def _claimed(database: Database, statement: tuple[Any, Any], named: dict[str, An
         run = connection.execute(statement[at_once], named).one_or_none()
         if run is None:
             return None
-        held = run if at_once else connection.execute(_PLACE, {"project": run.project}).one()
-    registration = StoreRegistration(held.url, held.role_arn, held.external_id, held.region, held.endpoint)
+        claim = run if at_once else connection.execute(_PLACE, {"project": run.project}).one()
+    registration = StoreRegistration(
+        claim.url, claim.role_arn, claim.external_id, claim.region, claim.endpoint
+    )
     return Claim(
         run_id=run.id,
         project=run.project,
         run=run.run,
-        place=StorePlace(held.store_id, held.version, registration, held.prefix, run.project),
+        place=StorePlace(claim.store_id, claim.version, registration, claim.prefix, run.project),
         epoch=run.epoch,
         cursor=run.cursor,
         journal=run.journal,
@@ -195,38 +197,38 @@ _LONGEST_DUE = (
 _CLAIM_LONGEST_DUE = _both(_ANY.where(RunRow.id == unlocked(_LONGEST_DUE, RunRow).scalar_subquery()))
 
 
-def renew(database: Database, held: Claim, lease_ns: int) -> bool:
+def renew(database: Database, claim: Claim, lease_ns: int) -> bool:
     """Extend a claim; False where another worker has taken the run."""
     with database.bare() as connection:
-        return RUN_LEASE.renew(connection, held.run_id, held.epoch, lease_ns)
+        return RUN_LEASE.renew(connection, claim.run_id, claim.epoch, lease_ns)
 
 
-def release(database: Database, held: Claim, due_ns: int | None) -> bool:
+def release(database: Database, claim: Claim, due_ns: int | None) -> bool:
     """Let a run go without a change, unless another has taken it.
 
     Args:
         database: the database.
-        held: the claim.
+        claim: the claim.
         due_ns: when to look again without a hint.
 
     Returns:
         Whether a hint came while it was held, whose message may have found it held: it is to be looked at again.
     """
-    named = {"lease_key": held.run_id, "lease_token": held.epoch, "seen": held.hints, "next_ns": due_ns}
+    named = {"lease_key": claim.run_id, "lease_token": claim.epoch, "seen": claim.hints, "next_ns": due_ns}
     with database.bare() as connection:
         hints = connection.execute(_RELEASE, named).scalar_one_or_none()
-    return hints is not None and hints != held.hints
+    return hints is not None and hints != claim.hints
 
 
-def release_after_failure(database: Database, held: Claim, after_ns: int) -> None:
+def release_after_failure(database: Database, claim: Claim, after_ns: int) -> None:
     """Let a run go that could not be evaluated, unless another has taken it; it is due again after some time.
 
     Args:
         database: the database.
-        held: the claim.
+        claim: the claim.
         after_ns: how long to wait, from now on.
     """
-    named = {"lease_key": held.run_id, "lease_token": held.epoch, "seen": held.hints, "after_ns": after_ns}
+    named = {"lease_key": claim.run_id, "lease_token": claim.epoch, "seen": claim.hints, "after_ns": after_ns}
     with database.bare() as connection:
         connection.execute(_RELEASE_AFTER_FAILURE, named)
 
@@ -252,20 +254,20 @@ class FencedError(Exception):
     """Another worker has taken the run: whatever was found out is discarded."""
 
 
-def lock_run(session: Session, run_id: int, held: Claim | None) -> RunRow:
+def lock_run(session: Session, run_id: int, claim: Claim | None) -> RunRow:
     """Lock a run's row until the transaction ends, so that nobody takes the run meanwhile.
 
     Args:
         session: the transaction.
         run_id: of the run.
-        held: the claim in whose name is written; None for work that needs none.
+        claim: the claim in whose name is written; None for work that needs none.
 
     Raises:
         FencedError: another worker has taken the run.
     """
-    if held is None:
+    if claim is None:
         return session.get_one(RunRow, run_id, with_for_update=True)
-    run = RUN_LEASE.lock(session, run_id, held.epoch)
+    run = RUN_LEASE.lock(session, run_id, claim.epoch)
     if run is None:
         raise FencedError
     return run
@@ -294,9 +296,9 @@ class EventContext:
     now_ns: int
 
     @classmethod
-    def of(cls, base_url: str, held: Claim, attempt: str, now_ns: int) -> EventContext:
+    def of(cls, base_url: str, claim: Claim, attempt: str, now_ns: int) -> EventContext:
         """That of an evaluation."""
-        return cls(base_url, held.run_id, held.project, held.run, held.place.location, attempt, now_ns)
+        return cls(base_url, claim.run_id, claim.project, claim.run, claim.place.location, attempt, now_ns)
 
     @property
     def named(self) -> tuple[str, str]:

@@ -81,7 +81,7 @@ class _Known:
 def discover(
     service: Service,
     run_id: int,
-    held: Claim | None = None,
+    claim: Claim | None = None,
     read: Collection[SegmentKey] = (),
     *,
     forget_at_once: bool = False,
@@ -94,7 +94,7 @@ def discover(
     Args:
         service: the service.
         run_id: of the run.
-        held: the claim of the evaluation that looks; None where somebody else does.
+        claim: the claim of the evaluation that looks; None where somebody else does.
         read: segments that this evaluation has read.
         forget_at_once: younger announcements of segments that do not exist are forgotten, too. A segment that was announced
             before it was written is found by a later listing.
@@ -107,14 +107,14 @@ def discover(
     with service.database.read() as session:
         run = session.get_one(RunRow, run_id)
         place = session.get_one(Project, run.project).place
-        known = _known(service, run_id)
+        stored = _known(service, run_id)
     run_store = service.stores.of_run(place, run.run)
-    found = _list(_Documents(run_store, run_id, service.refused_documents), known)
+    listing = _list(_Documents(run_store, run_id, service.refused_documents), stored)
     failpoint("discover.listed", run_id)
-    found.segments.update(read)
+    listing.segments.update(read)
     gap_ns = 0 if forget_at_once else nanoseconds(service.settings.gap_seconds)
-    chosen, left = _chosen(known, found)
-    fresh, forgotten = _record(service, (run_id, held), chosen, left, found, known.at_ns - gap_ns)
+    chosen, left = _chosen(stored, listing)
+    fresh, forgotten = _record(service, (run_id, claim), chosen, left, listing, stored.at_ns - gap_ns)
     service.listing_times.put(run_id, time.monotonic() - began)
     failpoint("discover.recorded", run_id)
     return Listing(fresh or (forget_at_once and forgotten > 0), complete=not left)
@@ -184,58 +184,60 @@ class _Documents:
         return None
 
 
-def _list(held: _Documents, known: _Known) -> _Found:
-    found = _Found(problems=held.problems)
-    for entry in held.store.entries(layout.ATTEMPTS):
+def _list(run_documents: _Documents, stored: _Known) -> _Found:
+    listing = _Found(problems=run_documents.problems)
+    for entry in run_documents.store.entries(layout.ATTEMPTS):
         attempt = entry.key.removeprefix(layout.ATTEMPTS).removesuffix(".json")
-        if attempt not in known.attempts:
-            document = held.read(AttemptDocument, entry, lambda said: layout.attempt_document(said.attempt))
+        if attempt not in stored.attempts:
+            document = run_documents.read(
+                AttemptDocument, entry, lambda said: layout.attempt_document(said.attempt)
+            )
             if document is not None:
-                found.attempts.append(replace(document, host=""))  # which may be long, and is not kept
-    _list_ends(held, known, found)
-    for entry in held.store.entries(layout.SEGMENTS):
+                listing.attempts.append(replace(document, host=""))  # which may be long, and is not kept
+    _list_ends(run_documents, stored, listing)
+    for entry in run_documents.store.entries(layout.SEGMENTS):
         try:
-            found.segments.add(SegmentKey.parse(entry.key))
+            listing.segments.add(SegmentKey.parse(entry.key))
         except FormatError as error:
-            found.problems[entry.key] = error.what
-    found.attempts.sort(key=lambda document: (document.started_ns, document.attempt))
-    return found
+            listing.problems[entry.key] = error.what
+    listing.attempts.sort(key=lambda document: (document.started_ns, document.attempt))
+    return listing
 
 
-def _list_ends(held: _Documents, known: _Known, found: _Found) -> None:
+def _list_ends(run_documents: _Documents, stored: _Known, listing: _Found) -> None:
     left = _ENDS_AT_ONCE
-    for entry in held.store.entries(layout.ENDS):
+    for entry in run_documents.store.entries(layout.ENDS):
         attempt, _, rank = entry.key.removeprefix(layout.ENDS).removesuffix(".json").partition("/")
         if not (rank.isascii() and rank.isdecimal()):
             continue
         if len(rank) > _RANK_DIGITS or int(rank) >= attempts.MOST_RANKS:
-            found.problems[entry.key] = (
+            listing.problems[entry.key] = (
                 f"{entry.key[:200]}: the ranks that are followed are below {attempts.MOST_RANKS}"
             )
             continue
-        if (attempt, int(rank)) in known.ends:
+        if (attempt, int(rank)) in stored.ends:
             continue
         left -= 1
         if left < 0:
             return
-        end = held.read(EndDocument, entry, functools.partial(_key_of_end, attempt))
+        end = run_documents.read(EndDocument, entry, functools.partial(_key_of_end, attempt))
         if end is not None:
             # Of up to so many that are read before they are recorded, what is not kept need not stay in memory.
             end = replace(end, reason=end.reason[: attempts.LONGEST_REASON], health={})
-            found.ends.setdefault(attempt, []).append(end)
+            listing.ends.setdefault(attempt, []).append(end)
 
 
 def _key_of_end(attempt: str, end: EndDocument) -> str:
     return layout.end_document(attempt, end.worker)
 
 
-def _chosen(known: _Known, found: _Found) -> tuple[list[SegmentKey], int]:
+def _chosen(stored: _Known, listing: _Found) -> tuple[list[SegmentKey], int]:
     """The new segments that this listing puts into the database, and how many it leaves to the next ones.
 
     Those of all writers come by turns, each writer's in its order, so that none of them waits for another's backlog.
     """
-    fresh = found.segments - known.segments
-    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, _MOST_WAITING - known.waiting))
+    fresh = listing.segments - stored.segments
+    room = min(_SEGMENTS_AT_ONCE, max(_LEAST_SEGMENTS, _MOST_WAITING - stored.waiting))
     chosen = heapq.nsmallest(room, fresh, key=lambda key: (key.seq, key))
     return sorted(chosen), len(fresh) - len(chosen)
 
@@ -245,43 +247,43 @@ def _record(
     of: tuple[int, Claim | None],
     fresh: list[SegmentKey],
     left: int,
-    found: _Found,
+    listing: _Found,
     before_ns: int,
 ) -> tuple[bool, int]:
     """Returns whether there is something new to read, and how many announcements were forgotten."""
-    run_id, held = of
+    run_id, claim = of
     forgotten = 0
-    something = bool(found.attempts or found.ends)
+    something = bool(listing.attempts or listing.ends)
     # In portions, so that a long backlog does not hold SQLite's one writer.
     for start in range(0, len(fresh), _ROWS_AT_ONCE):
         with service.database.write() as session:
-            if held is not None:
-                lock_run(session, run_id, held)
+            if claim is not None:
+                lock_run(session, run_id, claim)
             now = read_clock(session)
             for key in fresh[start : start + _ROWS_AT_ONCE]:
                 something |= put_segment(session, run_id, key, now, listed=True)
-    for start in range(0, len(found.attempts), _ROWS_AT_ONCE):
+    for start in range(0, len(listing.attempts), _ROWS_AT_ONCE):
         with service.database.write() as session:
-            run = lock_run(session, run_id, held)
-            for document in found.attempts[start : start + _ROWS_AT_ONCE]:
+            run = lock_run(session, run_id, claim)
+            for document in listing.attempts[start : start + _ROWS_AT_ONCE]:
                 attempts.found(session, run, document)
-    for portion in _portions(found.ends):
+    for portion in _portions(listing.ends):
         with service.database.write() as session:
-            lock_run(session, run_id, held)
+            lock_run(session, run_id, claim)
             now = read_clock(session)
             for attempt in portion:
-                attempts.note_ends(attempts.ensure(session, run_id, attempt), found.ends[attempt], now)
+                attempts.note_ends(attempts.ensure(session, run_id, attempt), listing.ends[attempt], now)
     with service.database.write() as session:
         # The run's row first, as every other transaction takes it, so that none waits for another in a circle.
-        run = lock_run(session, run_id, held)
+        run = lock_run(session, run_id, claim)
         now = read_clock(session)
-        if held is not None or run.lease_until_ns <= now:
-            forgotten = _forget_bogus(session, run, before_ns, found, claimed=held is not None)
+        if claim is not None or run.lease_until_ns <= now:
+            forgotten = _forget_bogus(session, run, before_ns, listing, claimed=claim is not None)
         run.listed_ns = now
         if fresh:
             run.last_seen_ns = now
-        if found.problems:
-            run.health = {**run.health, "documents": dict(sorted(found.problems.items())[:20])}
+        if listing.problems:
+            run.health = {**run.health, "documents": dict(sorted(listing.problems.items())[:20])}
         if left or UNLISTED in run.health:
             others = {name: value for name, value in run.health.items() if name != UNLISTED}
             run.health = {**others, UNLISTED: left} if left else others
@@ -305,10 +307,10 @@ def _portions(ends: dict[str, list[EndDocument]]) -> Iterator[list[str]]:
         yield portion
 
 
-def _forget_bogus(session: Session, run: RunRow, before_ns: int, found: _Found, *, claimed: bool) -> int:
+def _forget_bogus(session: Session, run: RunRow, before_ns: int, listing: _Found, *, claimed: bool) -> int:
     """Forget announcements, as old as that, of segments that the listing did not find; returns how many."""
     announced = session.execute(select(Segment).filter_by(run_id=run.id, state="announced")).scalars()
-    bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in found.segments]
+    bogus = [row.id for row in announced if row.found_ns <= before_ns and key_of(row) not in listing.segments]
     if not bogus:
         return 0
     for start in range(0, len(bogus), _ROWS_AT_ONCE):

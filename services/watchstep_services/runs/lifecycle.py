@@ -156,10 +156,10 @@ def start_run(service: Service, session: Session, run_id: int, now: int) -> None
     """
     run = session.get_one(RunRow, run_id)
     _end_replaced(service, session, run, now)
-    found = bound_job(session, run_id, run.attempt)
-    status, gone_for = _status_of(found), 0
-    if found is not None:
-        gone_for = now - (found.row.gone_ns or now)
+    bound = bound_job(session, run_id, run.attempt)
+    status, gone_for = _status_of(bound), 0
+    if bound is not None:
+        gone_for = now - (bound.row.gone_ns or now)
     state = _state_of(service, session, run, status, gone_for, now)
     if state == "running":
         _change(service, run, state, now, session)

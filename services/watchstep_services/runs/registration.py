@@ -247,18 +247,18 @@ def discover_runs(service: Service) -> list[int]:
     _attempted(service, "", lambda: _discover_projects(service))
     with service.database.read() as session:
         projects = list(session.execute(select(Project).filter_by(archived_ns=None)).scalars())
-    found: list[_Intake] = []
+    intakes: list[_Intake] = []
     until = time.monotonic() + _ALL_SECONDS
     for project in projects:
         look = functools.partial(_discover_in, service, project, until)
-        found += service.patience.ask(
+        intakes += service.patience.ask(
             project.place.registration,
             functools.partial(_attempted, service, project.name, look),
             service.settings.store_wait_seconds,
             [],
         )
-    wait([one for one in found if isinstance(one, Future)], service.settings.store_wait_seconds)
-    return [run_id for one in found if (run_id := _run_id_of(one)) is not None]
+    wait([intake for intake in intakes if isinstance(intake, Future)], service.settings.store_wait_seconds)
+    return [run_id for intake in intakes if (run_id := _run_id_of(intake)) is not None]
 
 
 def _run_id_of(intake: _Intake) -> int | None:
@@ -272,24 +272,24 @@ def _attempted(service: Service, project: str, look: Callable[[], list[_Intake]]
     """What a look found; nothing where it failed, which the log is told once for each time that it begins."""
     began = time.monotonic()
     try:
-        found = look()
+        intakes = look()
     except Exception as error:
         if is_of_all(error):
             raise
-        known = error.what if isinstance(error, WatchstepError) else ""
+        message = error.what if isinstance(error, WatchstepError) else ""
         metrics.SWEEP_FAULTS.labels("project").inc()
         if (project, "") not in service.untaken:
             service.untaken.add((project, ""))
             where = f"runs of project {project}" if project else "new projects"
             _log.warning(
-                "%s cannot be looked for: %s; it is tried again", where, known or error,
-                exc_info=None if known else error,
+                "%s cannot be looked for: %s; it is tried again", where, message or error,
+                exc_info=None if message else error,
             )  # fmt: skip
         if project:
             _put_off(service, project, time.monotonic() - began)
         return []
     service.untaken.discard((project, ""))
-    return found
+    return intakes
 
 
 def _put_off(service: Service, project: str, seconds: float) -> None:
@@ -309,9 +309,9 @@ def _discover_projects(service: Service) -> list[_Intake]:
     if not root.is_local or service.settings.new_projects != "on_first_run":
         return []
     with service.database.read() as session:
-        known = set(session.execute(select(Project.name)).scalars())
+        message = set(session.execute(select(Project.name)).scalars())
     for name in root.folders():
-        if name in known or not _is_name(name):
+        if name in message or not _is_name(name):
             continue
         try:
             with service.database.write() as session:
@@ -347,16 +347,16 @@ def _discover_in(service: Service, project: Project, until: float) -> list[_Inta
         if _is_name(name) and (project.name, name) not in service.in_intake
     ]
     is_behind = any(of == project.name for of, _ in list(service.in_intake))
-    found: list[_Intake] = []
+    intakes: list[_Intake] = []
     until = min(until, time.monotonic() + SLICE_SECONDS)
     for name in fresh:
-        one = _seen(service, store, project.name, name)
-        if one is not None and not (is_behind and isinstance(one, Future)):
-            found.append(one)
+        intake = _seen(service, store, project.name, name)
+        if intake is not None and not (is_behind and isinstance(intake, Future)):
+            intakes.append(intake)
         # Other projects and due stops wait for this sweep.
         if time.monotonic() >= until:
             break
-    return found
+    return intakes
 
 
 def _look_at_begun(service: Service, store: Store, project: str, names: Sequence[str]) -> None:
@@ -466,10 +466,10 @@ def _not_taken_in(service: Service, project: str, run: str, error: Exception) ->
     if (project, run) in service.untaken:
         return
     service.untaken.add((project, run))
-    known = error.what if isinstance(error, WatchstepError) else ""
+    message = error.what if isinstance(error, WatchstepError) else ""
     _log.warning(
-        "run %s/%s cannot be taken in: %s; it is tried at every listing", project, run, known or error,
-        exc_info=None if known else error,
+        "run %s/%s cannot be taken in: %s; it is tried at every listing", project, run, message or error,
+        exc_info=None if message else error,
     )  # fmt: skip
 
 

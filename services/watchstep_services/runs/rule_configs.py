@@ -41,21 +41,21 @@ def put_all(
     asks for is kept as overridden then, and judges when it is asked for again and no other stands for it. A recorder's keep no
     other quiet, and are left out where the same judges already. An evaluation under way begins anew where something changed.
     """
-    held = _held(session, run)
-    before = {name: row.data for name, row in held.items()}
+    rows = _held(session, run)
+    before = {name: row.data for name, row in rows.items()}
     if origin == "operator":
         for config in asked:
-            _put(session, run, "operator", config, held)
+            _put(session, run, "operator", config, rows)
     ours = of_project(session, run.project)
     for config in ours:
-        _put(session, run, "project", config, held)
-    _put_owners(session, run, owners, held)
+        _put(session, run, "project", config, rows)
+    _put_owners(session, run, owners, rows)
     if origin == "recorder":
         plain = {_without_actions(config) for config in (*owners, *ours)}
         for config in asked:
             if _without_actions(config) not in plain:
-                _put(session, run, "recorder", config.without_inhibits(), held)
-    if before and {name: row.data for name, row in held.items()} != before:
+                _put(session, run, "recorder", config.without_inhibits(), rows)
+    if before and {name: row.data for name, row in rows.items()} != before:
         _fence(session, run)
 
 
@@ -69,10 +69,10 @@ def apply_owner_rules(database: Database, owners: Sequence[RuleConfig]) -> None:
     for run_id in run_ids:
         with database.write() as session:
             run = session.get_one(RunRow, run_id)
-            held = _held(session, run)
-            before = {name: row.data for name, row in held.items()}
-            _put_owners(session, run, owners, held)
-            if {name: row.data for name, row in held.items()} != before:
+            rows = _held(session, run)
+            before = {name: row.data for name, row in rows.items()}
+            _put_owners(session, run, owners, rows)
+            if {name: row.data for name, row in rows.items()} != before:
                 _fence(session, run)
 
 
@@ -90,7 +90,7 @@ def remove(session: Session, run: RunRow, row: RuleConfigRow) -> None:
 
 def in_force(session: Session, run: RunRow, name: str) -> RuleConfigRow | None:
     """The rule config of a name that judges a run: the operator's before the project's, the owner's and a recorder's."""
-    rows = {kind: row for (kind, held), row in _held(session, run).items() if held == name}
+    rows = {kind: row for (kind, rows), row in _held(session, run).items() if rows == name}
     return next(
         (rows[origin] for origin in ("operator", "project", "owner", "recorder") if origin in rows), None
     )
@@ -101,13 +101,13 @@ def of_project(session: Session, project: str) -> list[RuleConfig]:
     rows = session.execute(
         select(ProjectRule).filter_by(project=project).order_by(ProjectRule.name)
     ).scalars()
-    found = []
+    configs = []
     for row in rows:
         try:
-            found.append(RuleConfig.model_validate(row.data))
+            configs.append(RuleConfig.model_validate(row.data))
         except ValueError:
             continue
-    return found
+    return configs
 
 
 def _held(session: Session, run: RunRow) -> _Held:
@@ -115,52 +115,52 @@ def _held(session: Session, run: RunRow) -> _Held:
     return {(row.origin, row.name): row for row in rows}
 
 
-def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, held: _Held) -> None:
-    if any((stronger, config.name) in held for stronger in _REPLACED_BY[origin]):
+def _put(session: Session, run: RunRow, origin: Origin, config: RuleConfig, rows: _Held) -> None:
+    if any((stronger, config.name) in rows for stronger in _REPLACED_BY[origin]):
         if origin == "recorder":
-            _put_overridden(session, run, config, held)
+            _put_overridden(session, run, config, rows)
         return
     data = config.as_data()
-    overridden = held.pop((OVERRIDDEN, config.name), None) if origin == "recorder" else None
+    overridden = rows.pop((OVERRIDDEN, config.name), None) if origin == "recorder" else None
     if overridden is not None:
         overridden.origin = origin
-        held[origin, config.name] = overridden
-    known = held.get((origin, config.name))
+        rows[origin, config.name] = overridden
+    known = rows.get((origin, config.name))
     stops = config.stops and origin == "owner"
     if known is None:
         row = RuleConfigRow(
             run_id=run.id, origin=origin, name=config.name, rule=config.rule, data=data, granted_stop=stops
         )
         session.add(row)
-        held[origin, config.name] = row
+        rows[origin, config.name] = row
     elif known.data != data:
         known.data, known.rule, known.granted_stop = data, config.rule, stops
         # What it remembers was gathered under other parameters.
         session.execute(delete(RuleStateRow).where(RuleStateRow.config_id == known.id))
     for weaker, stronger in _REPLACED_BY.items():
-        if origin in stronger and (weaker, config.name) in held:
-            row = held.pop((weaker, config.name))
+        if origin in stronger and (weaker, config.name) in rows:
+            row = rows.pop((weaker, config.name))
             if weaker == "recorder":
                 row.origin, row.granted_stop = OVERRIDDEN, False
-                held[OVERRIDDEN, config.name] = row
+                rows[OVERRIDDEN, config.name] = row
             else:
                 _retire(row)
 
 
-def _put_owners(session: Session, run: RunRow, owners: Sequence[RuleConfig], held: _Held) -> None:
+def _put_owners(session: Session, run: RunRow, owners: Sequence[RuleConfig], rows: _Held) -> None:
     for config in owners:
-        _put(session, run, "owner", config, held)
+        _put(session, run, "owner", config, rows)
     names = {config.name for config in owners}
-    for origin, name in [key for key in held if key[0] == "owner" and key[1] not in names]:
-        _retire(held.pop((origin, name)))
+    for origin, name in [key for key in rows if key[0] == "owner" and key[1] not in names]:
+        _retire(rows.pop((origin, name)))
 
 
-def _put_overridden(session: Session, run: RunRow, config: RuleConfig, held: _Held) -> None:
-    row = held.get((OVERRIDDEN, config.name))
+def _put_overridden(session: Session, run: RunRow, config: RuleConfig, rows: _Held) -> None:
+    row = rows.get((OVERRIDDEN, config.name))
     if row is None:
         row = RuleConfigRow(run_id=run.id, origin=OVERRIDDEN, name=config.name, granted_stop=False)
         session.add(row)
-        held[OVERRIDDEN, config.name] = row
+        rows[OVERRIDDEN, config.name] = row
     row.rule, row.data = config.rule, config.as_data()
 
 

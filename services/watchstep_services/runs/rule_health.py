@@ -32,29 +32,29 @@ _KINDS: dict[RuleHealth, EventType] = {
 
 
 def tell_health(
-    session: Session, place: EventContext, judged: Judged, kept: RuleStateRow, watermark: int
+    session: Session, context: EventContext, judged: Judged, state: RuleStateRow, watermark: int
 ) -> None:
     """Publish that a rule came into error, judges nothing, or is well again; each once.
 
     Args:
         session: the transaction.
-        place: where and when.
+        context: where and when.
         judged: what the rule config said.
-        kept: its row of the attempt.
+        state: its row of the attempt.
         watermark: the last step that every worker has passed.
     """
-    if not has_news(judged.config, judged.memory, kept.reported_health, watermark):
+    if not has_news(judged.config, judged.memory, state.reported_health, watermark):
         return
     health = judged.memory.health
     if health is RuleHealth.ERROR:
-        _tell(session, place, judged.row, judged.memory, kept)
+        _tell(session, context, judged.row, judged.memory, state)
     elif health is RuleHealth.OK:
-        _tell(session, place, judged.row, judged.memory, kept)
-        kept.reported_health = ""
+        _tell(session, context, judged.row, judged.memory, state)
+        state.reported_health = ""
     else:
         if not _was_told(session, judged.row.id):
-            _tell(session, place, judged.row, judged.memory, kept)
-        kept.reported_health = health.value
+            _tell(session, context, judged.row, judged.memory, state)
+        state.reported_health = health.value
 
 
 def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, watermark: int) -> bool:
@@ -74,25 +74,25 @@ def has_news(config: RuleConfig | None, memory: RuleMemory, told: str, watermark
     return not told and watermark >= NO_DATA_STEPS and _is_chosen(config)
 
 
-def tell_silent(session: Session, place: EventContext) -> None:
+def tell_silent(session: Session, context: EventContext) -> None:
     """Publish of a run that has ended which rules, of those that somebody chose, judged nothing of its last attempt."""
     rows = session.execute(
         select(RuleConfigRow, RuleStateRow)
         .join(RuleStateRow, RuleStateRow.config_id == RuleConfigRow.id)
         .where(
-            RuleConfigRow.run_id == place.run_id,
-            RuleStateRow.attempt == place.attempt,
+            RuleConfigRow.run_id == context.run_id,
+            RuleStateRow.attempt == context.attempt,
             RuleStateRow.reported_health == "",
             ~RuleConfigRow.origin.startswith("retired"),
         )
         .order_by(RuleConfigRow.id)
     ).all()
-    for row, kept in rows:
-        loaded = load_config(row, kept.state)
+    for row, state in rows:
+        loaded = load_config(row, state.state)
         if loaded.memory.health is RuleHealth.NO_DATA and _is_chosen(loaded.config):
             if not _was_told(session, row.id):
-                _tell(session, place, row, loaded.memory, kept)
-            kept.reported_health = RuleHealth.NO_DATA.value
+                _tell(session, context, row, loaded.memory, state)
+            state.reported_health = RuleHealth.NO_DATA.value
 
 
 def _is_chosen(config: RuleConfig | None) -> bool:
@@ -112,11 +112,11 @@ def _was_told(session: Session, config_id: int) -> bool:
 
 
 def _tell(
-    session: Session, place: EventContext, row: RuleConfigRow, memory: RuleMemory, kept: RuleStateRow
+    session: Session, context: EventContext, row: RuleConfigRow, memory: RuleMemory, state: RuleStateRow
 ) -> None:
-    last_step = session.get_one(RunRow, place.run_id).last_step
+    last_step = session.get_one(RunRow, context.run_id).last_step
     data: dict[str, Any] = {
-        "attempt": place.attempt,
+        "attempt": context.attempt,
         "name": row.name,
         "rule": row.rule,
         "health": memory.health.value,
@@ -124,6 +124,6 @@ def _tell(
         "judged": memory.judged,
         "step": last_step,
     }
-    event = make_event(_KINDS[memory.health], place.base_url, place.named, place.now_ns, data)
-    add_event(session, place.run_id, event, place.now_ns)
-    kept.reported_health = memory.health.value
+    event = make_event(_KINDS[memory.health], context.base_url, context.named, context.now_ns, data)
+    add_event(session, context.run_id, event, context.now_ns)
+    state.reported_health = memory.health.value

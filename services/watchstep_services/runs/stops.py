@@ -119,8 +119,8 @@ def take_up(session: Session, run_id: int, attempt: str) -> int | None:
     if not _goes_on(run, attempt):
         return None
     row.state, row.stage, row.stage_since_ns, row.finished_ns, row.next_ns = "pending", 0, now, None, now
-    told = {"reason": row.payload["reason"], "cause": row.payload["cause"], "detail": "its job was bound"}
-    note(session, "repeated", Subject(run.project, run.run, attempt), "the service", now, told)
+    details = {"reason": row.payload["reason"], "cause": row.payload["cause"], "detail": "its job was bound"}
+    note(session, "repeated", Subject(run.project, run.run, attempt), "the service", now, details)
     return row.id
 
 
@@ -142,8 +142,8 @@ def _audit(
     repeated: bool,
 ) -> None:
     held = asked or StopRequester("an operator")
-    told = {"reason": data["reason"], "cause": data["cause"], **held.told}
-    note(session, "repeated" if repeated else "requested", subject, held.who, now, told)
+    details = {"reason": data["reason"], "cause": data["cause"], **held.told}
+    note(session, "repeated" if repeated else "requested", subject, held.who, now, details)
 
 
 Kind = Literal[
@@ -275,8 +275,8 @@ def allow(session: Session, project: str, config: RuleConfig, who: str, reason: 
     )
     session.add(row)
     session.flush()
-    told = {"grant": row.id, "reason": reason, "digest": row.digest, "judges": row.judges}
-    note(session, "allowed", Subject(project), who, now, told)
+    details = {"grant": row.id, "reason": reason, "digest": row.digest, "judges": row.judges}
+    note(session, "allowed", Subject(project), who, now, details)
     return row
 
 
@@ -290,8 +290,8 @@ def revoke(session: Session, row: StopGrant, who: str, reason: str) -> None:
     if row.revoked_ns is not None:
         return
     row.revoked_by, row.revoked_reason, row.revoked_ns = who, reason, read_clock(session)
-    told = {"grant": row.id, "reason": reason, "digest": row.digest, "judges": row.judges}
-    note(session, "revoked", Subject(row.project), who, row.revoked_ns, told)
+    details = {"grant": row.id, "reason": reason, "digest": row.digest, "judges": row.judges}
+    note(session, "revoked", Subject(row.project), who, row.revoked_ns, details)
 
 
 def _check_reason(reason: str) -> None:
@@ -322,15 +322,15 @@ def configs_called(session: Session, project: str, name: str, run: str = "") -> 
     if not run:
         own = session.get(ProjectRule, (project, name))
         held = [own.data, *held] if own is not None else held
-    found: dict[str, RuleConfig] = {}
+    configs: dict[str, RuleConfig] = {}
     for data in held:
         try:
             config = RuleConfig.model_validate(data)
         except ValueError:
             continue  # of another version of Watchstep: it judges nothing either
         if any(isinstance(action, StopAction) for action in config.actions):
-            found.setdefault(digest_of(config), config)
-    return found
+            configs.setdefault(digest_of(config), config)
+    return configs
 
 
 def the_config_called(
@@ -342,8 +342,8 @@ def the_config_called(
         NotFoundError: there is none.
         ConfigError: there are several that judge differently.
     """
-    found = configs_called(session, project, name, run)
-    chosen = {held: config for held, config in found.items() if held.startswith(digest)}
+    configs = configs_called(session, project, name, run)
+    chosen = {held: config for held, config in configs.items() if held.startswith(digest)}
     if not chosen:
         where = f"run {project}/{run}" if run else f"project {project}"
         raise NotFoundError(

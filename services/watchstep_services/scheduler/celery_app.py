@@ -97,24 +97,24 @@ def sweep() -> None:
     if not take_turn(app, SWEEP, mine.settings.sweep_seconds):
         return
     # What the database knows of does not wait until every silent run has been looked at.
-    known = find_due(mine)
-    _hand_out(mine, known)
-    found = look_for_work(mine)
-    failpoint("sweep.found", found)
-    _hand_out(mine, found.without(known))
-    failpoint("sweep.handed_out", found)
+    due = find_due(mine)
+    _hand_out(mine, due)
+    work = look_for_work(mine)
+    failpoint("sweep.found", work)
+    _hand_out(mine, work.without(due))
+    failpoint("sweep.handed_out", work)
 
 
-def _hand_out(mine: Service, found: Work) -> None:
+def _hand_out(mine: Service, work: Work) -> None:
     # Messages only wake workers. Where many wait, all are awake, and a sweep a second later asks for what is still due.
-    if found.runs and not enough_wait(app, QUEUE):
-        note_asked(mine, found.runs)
-        for run_id in found.runs:
+    if work.runs and not enough_wait(app, QUEUE):
+        note_asked(mine, work.runs)
+        for run_id in work.runs:
             mine.notifier.run_changed(run_id)
-    if found.actions and not enough_wait(app, URGENT):
-        for action_id in found.actions:
+    if work.actions and not enough_wait(app, URGENT):
+        for action_id in work.actions:
             mine.notifier.action_due(action_id)
-    for number in found.backtests:
+    for number in work.backtests:
         mine.notifier.backtest_due(number)
 
 

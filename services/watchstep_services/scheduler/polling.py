@@ -90,7 +90,7 @@ def take(service: Service) -> list[RunPoll]:
         ]
 
 
-def look(service: Service, one: RunPoll) -> None:
+def look(service: Service, poll: RunPoll) -> None:
     """Look at a run, and say when to look again.
 
     What goes wrong with it is told in the log and in its health, and keeps no other run from its turn.
@@ -99,19 +99,19 @@ def look(service: Service, one: RunPoll) -> None:
         SQLAlchemyError: the database did not answer.
     """
     try:
-        _look(service, one)
+        _look(service, poll)
     except Exception as error:
         if is_of_all(error):
             raise
         # Deleted meanwhile, or held by somebody who hangs: it is taken again when this look's time is over.
-        _log.warning("run %s/%s: what was seen of it is not kept: %s", one.run.project, one.run.run, error)
+        _log.warning("run %s/%s: what was seen of it is not kept: %s", poll.run.project, poll.run.run, error)
         metrics.SWEEP_FAULTS.labels("run").inc()
 
 
-def _look(service: Service, one: RunPoll) -> None:
-    run, fresh, listed = one.run, False, False
+def _look(service: Service, poll: RunPoll) -> None:
+    run, fresh, listed = poll.run, False, False
     try:
-        if wants_listing(service, one):
+        if wants_listing(service, poll):
             listed, fresh = True, discover(service, run.id).fresh
         if run.state not in ENDED:
             advance_run(service, run.id)
@@ -126,19 +126,19 @@ def _look(service: Service, one: RunPoll) -> None:
         _log.exception("run %s/%s cannot be looked at; a later sweep tries again", run.project, run.run)
         metrics.SWEEP_FAULTS.labels("run").inc()
         tell(service, run.id, _fault(error))
-    quiet = _quiet(service, one, listed, fresh)
+    quiet = _quiet(service, poll, listed, fresh)
     with service.database.write() as session:
         row = session.get(RunRow, run.id)
         if row is None:
             return  # deleted meanwhile
-        after = _next(service, row, one, quiet)
+        after = _next(service, row, poll, quiet)
         session.execute(
             update(RunRow)
             .where(RunRow.id == run.id)
             .values(poll_interval_ns=quiet)
             .execution_options(synchronize_session=False)
         )
-        POLL_LEASE.release(session, run.id, one.taken_ns, poll_ns=now_ns() + after)
+        POLL_LEASE.release(session, run.id, poll.taken_ns, poll_ns=now_ns() + after)
 
 
 def _fault(error: Exception) -> WatchstepError:
@@ -147,40 +147,40 @@ def _fault(error: Exception) -> WatchstepError:
     )
 
 
-def wants_listing(service: Service, one: RunPoll) -> bool:
+def wants_listing(service: Service, poll: RunPoll) -> bool:
     """Whether a run has been quiet for so long that its store is worth a listing."""
-    run = one.run
+    run = poll.run
     quiet_since = max(run.last_seen_ns, run.listed_ns) if run.listed_ns else 0
-    quiet = one.now_ns - quiet_since
+    quiet = poll.now_ns - quiet_since
     if run.state in ENDED or run.state == "lost":
         # It may still get a late segment or another attempt, but that is rare.
         return quiet >= nanoseconds(service.settings.silent_seconds)
-    base = max(service.settings.listing_ns(local=one.place.is_local), service.listing_times.pause_ns(run.id))
-    return quiet >= base if one.has_job else quiet >= max(base, run.poll_interval_ns)
+    base = max(service.settings.listing_ns(local=poll.place.is_local), service.listing_times.pause_ns(run.id))
+    return quiet >= base if poll.has_job else quiet >= max(base, run.poll_interval_ns)
 
 
-def _quiet(service: Service, one: RunPoll, listed: bool, fresh: bool) -> int:
+def _quiet(service: Service, poll: RunPoll, listed: bool, fresh: bool) -> int:
     """How long a run may be quiet before it is looked at.
 
     A listing that found nothing new of a run that was heard of since the one before was in vain: it is only slower than we
     look. One that found what nobody announced was not.
     """
-    if one.has_job:
+    if poll.has_job:
         return _JOB_NS  # that it is gone, only asking tells
-    base = service.settings.listing_ns(local=one.place.is_local)
-    announces = one.run.last_seen_ns > one.run.listed_ns > 0
-    before = max(base, one.run.poll_interval_ns)
+    base = service.settings.listing_ns(local=poll.place.is_local)
+    announces = poll.run.last_seen_ns > poll.run.listed_ns > 0
+    before = max(base, poll.run.poll_interval_ns)
     if not listed:
         return before
     return min(2 * before, max(base, LONGEST_QUIET_NS)) if announces and not fresh else base
 
 
-def _next(service: Service, row: RunRow, one: RunPoll, poll_interval_ns: int) -> int:
+def _next(service: Service, row: RunRow, poll: RunPoll, poll_interval_ns: int) -> int:
     """How long until the next look."""
     if row.state in ENDED or row.state == "lost":
         silent = nanoseconds(service.settings.silent_seconds)
         # The longer it has been over the more seldom; spread, so that those that ended together are not listed together.
-        since = (one.now_ns - (row.ended_ns or one.now_ns)) // _ENDED_SHARE
+        since = (poll.now_ns - (row.ended_ns or poll.now_ns)) // _ENDED_SHARE
         return int(min(max(silent, since), max(silent, _LONGEST_ENDED_NS)) * (0.75 + (row.id % 64) / 128))
     return poll_interval_ns
 
@@ -202,12 +202,12 @@ def do_looks(service: Service, seconds: float) -> None:
 def _do_portion(service: Service, taken: list[RunPoll]) -> None:
     patience = service.settings.store_wait_seconds
     local: dict[Future[None], RunPoll] = {}
-    for one in taken:
-        work = functools.partial(look, service, one)
-        if one.place.is_local:
-            local[service.look_threads.submit(one.run.project, work)] = one
+    for poll in taken:
+        work = functools.partial(look, service, poll)
+        if poll.place.is_local:
+            local[service.look_threads.submit(poll.run.project, work)] = poll
         else:
-            service.patience.ask(one.place.registration, work, patience, None)
+            service.patience.ask(poll.place.registration, work, patience, None)
     done, late = wait(local, _LOCAL_SECONDS)
     # Those that began go on in their threads; the others are taken again, behind what is due by then.
     _put_off(service, [local[future] for future in late if future.cancel()])
@@ -216,12 +216,12 @@ def _do_portion(service: Service, taken: list[RunPoll]) -> None:
             future.result()
 
 
-def _put_off(service: Service, looks: list[RunPoll]) -> None:
-    if not looks:
+def _put_off(service: Service, polls: list[RunPoll]) -> None:
+    if not polls:
         return
     with service.database.once() as session:
-        for one in looks:
-            POLL_LEASE.release(session, one.run.id, one.taken_ns, poll_ns=now_ns() + _PUT_OFF_NS)
+        for poll in polls:
+            POLL_LEASE.release(session, poll.run.id, poll.taken_ns, poll_ns=now_ns() + _PUT_OFF_NS)
 
 
 def tell(service: Service, run_id: int, error: WatchstepError | None) -> None:

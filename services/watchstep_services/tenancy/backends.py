@@ -52,10 +52,10 @@ def register_backend(session: Session, name: str, kind: str, settings: dict[str,
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"backend name {name!r} cannot be used", "use 1 to 32 of a-z, 0-9, '_' and '-'")
-    held = _checked_settings(kind, settings)
+    checked = _checked_settings(kind, settings)
     now = read_clock(session)
     values = {
-        "name": name, "kind": kind, "settings": held, "version": 1, "created_ns": now, "updated_ns": now,
+        "name": name, "kind": kind, "settings": checked, "version": 1, "created_ns": now, "updated_ns": now,
     }  # fmt: skip
     if not insert_missing(session, BackendRow, values):
         raise ConflictError(f"backend {name!r}: registered already", "change it, or choose another name")
@@ -70,9 +70,9 @@ def change_backend(session: Session, name: str, settings: dict[str, Any]) -> Bac
         ConfigError: the settings cannot be used.
     """
     row = find_backend(session, name)
-    held = _checked_settings(row.kind, settings)
-    if held != row.settings:
-        row.settings, row.version, row.updated_ns = held, row.version + 1, read_clock(session)
+    checked = _checked_settings(row.kind, settings)
+    if checked != row.settings:
+        row.settings, row.version, row.updated_ns = checked, row.version + 1, read_clock(session)
     return row
 
 
@@ -123,9 +123,9 @@ def allowed_backend(session: Session, project: str, name: str) -> BackendRow:
     """
     allowed = {row.name: row for row in backends_of(session, project)}
     if name not in allowed:
-        known = f"use one of: {', '.join(allowed)}" if allowed else "none is registered for it"
+        hint = f"use one of: {', '.join(allowed)}" if allowed else "none is registered for it"
         raise ConfigError(
-            f"backend {name!r}: not registered for project {project!r}", f"{known}; an admin registers others"
+            f"backend {name!r}: not registered for project {project!r}", f"{hint}; an admin registers others"
         )
     return allowed[name]
 
@@ -148,12 +148,12 @@ def allow_owned(session: Session, project: str, file: Path, name: str) -> None:
     Raises:
         ConfigError: the file, or what it says of the backend, cannot be used.
     """
-    if (held := backends_file.read(file).get(name)) is None:
+    if (checked := backends_file.read(file).get(name)) is None:
         return
     now = read_clock(session)
-    settings = checked_settings(held.kind, held.settings)
+    settings = checked_settings(checked.kind, checked.settings)
     values = {
-        "name": name, "kind": held.kind, "settings": settings, "version": 1, "created_ns": now, "updated_ns": now,
+        "name": name, "kind": checked.kind, "settings": settings, "version": 1, "created_ns": now, "updated_ns": now,
     }  # fmt: skip
     insert_missing(session, BackendRow, values)
     insert_missing(
